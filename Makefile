@@ -1,4 +1,4 @@
-# A fresh clone needs python3 (3.11 or newer) and make; what a target needs goes into .venv.
+# A fresh clone needs python3 (3.11 or newer) and make; targets install their dependencies into .venv.
 #
 #   make demo           train a classifier on a 100,000-cell atlas with two processes
 #   make test           run the core tests
@@ -11,7 +11,7 @@
 #   make rapids         run the core tests with the versions of RAPIDS 26.02
 #   make check          run all that CI does
 #
-# make PYTHON=python3.12 ... takes another Python.
+# make PYTHON=python3.12 ... uses another Python.
 
 SHELL := bash
 PYTHON ?= python3
@@ -33,7 +33,7 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 env: $(VENV)/.dev
 
-# The demo needs the extra demo, the core tests what is theirs, all else what developers have.
+# The demo needs the extra demo, the core tests their own extras, everything else the developers' extras.
 $(VENV)/.demo: PACKAGES := .[demo]
 $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]
@@ -43,7 +43,7 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 	@echo 'Installing $(PACKAGES) into $(VENV): some minutes the first time.'
-# torch alone and first: a CPU build that is there already is kept, whatever else asks for torch.
+# torch is installed first and alone, so that an existing CPU build is kept.
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '$(PACKAGES)'
 	@touch $(CONTAINED) $@
@@ -61,7 +61,7 @@ test: $(VENV)/.test
 test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)
 
-# Property tests run here once more, with more examples.
+# Property tests run again here, with more examples.
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m 'faults or hypothesis' --hypothesis-profile thorough $(PYTEST_ARGS)
 
@@ -74,7 +74,7 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# The kernels again, with every index checked.
+# The tests of the kernels run again with bounds checks.
 bounds: $(VENV)/.dev
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
 
@@ -93,7 +93,7 @@ tutorials-record: $(VENV)/.dev
 	$(BIN)/python docs/tutorials/record.py
 
 # The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
-# Versions that old warn about what is newer than they are.
+# Such old versions warn about newer dependencies.
 lowest:
 	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet --no-deps uv "$$(grep '^torch==' constraints.txt)"; }
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[test]' "$$(grep '^torch==' constraints.txt)"

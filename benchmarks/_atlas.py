@@ -1,4 +1,4 @@
-"""The atlases that benchmarks read, made once and kept."""
+"""Synthetic atlases for the benchmarks, written once and reused."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _PROGRAM = Path(__file__).resolve().parent.parent / "examples" / "make_atlas.py"
 
 
 def add_options(parser: argparse.ArgumentParser, *, cells: int) -> None:
-    """Add what `atlas` reads from a command line."""
-    parser.add_argument("--atlas", type=Path, help="an AnnData file; default: one is made in --work")
-    parser.add_argument("--cells", type=int, default=cells, help="cells of the atlas that is made")
-    parser.add_argument("--genes", type=int, default=20_000, help="genes of the atlas that is made")
-    parser.add_argument("--files", choices=list(FILES), default="h5ad", help="how it is stored")
+    """Add the options that `atlas` reads."""
+    parser.add_argument("--atlas", type=Path, help="h5ad file or Zarr store (default: a synthetic atlas in --work)")
+    parser.add_argument("--cells", type=int, default=cells, help="number of cells in the synthetic atlas")
+    parser.add_argument("--genes", type=int, default=20_000, help="number of genes in the synthetic atlas")
+    parser.add_argument("--files", choices=list(FILES), default="h5ad", help="file format of the synthetic atlas")
     parser.add_argument(
         "--work",
         type=Path,
         default=Path(tempfile.gettempdir()) / "dasksc-benchmarks",
-        help="where atlases are made and kept",
+        help="folder of the synthetic atlases, which are kept",
     )
 
 
 def atlas(options: argparse.Namespace, files: str | None = None) -> Path:
-    """Return the path of the atlas the command line asks for, made now if it is not there yet.
+    """Return the path of the atlas given by the options, and write the atlas first if it does not exist.
 
     Parameters
     ----------
     options
-        Of a parser that `add_options` saw.
+        Parsed options of a parser with `add_options`.
     files
-        Stored in another way than the command line says, if given; ``--atlas`` is ignored then.
+        File format, a key of `FILES`; overrides ``--files`` and ``--atlas``.
     """
     if files is None and options.atlas is not None:
         return options.atlas

@@ -1,13 +1,13 @@
-"""The loaders that are compared, each in the way its users would have it fastest.
+"""Loaders to compare, each in the fastest configuration available to its users.
 
-Run by `_harness.Contender` as ``python _contenders.py NAME SPEC``. A builder imports what it needs (a
-peer's interpreter has no dasksc, and the cold start includes the import) and returns a function that
-starts an epoch of tensors: float32, shape (batch, n_vars), dense or CSR as ``spec["layout"]`` says.
+`_harness.Contender` runs ``python _contenders.py NAME SPEC``. Each builder contains its own imports, because
+the interpreter of a peer lacks dasksc and the cold start includes the imports. A builder returns a function
+that starts an epoch of float32 tensors of shape (batch, n_vars), dense or CSR according to ``spec["layout"]``.
 
-A spec may also hold ``cores`` (of those there are, the process is kept on these), ``rank`` and
-``world_size``, and, for dasksc, a ``memory_limit`` to choose the fetch size by, ``genes`` to keep, how several
-files are to be joined (``join``), the memory limit of Dask workers (``worker_memory``), and which rows to read
-(``rows``: start and stop of each run).
+Optional keys of a spec: ``cores`` (indices of the available cores to which the process is pinned), ``rank``, and
+``world_size``. Optional keys for dasksc: ``memory_limit`` (determines the fetch size), ``genes`` (subset to read),
+``join`` (join of several files), ``worker_memory`` (memory limit of a Dask worker), and ``rows`` (start and stop of
+each run of rows to read).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def dasksc_loader(spec: Spec, *, scheduler: str) -> Epoch:
 
 
 def dasksc_without_dask(spec: Spec) -> Epoch:
-    """Read the same plan by the same fetches and batches, but let plain threads run the fetches.
+    """Run the fetches of dasksc on a plain thread pool instead of a Dask scheduler.
 
-    All that is changed is the window of fetches in flight, so that all else is the same.
+    Only the window of fetches in flight is replaced. Plan, fetches and batches are those of dasksc.
     """
     from concurrent.futures import ThreadPoolExecutor
     from unittest import mock
@@ -53,7 +53,7 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from dasksc.loader import epoch_run as module
 
     class PlainWindow:
-        """As many fetches at a time, on as many threads, handed over in order."""
+        """Window with the same depth and number of threads, which yields fetches in order."""
 
         def __init__(self, task: Any, ks: Any, *, depth: int, argument: Any, n_threads: int, **_: Any) -> None:
             self.scheduler = module.resolve_scheduler("threads")
@@ -123,7 +123,7 @@ def _dasksc_dataset(spec: Spec, *, scheduler: Any) -> Any:
 
 
 def pread_loader(spec: Spec) -> Epoch:
-    """Read the ranges that dasksc's plan needs and nothing else: what the disk can give, at ``spec["depth"]``."""
+    """Read only the byte ranges of dasksc's plan on ``spec["depth"]`` threads, to measure the limit of the disk."""
     from pathlib import Path
 
     from _ranges import pread_loop
@@ -133,12 +133,12 @@ def pread_loader(spec: Spec) -> Epoch:
 
 
 def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
-    """Read a backed matrix by sorted rows, and densify each batch or each whole fetch."""
+    """Read sorted rows of a backed matrix with scDataset, and densify each batch or each fetch."""
     import torch
     from scdataset import BlockShuffling, scDataset
 
     adata = _backed(spec["path"])
-    X = adata.X  # once: AnnData makes a new matrix at each access, which reads indptr again
+    X = adata.X  # Each access of AnnData.X creates a new matrix, which reads indptr again.
     if spec["layout"] == "csr":
         hooks = {"batch_transform": _csr_tensor}
     elif densify == "batch":
@@ -150,7 +150,7 @@ def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
         BlockShuffling(block_size=spec["block"]),
         batch_size=spec["batch"],
         fetch_factor=spec["fetch"] // spec["batch"],
-        fetch_callback=lambda _, rows: X[rows],  # indexing the AnnData would subset obs as well
+        fetch_callback=lambda _, rows: X[rows],  # Indexing the AnnData object would subset obs as well.
         seed=0,
         **hooks,
     )
@@ -158,7 +158,7 @@ def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
 
 
 def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
-    """Load X alone from annbatch's own preshuffled store, or from AnnData's Zarr."""
+    """Load only X, from annbatch's preshuffled store or from a Zarr store written by AnnData."""
     import anndata
     import numpy as np
     import torch
@@ -171,7 +171,7 @@ def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
         chunk_size=spec["block"],
         preload_nchunks=spec["fetch"] // spec["block"],
         shuffle=True,
-        # On a CPU SciPy's batches become dense tensors twice as fast as torch's sparse ones.
+        # On a CPU, densifying SciPy matrices is twice as fast as densifying sparse tensors.
         to="torch" if spec["layout"] == "csr" else None,
         rng=np.random.default_rng(0),
     )
@@ -187,7 +187,7 @@ def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
 
 
 def anndata_loader(spec: Spec) -> Epoch:
-    """Slice a backed matrix batch by batch, without any buffer: blocks in random order, sorted."""
+    """Slice a backed matrix batch by batch, without a shuffle buffer: sorted rows of random blocks."""
     import numpy as np
     import torch
 
@@ -208,7 +208,7 @@ def anndata_loader(spec: Spec) -> Epoch:
 
 
 def annloader(spec: Spec) -> Epoch:
-    """Let AnnLoader read a backed AnnData, in blocks: with `shuffle=True` it draws single rows, which is slower."""
+    """Read a backed AnnData in blocks with AnnLoader, because its ``shuffle=True`` draws single rows and is slower."""
     import warnings
 
     import numpy as np
@@ -226,7 +226,7 @@ def annloader(spec: Spec) -> Epoch:
             return iter(rows[rows < n_rows].tolist())
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its deprecation
+        warnings.simplefilter("ignore", FutureWarning)  # AnnLoader is deprecated.
         loader = AnnLoader(_backed(spec["path"]), batch_size=spec["batch"], sampler=Blocks())
 
     def epoch() -> Iterator[Any]:
@@ -253,7 +253,7 @@ CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
 
 
 def write_annbatch_store(spec: Spec) -> None:
-    """Write annbatch's preshuffled collection from an h5ad, with its defaults."""
+    """Write annbatch's preshuffled collection from an h5ad file, with annbatch's defaults."""
     import anndata
     import numpy as np
     import zarr
@@ -275,7 +275,7 @@ def write_annbatch_store(spec: Spec) -> None:
 
 
 def write_converted_store(spec: Spec) -> None:
-    """Write dasksc's shuffled store from an h5ad, with its defaults."""
+    """Convert an h5ad file to dasksc's shuffled store, with the defaults of `dasksc.convert`."""
     import dasksc
 
     dasksc.convert(spec["h5ad_path"], spec["converted_path"])
@@ -310,7 +310,7 @@ def _csr_tensor(part: Any) -> Any:
 
 if __name__ == "__main__":
     name, spec = sys.argv[1], json.loads(sys.argv[2])
-    if "cores" in spec:  # before anything counts them
+    if "cores" in spec:  # The affinity must be set before a library counts the cores.
         available = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, [available[core] for core in spec["cores"]])
     if name in WRITERS:

@@ -1,8 +1,8 @@
-"""Contenders in processes of their own, measured in turns.
+"""Loaders in separate processes, measured in turns.
 
-A contender is a child process that builds one loader, reports what its cold start took, and then
-measures whenever it is told to. All stay alive for the whole run and only one works at a time, so every
-round sees the same machine, the same page cache and compiled code.
+A contender is a child process that builds one loader, reports the time of its cold start, and then
+measures on request. All contenders live for the whole run and only one works at a time. Every round
+therefore uses the same machine, the same page cache and the same compiled code.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
-# How long a contender works unmeasured when its turn comes, at most.
+# Maximum duration of the unmeasured work at the start of a turn.
 _SETTLE_S = 1.0
 
 
-# --- In the child ------------------------------------------------------------------------------------
+# --- Child process -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Rows handed to the loop in some time, ending with a whole fetch or epoch."""
+    """Number of rows delivered to the loop up to the end of a fetch or an epoch, with times and a checksum."""
 
     n_rows: int
     elapsed_s: float
@@ -53,23 +53,23 @@ def measure(
     one_epoch: bool = False,
     whole_epochs: bool = False,
 ) -> Measurement:
-    """Iterate until `seconds` have passed, counting whole fetches only.
+    """Measure the rate of a loader over at least `seconds`, rounded up to whole fetches.
 
     Parameters
     ----------
     epoch
-        Starts an epoch of tensors.
+        Function that starts an epoch of tensors.
     seconds
-        When to stop, at the next end of a fetch or of an epoch; 0 measures exactly one epoch.
+        Minimum duration. The measurement stops at the next end of a fetch or an epoch; 0 measures exactly one epoch.
     fetch_rows
-        Rows of a fetch. The clock runs from before the first fetch to after the last row of the last
-        counted one, so what a loader reads ahead beyond it counts against it.
+        Number of rows in a fetch. The clock starts before the first fetch and stops after the last row of
+        the last counted fetch. Time spent on reading beyond that fetch therefore lowers the rate.
     consume
-        Reads a batch and returns a number; None only takes it.
+        Function that reads a batch and returns a number. With None, batches are discarded unread.
     one_epoch
-        Stop at the end of an epoch in any case, so that no row is read twice.
+        True stops at the end of the epoch even before `seconds`, so that no row is read twice.
     whole_epochs
-        Stop at the end of an epoch only.
+        True stops only at the end of an epoch.
     """
     n_rows, checksum = 0, 0.0
     cpu_start, start = time.process_time(), time.perf_counter()
@@ -94,7 +94,7 @@ def measure(
 
 
 def begin(epoch: Callable[[], Iterator[Any]], spec: dict[str, Any]) -> dict[str, Any]:
-    """Take the first batch of a loader, or its first epoch where whole epochs are measured; return what it took."""
+    """Time the first batch of a loader, and its first epoch where whole epochs are measured."""
     start = time.perf_counter()
     batches = epoch()
     first = next(batches)
@@ -114,16 +114,16 @@ def begin(epoch: Callable[[], Iterator[Any]], spec: dict[str, Any]) -> dict[str,
 
 
 def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: dict[str, Any]) -> None:
-    """Build the loader, report the cold start, and measure on demand, one line of JSON each.
+    """Build the loader, report the cold start, and measure on request, with one line of JSON for each answer.
 
     Parameters
     ----------
     build
-        Imports what it needs and returns a function that starts an epoch.
+        Function that contains its imports and returns a function that starts an epoch.
     spec
-        What `Contender` was given. A loader that chooses its fetch size sets it.
+        Spec given to `Contender`. A loader that chooses its fetch size stores it under ``"fetch"``.
     """
-    # What libraries print must not end up between the answers.
+    # Output of libraries must not appear between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -134,7 +134,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
     for line in sys.stdin:
         order = json.loads(line)
         if order.get("anew"):
-            # What is mapped cannot be dropped from the page cache: let go of it, and open it again.
+            # Mapped pages cannot be dropped from the page cache: the file is closed and opened again.
             del epoch
             gc.collect()
             epoch = build(spec)
@@ -143,7 +143,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
         before = _read_bytes()
         result = measure(
             epoch,
-            # A fetch chosen by the memory limit may be half an epoch: whole epochs are measured then.
+            # A fetch size derived from the memory limit may be half an epoch, so whole epochs are measured.
             seconds=0 if "memory_limit" in spec else order["seconds"],
             fetch_rows=spec["fetch"],
             consume=_total if order["consume"] else None,
@@ -161,7 +161,7 @@ def serve(build: Callable[[dict[str, Any]], Callable[[], Iterator[Any]]], spec: 
 
 
 def _read_bytes() -> int:
-    """Return what this process has read from disks, in bytes; 0 where the system does not tell."""
+    """Return the number of bytes that this process has read from disks, or 0 where the system does not report it."""
     try:
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     except OSError:
@@ -170,23 +170,23 @@ def _read_bytes() -> int:
 
 
 def _total(batch: Any) -> float:
-    """Read every value of a tensor, dense or sparse CSR, on one thread.
+    """Return the sum of a dense or sparse CSR tensor, computed on one thread.
 
-    NumPy adds up rather than torch, whose threads would fight the loader's for the cores: what takes
-    batches in earnest is a copy to a GPU, by one thread.
+    NumPy computes the sum, because the threads of torch would compete with the loader for the cores. In
+    training, one thread copies batches to a GPU.
     """
     return float((batch.values() if batch.is_sparse_csr else batch).numpy().sum())
 
 
-# --- In the parent -----------------------------------------------------------------------------------
+# --- Parent process ----------------------------------------------------------------------------------
 
 
 class ContenderError(RuntimeError):
-    """A contender's process that ended, with the end of what it printed."""
+    """Error raised when the process of a contender ends early, with the end of its output."""
 
 
 class Contender:
-    """The parent's end of a contender's process."""
+    """Handle of the child process that runs a loader."""
 
     def __init__(
         self,
@@ -202,8 +202,8 @@ class Contender:
     ) -> None:
         """Start the loader `name`.
 
-        Before each measurement `drop` is called, to empty the page cache; what it returns becomes part of
-        the answer. `enter` is called in the new process before anything else, to move it into a control group.
+        `drop` is called before each measurement to empty the page cache, and its result becomes part of the
+        answer. `enter` is called first in the new process, to move it into a control group.
         """
         self.name = label or name
         self._log = log
@@ -240,11 +240,11 @@ class Contender:
         self._process.stdout.close()
 
     def work(self, *, seconds: float) -> None:
-        """Let it work unmeasured."""
+        """Run the loader without measuring."""
         self._order({"seconds": seconds, "consume": True})
 
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
-        """Let it measure once, while everything else waits."""
+        """Measure once while the other contenders wait."""
         dropped = {}
         if self._drop is not None:
             self._order({"anew": True})
@@ -252,7 +252,7 @@ class Contender:
         return self._order({"seconds": seconds, "consume": consume}) | dropped
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
-        # A process that has ended is noticed when it does not answer.
+        # The missing answer reveals a process that has ended.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -266,12 +266,12 @@ class Contender:
         return json.loads(line)
 
 
-# What the answers of ranks are added up by.
+# Keys of the answers that are summed over ranks.
 _ADDED = ("rows_per_s", "cores", "n_rows", "read_bytes")
 
 
 class Together:
-    """Contenders that measure at the same moment, as the ranks of one job; their rates are added."""
+    """Contenders that measure simultaneously, like the ranks of one job; their rates are summed."""
 
     def __init__(self, name: str, starts: Sequence[Callable[[], Contender]]) -> None:
         self.name = name
@@ -296,11 +296,11 @@ class Together:
             contender.close()
 
     def work(self, *, seconds: float) -> None:
-        """Let them work unmeasured."""
+        """Run the loaders without measuring."""
         self._each(lambda one: one.work(seconds=seconds))
 
     def run(self, *, seconds: float, consume: bool) -> dict[str, Any]:
-        """Let them measure once, at the same moment."""
+        """Measure all loaders once, simultaneously."""
         answers = self._each(lambda one: one.run(seconds=seconds, consume=consume))
         return {key: sum(answer[key] for answer in answers) for key in _ADDED if key in answers[0]}
 
@@ -311,7 +311,7 @@ class Together:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What a contender showed over all rounds; rates in cells per second, one a round."""
+    """Measurements of a contender over all rounds: one rate per round, in cells per second."""
 
     name: str
     cold_start: dict[str, Any]
@@ -330,12 +330,11 @@ def compete(
     warm_up_s: float,
     say: Callable[[str], None] = print,
 ) -> list[Result]:
-    """Measure every contender once a round, in an order that turns from round to round.
+    """Measure every contender once per round, in an order that rotates from round to round.
 
-    While others work, the memory that a process has freed may go back to the machine's host, and is slow
-    to get again. So each turn starts with a while that is not measured, and which of the two rates is
-    measured first changes as well. A contender that cannot start, or fails, is left out with a line that
-    says why.
+    While a process waits for its turn, the host of a virtual machine may reclaim memory that the process has
+    freed, and allocating it again is slow. Each turn therefore starts with unmeasured work, and the two rates
+    alternate in order from round to round. A contender that fails is dropped, and its error is printed.
     """
     results: dict[str, Result] = {}
     with contextlib.ExitStack() as stack:
@@ -379,7 +378,7 @@ def compete(
 
 
 def median_and_spread(values: Iterable[float]) -> tuple[float, float]:
-    """Return the median, and half the range as a share of it."""
+    """Return the median and half the range, the latter as a share of the median."""
     values = list(values)
     median = statistics.median(values)
     return median, (max(values) - min(values)) / 2 / median

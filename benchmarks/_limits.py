@@ -1,6 +1,6 @@
-"""What the machine allows at best, in cells per second, for a row of `_targets.ROWS`.
+"""Upper bounds set by the machine, in cells per second, for a row of `_targets.ROWS`.
 
-Run as ``python _limits.py KIND SPEC``: in a process of its own, after the contenders' have ended.
+Run as ``python _limits.py KIND SPEC`` in a separate process, after the processes of the contenders have ended.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 Spec = dict[str, Any]
 Work = Callable[[], int]
 
-# A batch that is used, one that is ready and one that is being made, for each core.
+# Batches per core: one in use, one ready, and one being filled.
 _BUFFERS = 3
 _SOURCE_BYTES = 1 << 28
 _CHUNKS = 64
 
 
 def fill(spec: Spec) -> float:
-    """Write dense batches, into memory that is used again."""
+    """Measure writing dense batches into reused buffers."""
     shape = spec["batch"], spec["n_vars"]
 
     def work(_: int) -> Work:
@@ -37,7 +37,7 @@ def fill(spec: Spec) -> float:
 
 
 def copy(spec: Spec) -> float:
-    """Read what is stored of cells in one place, write it in another that is used again."""
+    """Measure copying the stored values and column indices of cells into reused buffers."""
     n_bytes = int(_stored_bytes(spec) * spec["batch"])
     source = np.ones(max(_SOURCE_BYTES, 2 * n_bytes), dtype=np.uint8)
 
@@ -55,13 +55,13 @@ def copy(spec: Spec) -> float:
 
 
 def disk(spec: Spec) -> float | None:
-    """Read the wanted bytes past the page cache, in order, in large pieces; None where that cannot be."""
+    """Measure sequential direct reads of the stored bytes; return None where direct reads are not supported."""
     rates = [_machine.disk_bytes_per_s(Path(spec["path"]), n_threads=n_threads) for n_threads in (1, 4)]
     return None if None in rates else max(rates) / _stored_bytes(spec)
 
 
 def decode(spec: Spec) -> float:
-    """Decode each chunk once, all of it wanted, by the codecs that dasksc uses: some chunks, again and again."""
+    """Measure decoding whole chunks with the codecs of dasksc, on a repeated sample of chunks."""
     from dasksc.storage import open_matrix
 
     matrix: Any = open_matrix(spec["path"], "X")
@@ -88,7 +88,7 @@ LIMITS: dict[str, tuple[str, Callable[[Spec], float | None]]] = {
 
 
 def _stored_bytes(spec: Spec) -> float:
-    """Bytes of a cell: float32 values and int32 columns."""
+    """Return the mean number of stored bytes of a cell: float32 values and int32 column indices."""
     return spec["nnz"] / spec["n_rows"] * 8
 
 

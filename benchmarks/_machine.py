@@ -1,4 +1,4 @@
-"""What the machine allows, and what a process takes of it."""
+"""Limits of the machine, and the memory of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 23
 
 
 def memcpy_bytes_per_s(n_bytes: int = 1 << 28, repeats: int = 5) -> float:
-    """Measure one thread copying `n_bytes` in memory; the best of `repeats`."""
+    """Return the best rate of `repeats` copies of `n_bytes` in memory by one thread."""
     source, target = np.ones(n_bytes, dtype=np.uint8), np.empty(n_bytes, dtype=np.uint8)
     target[:] = 1
     best = min(_seconds(lambda: np.copyto(target, source)) for _ in range(repeats))
@@ -27,9 +27,9 @@ def memcpy_bytes_per_s(n_bytes: int = 1 << 28, repeats: int = 5) -> float:
 
 
 def disk_bytes_per_s(path: Path, n_bytes: int = 1 << 30, *, n_threads: int = 1) -> float | None:
-    """Measure reading up to `n_bytes` of the largest file at `path` past the page cache.
+    """Measure direct reads of up to `n_bytes` of the largest file at `path`, which bypass the page cache.
 
-    None where the file system has no direct reads.
+    Return None where the file system does not support direct reads.
     """
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -61,14 +61,14 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def size_bytes(path: Path) -> int:
-    """Bytes of a file, or of all files of a directory."""
+    """Return the size of a file, or of all files in a directory, in bytes."""
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def read_through(path: Path) -> None:
-    """Read everything at `path` once, so that the page cache holds what fits."""
+    """Read all files at `path` once to fill the page cache."""
     buffer = bytearray(_PIECE_BYTES)
     for file in [path] if path.is_file() else sorted(path.rglob("*")):
         if file.is_file():
@@ -78,15 +78,15 @@ def read_through(path: Path) -> None:
 
 
 def drop_from_cache(path: Path) -> dict[str, Any]:
-    """Make the kernel forget what it holds of the files at `path`, as far as it lets us.
+    """Drop the files at `path` from the page cache, as far as permissions allow.
 
     Returns
     -------
     dict
-        ``dropped``: how; ``cached_share``: how much of them it holds still.
+        ``dropped``: the method; ``cached_share``: share of the files that remains in the page cache.
     """
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    os.sync()  # what is not written yet cannot be dropped
+    os.sync()  # Dirty pages cannot be dropped.
     how = "posix_fadvise"
     for file in files:
         fd = os.open(file, os.O_RDONLY)
@@ -99,7 +99,7 @@ def drop_from_cache(path: Path) -> dict[str, Any]:
 
 
 def cached_share(files: Sequence[Path]) -> float:
-    """How much of some files the page cache holds, without reading any of them."""
+    """Return the share of the files in the page cache, without reading them."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     n_pages = n_cached = 0
     for file in files:
@@ -113,7 +113,7 @@ def cached_share(files: Sequence[Path]) -> float:
                 ctypes.c_size_t(len(pages)),
                 in_cache.ctypes.data_as(ctypes.POINTER(ctypes.c_ubyte)),
             )
-            del pages  # or the map could not be closed
+            del pages  # The map cannot be closed while an array refers to it.
         if answer:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(file))
         n_pages += len(in_cache)
@@ -122,14 +122,17 @@ def cached_share(files: Sequence[Path]) -> float:
 
 
 def rate_on_threads(work: Callable[[int], Callable[[], int]], *, n_threads: int, seconds: float = 1.0) -> float:
-    """Let some threads work for a while; return what they did, per second.
+    """Return the rate of some work on several threads, per second.
 
     Parameters
     ----------
     work
-        Makes the work of thread i: called again and again, it returns how much it did.
-    n_threads, seconds
-        How many, and how long.
+        Function of the thread's index that returns the work of the thread: a function that is called
+        repeatedly and returns the amount of work done.
+    n_threads
+        Number of threads.
+    seconds
+        Duration of the measurement.
     """
     works = [work(i) for i in range(n_threads)]
     for once in works:
@@ -137,7 +140,7 @@ def rate_on_threads(work: Callable[[int], Callable[[], int]], *, n_threads: int,
     start = time.perf_counter()
 
     def run(once: Callable[[], int]) -> int:
-        # A thread may be let run only when the time is over.
+        # A thread may be scheduled only after the time is over, so each thread works at least once.
         total = once()
         while time.perf_counter() - start < seconds:
             total += once()
@@ -149,15 +152,15 @@ def rate_on_threads(work: Callable[[int], Callable[[], int]], *, n_threads: int,
 
 
 def rss_anon_bytes(pid: int | str = "self") -> int:
-    """Anonymous memory of a process, in bytes: mapped files do not count."""
+    """Return the anonymous memory of a process in bytes, without mapped files."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("this system does not tell anonymous from mapped memory")
+    raise RuntimeError("RssAnon is missing from /proc/PID/status; anonymous memory is measured on Linux only")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Describe the machine: cores, processor, memory and Python version."""
     model = "unknown"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

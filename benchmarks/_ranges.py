@@ -1,4 +1,4 @@
-"""The byte ranges of an uncompressed h5ad file that the fetches of a plan need, and a loop that only reads them."""
+"""Byte ranges of an uncompressed h5ad file for the fetches of a plan, and a loop that only reads these ranges."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from dasksc.storage.runs import cut, merge
 
 PAGE = 4096
-# Ranges that a thread reads at a time; one by one, handing them to threads would take as long as reading short ones.
+# Ranges per task of a thread: submitting a task for each range would take as long as reading a short range.
 _RANGES = 16
-# NumPy asks for huge pages from this size on.
+# NumPy requests huge pages for arrays of at least this size.
 _HUGE_BYTES = 2**22
-# Fetches whose ranges wait for threads beside the one that is awaited.
+# Fetches submitted ahead of the current fetch.
 _AHEAD = 2
 
 
 def page_ranges(path: Path, plan: Any) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield the rows of each fetch, and first and last byte of the ranges of whole pages that hold X's."""
+    """Yield the number of rows of each fetch, and starts and stops of the page-aligned byte ranges that hold them."""
     with h5py.File(path) as file:
         indptr = file["X/indptr"][:]
         arrays = [_Extents(file[f"X/{name}"]) for name in ("indices", "data")]
@@ -37,12 +37,12 @@ def page_ranges(path: Path, plan: Any) -> Iterator[tuple[int, NDArray[np.int64],
         places = [array.places(starts, stops) for array in arrays]
         begins, ends = (np.concatenate(one) for one in zip(*places, strict=True))
         order = np.argsort(begins, kind="stable")
-        # A page that two ranges share is read once.
+        # Merging ensures that a page shared by two ranges is read once.
         yield (len(rows), *merge(begins[order] // PAGE * PAGE, -(-ends[order] // PAGE) * PAGE, gap=0, chunk=1))
 
 
 class _Extents:
-    """Where the elements of an HDF5 dataset of one dimension lie."""
+    """File offsets of the elements of a one-dimensional HDF5 dataset."""
 
     def __init__(self, stored: Any) -> None:
         self._itemsize = stored.dtype.itemsize
@@ -65,21 +65,21 @@ class _Extents:
 
 
 def pread_loop(path: Path, plan: Any, *, depth: int) -> Callable[[], Iterator[Any]]:
-    """Return what starts an epoch that reads the ranges of each fetch past the page cache and makes nothing of them.
+    """Return a function that starts an epoch of direct reads, which discards the bytes.
 
     Parameters
     ----------
     path
-        An uncompressed h5ad file.
+        Path of an uncompressed h5ad file.
     plan
-        Whose fetches are read.
+        Plan whose fetches are read.
     depth
-        Threads that read, each one range at a time.
+        Number of threads, each of which reads one range at a time.
 
     Returns
     -------
     callable
-        Yields an array of shape (rows, 0) for each fetch.
+        Function that returns an iterator over arrays of shape (rows, 0), one for each fetch.
     """
     fetches = list(page_ranges(path, plan))
     longest = max(int((stops - starts).max()) for _, starts, stops in fetches)
@@ -88,7 +88,7 @@ def pread_loop(path: Path, plan: Any, *, depth: int) -> Callable[[], Iterator[An
 
     def read(descriptor: int, ranges: NDArray[np.int64]) -> None:
         if not hasattr(thread, "buffer"):
-            # Large and aligned, so that it lies in huge pages: a request to the disk may hold so many pieces only.
+            # A disk request has a limited number of memory segments; a large aligned buffer in huge pages needs few.
             block = np.empty(max(longest, _HUGE_BYTES) + PAGE, dtype=np.uint8)
             thread.buffer = block[-block.ctypes.data % PAGE :].data
         for start, stop in ranges.tolist():

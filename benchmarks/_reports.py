@@ -1,4 +1,4 @@
-"""What benchmarks leave behind: a report as JSON, and its picture."""
+"""Reports of the benchmarks: a JSON file and a figure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Draw = Callable[[dict[str, Any], Path], None]
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    """Add what `write_report` takes from a command line."""
-    parser.add_argument("--out", type=Path, help="where to write .json (and .png, if there is one), without the ending")
+    """Add the option of `write_report`."""
+    parser.add_argument("--out", type=Path, help="path of the .json report and the .png figure, without the suffix")
 
 
 def write_report(out: Path | None, report: dict[str, Any], draw: Draw | None = None) -> None:
-    """Write a report, and what it was measured on, to ``out.json`` and ``out.png``; nothing if `out` is None."""
+    """Write a report with the machine to ``out.json``, and a figure to ``out.png``, unless `out` is None."""
     if out is None:
         return
     report = {"machine": machine()} | report

@@ -1,7 +1,8 @@
-"""Loaders of sets that `sets.py` compares, each as its users would have it fastest.
+"""Loaders of sets that `sets.py` compares, each in the fastest configuration available to its users.
 
-Run by `_harness.Contender` as ``python _set_contenders.py NAME SPEC``. A builder returns a function that starts an
-epoch of tensors of the targets, dense float32, shape (rows of whole sets, n_vars). Controls are made beside them.
+`_harness.Contender` runs ``python _set_contenders.py NAME SPEC``. A builder returns a function that starts an epoch of
+dense float32 tensors of shape (rows of whole sets, n_vars). The tensors hold the perturbed cells; the loaders also
+read the controls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Epoch = Callable[[], Iterator[Any]]
 
 
 def dasksc_sets(spec: Spec) -> Epoch:
-    """Draw sets with `CellSets`."""
+    """Load sets of cells with `CellSets`."""
     import dasksc
 
     control = spec.get("control")
@@ -39,7 +40,7 @@ def dasksc_sets(spec: Spec) -> Epoch:
 
 
 def cell_load_sets(spec: Spec) -> Epoch:
-    """Map sets in workers: whole runs of a sorted file, as cell-load recommends for all genes."""
+    """Load sets with cell-load: consecutive rows of a sorted file in DataLoader workers, as cell-load recommends."""
     from cell_load.data_modules import PerturbationDataModule
 
     folder = Path(spec["work"]) / "cell-load"
@@ -68,7 +69,7 @@ def cell_load_sets(spec: Spec) -> Epoch:
 
 
 def annbatch_classes(spec: Spec) -> Epoch:
-    """Draw batches of one class from annbatch's own store, in chunks as long as a batch."""
+    """Load batches of one class from annbatch's own store with `ClassSampler`."""
     import numpy as np
     import pandas as pd
     import torch
@@ -93,7 +94,7 @@ def annbatch_classes(spec: Spec) -> Epoch:
 
 
 def write_annbatch_store(spec: Spec) -> None:
-    """Write annbatch's own store of a sorted screen, which keeps its order."""
+    """Write annbatch's own store from a sorted screen, in the order of the file."""
     from annbatch import DatasetCollection
 
     DatasetCollection(spec["annbatch_path"]).add_adatas([spec["path"]], shuffle=False, groupby=spec["by"])

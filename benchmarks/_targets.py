@@ -1,4 +1,4 @@
-"""What dasksc is to reach, row by row: which file, in which way, against whom; and how that is told."""
+"""Performance targets of dasksc: pairs of loaders on one file, their measurement, and its report."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ KINDS = ("produced", "consumed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two that a row compares.
+    """One of the two contenders of a row.
 
     Parameters
     ----------
     label
-        What to call it.
+        Name in the report.
     name
-        A contender.
+        Name of the contender.
     spec
-        What its spec has beyond the row's.
+        Additions to the spec of the row.
     ranks
-        Specs of ranks that measure at the same moment, if it is several.
+        Additions to the spec of each rank, for several ranks that measure simultaneously.
     """
 
     label: str
@@ -40,12 +40,12 @@ class Side:
 
     @property
     def is_peer(self) -> bool:
-        """Whether this is another library."""
+        """True if the contender is another library."""
         return not self.name.startswith("dasksc")
 
     @property
     def n_cores(self) -> int:
-        """Cores that it names: there must be as many."""
+        """Number of cores that the specs require."""
         return 1 + max((core for spec in (self.spec, *self.ranks) for core in spec.get("cores", [0])), default=0)
 
 
@@ -66,22 +66,24 @@ ANNDATA_ZARR = Side(label="annbatch", name="annbatch AnnData zarr")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing to reach: produced cells per second of `ours`, divided by those of `theirs`.
+    """Target for one pair of contenders: produced cells per second of `ours`, divided by the rate of `theirs`.
 
     Parameters
     ----------
     name
-        What to call it.
+        Name in the report.
     files
         ``"h5ad"``, ``"gzip"``, ``"zarr"`` (as AnnData writes it) or ``"annbatch"`` (its own store).
-    layout, block
-        Of batches, and rows in a run.
+    layout
+        Layout of the batches, ``"dense"`` or ``"csr"``.
+    block
+        Number of contiguous rows in a block.
     cold
-        Whether the page cache is emptied before each measurement.
+        True to empty the page cache before each measurement.
     ours, theirs
-        Who is compared.
+        Contenders.
     at_least, stretch
-        What the ratio is to be.
+        Target of the ratio, and a more ambitious one.
     """
 
     name: str
@@ -96,7 +98,7 @@ class Row:
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """What the machine has to do at the least: see `_limits.LIMITS`."""
+        """Operations that bound the rate, keys of `_limits.LIMITS`."""
         if self.cold:
             return ("disk",)
         gathering = "fill" if self.layout == "dense" else "copy"
@@ -135,22 +137,22 @@ def run(
     warm_up_s: float,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure row after row; only the two contenders of a row are alive at a time.
+    """Measure row after row, with only the two contenders of the current row alive.
 
     Parameters
     ----------
     rows
-        Which.
+        Rows to measure.
     spec_of
-        The task of a row; called only where nothing is missing.
+        Function that returns the spec of a row; called only if nothing is missing.
     start
-        Starts a contender: ``start(name, spec=, label=, drop=)``.
+        Function that starts a contender: ``start(name, spec=, label=, drop=)``.
     missing
-        What a row lacks to be measured here, if anything.
+        Function that returns the reason why a row cannot be measured here, or None.
     limit_of
-        What the machine allows, by one of `_limits.LIMITS`.
+        Function that measures an upper bound of the machine, given a key of `_limits.LIMITS` and a spec.
     rounds, seconds, warm_up_s
-        As for `compete`.
+        See `_harness.compete`.
     """
     reports = []
     for row in rows:
@@ -193,9 +195,9 @@ def _start(side: Side, *, spec: Spec, start: Start, drop: Callable[[], Any] | No
 
 
 def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Judge a row.
+    """Compare the rates of a row with its target.
 
-    Another library is credited with the better of its two rates; against ourselves, like is compared with like.
+    For another library, the better of its two rates counts. For dasksc itself, both rates are *produced*.
     """
     rates = {
         who: {kind: statistics.median(getattr(result, kind)) for kind in KINDS}
@@ -205,7 +207,7 @@ def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str
     ratio = rates["ours"]["produced"] / rates["theirs"][credited]
     by_round = [mine / other for mine, other in zip(ours.produced, getattr(theirs, credited), strict=True)]
     known = [limit["cells_per_s"] for limit in limits.values()]
-    # What one thing after the other must be done by the same cores takes their times together.
+    # The same cores do these operations one after the other, so their times per cell add up.
     allowed = 1 / sum(1 / rate for rate in known) if known and None not in known else None
     return {
         "name": row.name,
@@ -238,11 +240,11 @@ def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str
     }
 
 
-# --- Telling it ---------------------------------------------------------------------------------------
+# --- Report -------------------------------------------------------------------------------------------
 
 
 def _line(report: dict[str, Any]) -> str:
-    """One row of the table."""
+    """Format a report as one row of the table."""
     if "not_measured" in report:
         return f"| {report['name']} | {report['not_measured']} |" + " |" * 7
     wanted = f"{report['at_least']:g}" + (f" (stretch {report['stretch']:g})" if report["stretch"] else "")
@@ -264,7 +266,7 @@ def _cells(rate: float | None) -> str:
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """All rows, as Markdown."""
+    """Format all reports as a Markdown table."""
     lines = [
         "| row | ours, cells/s | theirs, cells/s | ratio (of rounds) | wanted | | both consumed "
         "| the machine allows, cells/s | share |",
@@ -276,7 +278,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
         if any(side["dropped"] for side in sides):
             how = " or ".join(sorted({way for side in sides for way in side["dropped"]}))
             cached = max(share for side in sides for share in side["cached_share"])
-            lines += ["", f"{report['name']}: dropped by {how}; at most {cached:.1%} of the atlas was left in memory."]
+            lines += ["", f"{report['name']}: dropped by {how}; at most {cached:.1%} of the atlas remained in memory."]
         chosen = {side["fetch"] for side in sides}
         if len(chosen) > 1:
             sizes = " and ".join(f"{side['fetch']:,}" for side in sides)
@@ -289,7 +291,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw each ratio as a bar from 1, where both are equally fast, beside what is wanted."""
+    """Draw each ratio as a bar that starts at 1 (equal rates), with its target."""
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -317,7 +319,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         value for row in rows for value in (*row["ratio_range"], row["ratio"], row["at_least"], row["stretch"] or 1)
     ]
     axes.set_xscale("log")
-    # Room for the text beside the longest bar.
+    # Leave room for the text next to the longest bar.
     axes.set_xlim(min(0.8, 0.95 * min(ends)), max(ends) * (max(ends) / 0.8) ** 0.5)
     ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""What does augmentation cost on the way from the file to the loop?
+"""Measure the cost of augmentation between the file and the training loop.
 
     python benchmarks/augmentation.py --cells 100000 --genes 2000 --out benchmarks/results/augmentation
 
-Cells a second that are handed to a loop by `BlockShuffling`, and the CPU time that a cell takes on all threads: as they
-are, and with each transform of `scDataset(transform=)`. Batches are CSR, dense from a file of CSR rows, and dense from
-a file of dense ones. All go in turns, and a ratio is the median over rounds of that to the batches as they are in the
-same round; the round before them is not measured. Beside other programs only the ratios of CPU time mean much.
+The program measures the cells per second that `BlockShuffling` delivers and the CPU time per cell on all threads,
+without a transform and with each transform of `scDataset(transform=)`. Batches are CSR, dense from a CSR matrix, and
+dense from a dense matrix. Contenders run in turns after an unmeasured round. A ratio is the median over rounds of the
+ratio to the untransformed batches of the same round. On a busy machine, only the ratios of CPU time are reliable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRANSFORMS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.set_defaults(genes=2_000)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a measurement in seconds")
     add_out(parser)
     options = parser.parse_args(arguments)
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _in_turns(options: argparse.Namespace, path: Path, layout: str, batch_size: int) -> dict[str, dict[str, float]]:
-    """Return what each transform costs: medians of rates, of CPU time and of ratios to the batches as they are."""
+    """Return the medians of the rate, the CPU time, and the ratios to untransformed batches, for each transform."""
     epochs: dict[str, Callable[[], Iterator[Any]]] = {}
     for name, transform in TRANSFORMS.items():
         dataset = dasksc.scDataset(
@@ -98,7 +98,7 @@ def _in_turns(options: argparse.Namespace, path: Path, layout: str, batch_size: 
     for i in range(-1, options.rounds):
         for name, epoch in epochs.items():
             measured = measure(epoch, seconds=options.seconds, fetch_rows=options.fetch, consume=None)
-            if i >= 0:  # the round before fills caches and compiles
+            if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 rates[name].append(measured.rows_per_s)
                 cpu_us[name].append(measured.cpu_s / measured.n_rows * 1e6)
     plain = next(iter(epochs))

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Does drawing all cell types equally often help with the rare ones?
+"""Compare the recall of rare cell types after shuffled and class-balanced training.
 
     python benchmarks/balanced.py --out benchmarks/results/balanced
 
-Trains the same small classifier twice for each seed, with as many steps of as many cells: once on shuffled blocks, in
-which common types dominate, once on `ClassBalancedSampling`. What counts is the recall of each type on the same
-held-out cells, a fifth of each type: its mean over all types (balanced accuracy), over the rare ones, and weighted by
-cells (accuracy). Exits with 1 unless balancing recognises rare types better with every seed.
+The program trains the same small classifier twice for each seed, with equal numbers of steps and cells: once on
+shuffled blocks, in which common types dominate, and once with `ClassBalancedSampling`. It reports the recall of each
+type on the same held-out cells, a fifth of each type. The scores are the mean recall over all types (balanced
+accuracy), over the rare types, and weighted by cells (accuracy). The exit status is 1 unless balancing raises the mean
+recall of rare types with every seed.
 """
 
 from __future__ import annotations
@@ -44,17 +45,15 @@ MEASURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=30_000)
     parser.set_defaults(genes=8_000)
-    parser.add_argument(
-        "--rare", type=float, default=0.01, help="types with fewer of the cells than this share are rare"
-    )
+    parser.add_argument("--rare", type=float, default=0.01, help="share of the cells below which a type is rare")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--block", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     add_out(parser)
     options = parser.parse_args(arguments)
 
@@ -108,21 +107,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def trained(path: Path, strategy: dict[str, Any], seed: int, options: argparse.Namespace) -> torch.nn.Module:
-    """Train the classifier that ``dasksc train`` brings, from the start."""
+    """Train the classifier of ``dasksc train`` from the start."""
     with tempfile.TemporaryDirectory() as folder:
         data = {"strategy": {**strategy, "block_size": options.block}, "validation": HELD_OUT.model_dump()}
         training = {"max_steps": options.steps, "seed": seed, "checkpoint_dir": folder, "logger": "csv"}
         config = {
             "data": {"path": str(path), "batch_size": options.batch, **data},
             "model": {"name": "mlp_classifier", "label": LABEL, "hidden_dim": 128, "num_layers": 1},
-            # Validation and checkpoints at the end only.
+            # Validate and save checkpoints only at the end.
             "training": {**training, "validate_every": 10**9, "save_every": 10**9},
         }
         return load_model(fit(Config.of(config)).model)
 
 
 def recall_of(model: Any, adata: Any, rows: Any, n_labels: int) -> Any:
-    """Return the share of each type's cells that the model recognises, shape (n_labels,)."""
+    """Return the recall of each type, shape (n_labels,)."""
     dataset = dasksc.scDataset(adata, dasksc.Streaming(rows), 512, obs=[LABEL], rank=0, world_size=1, seed=0)
     right, n = np.zeros(n_labels, dtype=np.int64), np.zeros(n_labels, dtype=np.int64)
     with torch.no_grad():
@@ -135,19 +134,19 @@ def recall_of(model: Any, adata: Any, rows: Any, n_labels: int) -> Any:
 
 
 def scores_of(recall: Any, labels: Any, is_rare: Any) -> dict[str, float]:
-    """Return means of the recall of types: over all, over the rare ones, and over the cells of these labels."""
+    """Return the mean recall over all types, over the rare types, and over cells."""
     means = {"balanced_accuracy": recall, "rare_balanced_accuracy": recall[is_rare], "accuracy": recall[labels]}
     return {name: float(values.mean()) for name, values in means.items()}
 
 
 def summary(values: Any) -> dict[str, Any]:
-    """Return the median of some runs, and all of them."""
+    """Return the median and the values of several runs."""
     runs = list(values)
     return {"median": statistics.median(runs), "runs": runs}
 
 
 def table_of(report: dict[str, Any]) -> str:
-    """Return the scores as a table: medians, and the lowest and highest of all seeds."""
+    """Format the scores as a table: medians, minima and maxima over seeds."""
     lines = [f"| {report['steps']} steps of {report['batch']} cells | shuffled | balanced |", "| --- | ---: | ---: |"]
     for measure, label in MEASURES.items():
         found = [report["scores"][measure][strategy] for strategy in STRATEGIES]
@@ -157,7 +156,7 @@ def table_of(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the recall of each type against its cells, and the means."""
+    """Draw the recall of each type against its number of cells, and the mean scores."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")

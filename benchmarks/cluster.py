@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""What do fetches cost on a Dask cluster, and array code on the way?
+"""Measure the cost of fetches on a Dask cluster, and of array code on X.
 
     python benchmarks/cluster.py --cells 200000
 
-Each rate is compared with its target: an in-process cluster with threads; two worker processes, results by
-loopback TCP to dense tensors, with the same bytes through a bare submit and direct gather; normalize_total and
-log1p as array code on X with plain X, and with the same done to every dense batch. Then 64 ranks share a
-scheduler, with tasks that do nothing but carry the rows of a task: a fetch of 16,384 rows is about five. Medians of
-turns, each contender in a process of its own.
+The program compares three pairs of rates with their targets. The rate of an in-process cluster is divided by the rate
+of threads. The rate of two worker processes, which send results over loopback TCP, is divided by the rate of a bare
+submit and direct gather of equally many bytes. The rate with normalize_total and log1p as array code on X is divided by
+the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler
+and submit empty tasks that carry the row numbers of a real task; a fetch of 16,384 rows is about five tasks. Contenders
+run in turns in separate processes, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from _reports import add_out, write_report
 
 TARGET_SUM = 1e4
 
-# What is compared: ours, theirs, the ratio that is to be reached, and what it says.
+# Numerator, denominator, target of the ratio, and its description.
 RATIOS = [
     ("cluster in process", "threads", 0.9, "LocalCluster(processes=False) / threads"),
     ("two workers", "bare", 0.8, "two worker processes / bare gather of as many bytes"),
@@ -42,11 +43,11 @@ RATIOS = [
 ]
 
 
-# --- Contenders, each in a process of its own ---------------------------------------------------------
+# --- Contenders, each in a separate process -----------------------------------------------------------
 
 
 def build(spec: dict[str, Any]) -> Callable[[], Iterator[Any]]:
-    """Make the loader `spec` asks for."""
+    """Build the loader that `spec` describes."""
     import dasksc
 
     name = spec["name"]
@@ -78,7 +79,7 @@ def build(spec: dict[str, Any]) -> Callable[[], Iterator[Any]]:
 
 
 def client_of(*, processes: bool) -> Any:
-    """Return a Client of a new cluster on this machine."""
+    """Return a client of a new local cluster."""
     import distributed
 
     n = len(os.sched_getaffinity(0))
@@ -90,7 +91,7 @@ def client_of(*, processes: bool) -> Any:
 
 
 def normalised(batch: Any) -> Any:
-    """Do to a dense batch what `array code` does to the matrix."""
+    """Apply the operations of the array code to a dense batch."""
     totals = batch.sum(dim=1, keepdim=True)
     totals[totals == 0] = 1
     return batch.mul_(TARGET_SUM / totals).log1p_()
@@ -100,14 +101,14 @@ _buffer: dict[int, Any] = {}
 
 
 def same_buffer(i: int, n_bytes: int) -> Any:
-    """Return as many bytes as a fetch's part sends; the same ones every time, so that making them is free."""
+    """Return a cached buffer as large as the result of a task of a fetch, so that creating it costs no time."""
     if n_bytes not in _buffer:
         _buffer[n_bytes] = np.ones(n_bytes, dtype=np.uint8)
     return _buffer[n_bytes]
 
 
 def sent_bytes(path: str, *, n_rows: int) -> int:
-    """Return how many bytes a worker sends of as many rows: values, column numbers, offsets and row numbers."""
+    """Return the number of bytes that a worker sends for `n_rows` rows: values, columns, offsets and row numbers."""
     from distributed.protocol import serialize
 
     from dasksc.executor.tasks import FetchMatrices
@@ -120,12 +121,12 @@ def sent_bytes(path: str, *, n_rows: int) -> int:
 
 
 def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
-    """Gather the bytes of an epoch from the workers, directly, as many tasks at a time as the data set."""
+    """Gather the bytes of an epoch directly from the workers, with as many tasks in flight as the data set."""
     import torch
 
-    from dasksc.loader import parts_of
+    from dasksc.loader import components_of
 
-    projection = parts_of(dataset).projection
+    projection = components_of(dataset).projection
     n_rows = dataset.fetch_size // projection.n_parts
     row_bytes = sent_bytes(path, n_rows=n_rows) // n_rows
     n_tasks = dataset.plan().n_fetches * projection.n_parts
@@ -137,23 +138,23 @@ def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
             arriving.append(client.submit(same_buffer, k, n_rows * row_bytes, pure=False))
         if not arriving:
             return
-        # Two at a time: one from each worker.
+        # Gather two results at a time, one from each worker.
         taken = [arriving.popleft() for _ in range(min(2, len(arriving)))]
         for buffer in client.gather(taken, direct=True):
             yield torch.from_numpy(buffer).reshape(n_rows, row_bytes)
         del taken
 
 
-# --- Ranks on one scheduler -----------------------------------------------------------------------------
+# --- Ranks that share a scheduler -----------------------------------------------------------------------
 
 
 def nothing(rows: Any) -> int:
-    """Do what a task without I/O does."""
+    """Run as a task without I/O."""
     return len(rows)
 
 
 def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> dict[str, float]:
-    """Let ranks send tasks that do nothing, of so many rows, through one scheduler; return the CPU it took for each."""
+    """Measure the CPU time of a scheduler per empty task of `n_rows` rows, submitted by several ranks."""
     import distributed
     import psutil
 
@@ -215,20 +216,22 @@ def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> d
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return what was found."""
+    """Measure with the options of the command line, and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
-    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
-    parser.add_argument("--ranks", type=int, default=64, help="on one scheduler; 0: leave this out")
-    parser.add_argument("--tasks", type=int, default=50, help="of each of these ranks")
-    parser.add_argument("--task-rows", type=int, default=3_277, help="of each of these tasks")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a measurement in seconds")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds of work before the first round")
+    parser.add_argument(
+        "--ranks", type=int, default=64, help="number of ranks that share a scheduler (0: skip this part)"
+    )
+    parser.add_argument("--tasks", type=int, default=50, help="tasks per rank")
+    parser.add_argument("--task-rows", type=int, default=3_277, help="rows per task")
     add_out(parser)
-    parser.add_argument("--only", nargs="*", help="contenders; default: all")
+    parser.add_argument("--only", nargs="*", help="contenders to measure (default: all)")
     options = parser.parse_args(arguments)
 
     spec = {"path": str(atlas(options)), "block": options.block, "batch": options.batch}
@@ -270,13 +273,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def contender(name: str, spec: dict[str, Any], folder: Path) -> Callable[[], Contender]:
-    """Return what starts a contender."""
+    """Return a function that starts a contender."""
     script, log = Path(__file__).resolve(), folder / f"{name}.log"
     return lambda: Contender(name, python=sys.executable, script=script, spec={**spec, "name": name}, log=log)
 
 
 def ratios(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Compare what was measured, round by round."""
+    """Return the ratios of `RATIOS`, computed round by round."""
     rates = {result.name: result.produced for result in results}
     rows = []
     for ours, theirs, target, what in RATIOS:

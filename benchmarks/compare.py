@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Compare loaders on one atlas, in turns, in one run.
+"""Compare the throughput of loaders on one atlas.
 
     python benchmarks/compare.py --cells 200000 --peer-python ~/envs/annbatch/bin/python
     python benchmarks/compare.py --targets --peer-python ~/envs/annbatch/bin/python
 
-Every contender runs in its own process and gets the same block, batch and fetch size. A round
-measures each one twice: *produced*, taking the batches only, and *consumed*, summing every value of
-every batch. The page cache is warmed first; compilation is excluded and the cold start told apart.
-With ``--targets`` pairs are measured instead, one for each row of `_targets.ROWS`: what dasksc is to
-reach, and what the machine allows.
+Each contender runs in a separate process with the same block, batch and fetch size. Each round measures
+two rates of each contender: *produced* (batches are discarded) and *consumed* (every value of every batch
+is summed). The page cache is warm. Rates exclude compilation, and the cold start is reported separately.
+With ``--targets``, the program measures a pair of contenders for each row of `_targets.ROWS` instead, and
+reports the target of the ratio and the upper bound set by the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASELINE = "scDataset"
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the comparison that the command line asks for; return what was written as JSON."""
+    """Compare loaders with the options of the command line, and write and return the report."""
     options = main_options(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     if options.targets:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def targets(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure every row of `_targets.ROWS`, or those that were named."""
+    """Measure the rows of `_targets.ROWS`, all or those given by the options."""
     rows = [row for row in _targets.ROWS if not options.rows or row.name in options.rows]
     logs = options.work / "logs"
     logs.mkdir(exist_ok=True)
@@ -143,30 +143,32 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def interpreter(name: str, options: argparse.Namespace) -> str:
-    """Which Python a contender runs in."""
+    """Return the Python interpreter of a contender."""
     return options.peer_python if name.startswith("annbatch") else sys.executable
 
 
 def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
-    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="what batches are")
-    parser.add_argument("--block", type=int, default=64, help="contiguous rows")
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="layout of the batches")
+    parser.add_argument("--block", type=int, default=64, help="rows of a block")
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
     parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch (shuffle buffer)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, help="length of one measurement, at least (default 3, or 2)")
+    parser.add_argument(
+        "--seconds", type=float, help="minimum duration of a measurement (default: 3, with --targets 2)"
+    )
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
-    parser.add_argument("--targets", action="store_true", help="measure what dasksc is to reach, row by row")
+    parser.add_argument("--targets", action="store_true", help="measure the performance targets, row by row")
     parser.add_argument(
         "--rows",
         nargs="+",
         choices=[row.name for row in _targets.ROWS],
         metavar="NAME",
-        help=f"with --targets, only these of: {', '.join(row.name for row in _targets.ROWS)}",
+        help=f"rows to measure with --targets, some of: {', '.join(row.name for row in _targets.ROWS)}",
     )
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -178,7 +180,7 @@ def main_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def runs(name: str, options: argparse.Namespace) -> bool:
-    """Whether a contender takes part when none were named."""
+    """Return True if a contender takes part by default."""
     if name.startswith("annbatch"):
         return options.peer_python is not None
     if name.startswith("scDataset") and importlib.util.find_spec("scdataset") is None:
@@ -187,7 +189,7 @@ def runs(name: str, options: argparse.Namespace) -> bool:
 
 
 def prepare(options: argparse.Namespace) -> dict[str, Any]:
-    """Make the files that the contenders read, where they are not there yet, and describe the task."""
+    """Write the files that the contenders read, unless they exist, and return the spec."""
     path = atlas(options)
     spec = {
         "path": str(path),
@@ -217,7 +219,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table_shape(path: Path) -> tuple[int, int, int]:
-    """Cells, genes and stored values of an atlas."""
+    """Return the numbers of cells, genes and stored values of an atlas."""
     import h5py
     import zarr
 
@@ -227,7 +229,7 @@ def table_shape(path: Path) -> tuple[int, int, int]:
 
 
 def limits(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure what memory and disk allow, in cells per second for the bytes of a cell."""
+    """Measure the upper bounds set by memory and disk, in cells per second."""
     yielded = spec["n_vars"] * 4 if spec["layout"] == "dense" else spec["nnz"] / spec["n_rows"] * 8
     stored = _machine.size_bytes(Path(spec["path"])) / spec["n_rows"]
     memcpy = _machine.memcpy_bytes_per_s()
@@ -258,7 +260,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Lay the report out as a Markdown table, with ratios to `BASELINE` and what the machine allows."""
+    """Format the report as a Markdown table, with ratios to `BASELINE` and the upper bounds set by the machine."""
     results, limit = report["results"], report["limits"]
     against = next((result["consumed"] for result in results if result["name"] == BASELINE), None)
     lines = [
@@ -294,7 +296,7 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw the consumed rates as bars, with the range over the rounds."""
+    """Draw the consumed rates as bars with their ranges over rounds."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")

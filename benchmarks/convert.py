@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Convert an atlas to a shuffled store, and load that, beside annbatch.
+"""Compare conversion to a shuffled store, and loading from it, with annbatch.
 
     python benchmarks/convert.py --cells 200000 --peer-python ~/envs/annbatch/bin/python
 
-Both write their store from the same h5ad in turns, each in a process of its own, with their defaults: dasksc by
-`convert`, annbatch by ``add_adatas``, which shuffles too. Then both load what they wrote. Without ``--peer-python``
-only dasksc is measured.
+Each library converts the same h5ad file with its defaults, in turns and in separate processes: dasksc with `convert`,
+annbatch with ``add_adatas``, which also shuffles. Each library then loads from its own store. Without
+``--peer-python``, only dasksc is measured.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from compare import table_shape
 HERE = Path(__file__).resolve().parent
 WRITERS = {"dasksc": "write converted store", "annbatch": "write annbatch store"}
 LOADERS = {"dasksc": "dasksc threads", "annbatch": "annbatch own store"}
-# What is to be reached: ours over theirs, or theirs over ours where less is better.
+# Targets of the ratios of rates (dasksc / annbatch), or of costs (annbatch / dasksc).
 WANTED = {"time": 2.0, "peak memory": 2.0, "size": 1 / 0.8, "loading csr": 2.0, "loading dense": 3.0}
 _SAMPLES_S = 0.02
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print a table, and return what was written as JSON."""
+    """Measure with the options of the command line, print a table, and write and return the report."""
     options = read_options(arguments)
     source = atlas(options)
     _machine.read_through(source)
@@ -79,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement of loading, at least")
+    parser.add_argument("--seconds", type=float, default=2.0, help="minimum duration of a measurement of loading")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before the first round of loading")
-    parser.add_argument("--block", type=int, default=64, help="contiguous rows")
+    parser.add_argument("--block", type=int, default=64, help="rows of a block")
     parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
     parser.add_argument("--fetch", type=int, default=16_384, help="rows of a fetch")
     parser.add_argument("--peer-python", help="interpreter that has annbatch (and zarrs) installed")
@@ -97,7 +97,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def write(name: str, spec: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
-    """Let one write its store; return seconds, and the peaks of its memory, sampled from outside."""
+    """Run one conversion in a child process; return its duration and its sampled peaks of memory."""
     shutil.rmtree(spec["converted_path" if name == "dasksc" else "annbatch_path"], ignore_errors=True)
     python = sys.executable if name == "dasksc" else options.peer_python
     log = options.work / f"write-{name}.log"
@@ -121,7 +121,7 @@ def write(name: str, spec: dict[str, Any], options: argparse.Namespace) -> dict[
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Memory of a process now: what is its own, and with the pages of files that it maps."""
+    """Return the current memory of a process: anonymous, and including mapped files."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -135,7 +135,7 @@ def memory_of(pid: int) -> dict[str, int]:
 
 
 def loading(layout: str, stores: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
-    """Let each load its own store; return its rates in cells per second, produced and consumed."""
+    """Measure loading of each library from its own store; return produced and consumed cells per second."""
     base = {"layout": layout, **{key: getattr(options, key) for key in ("block", "batch", "fetch")}}
     results = compete(
         [
@@ -161,7 +161,7 @@ def loading(layout: str, stores: dict[str, Path], options: argparse.Namespace) -
 
 
 def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what was measured, row by row, and the ratios to annbatch; above 1 is better than it."""
+    """Return the measurements row by row, with ratios to annbatch; a ratio above 1 means dasksc is better."""
 
     def median(name: str, key: str) -> float | None:
         found = [run[key] for run in report["runs"].get(name, [])]
@@ -169,7 +169,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
     def loaded(name: str, layout: str) -> float | None:
         rates = report["loading"][layout].get(name)
-        # A peer is credited with the better of its two.
+        # For annbatch, the better of its two rates counts.
         return None if rates is None else rates["produced"] if name == "dasksc" else max(rates.values())
 
     measured = {
@@ -190,7 +190,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Lay the rows out as a Markdown table."""
+    """Format the rows as a Markdown table."""
     lines = ["| what | dasksc | annbatch | times better | wanted | |", "| --- | ---: | ---: | ---: | ---: | --- |"]
     for row in rows:
         ratio, met = (f"{row['ratio']:.2f}", "met" if row["met"] else "MISSED") if "ratio" in row else ("", "")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""How well are batches mixed, and how fast do they come, for other blocks and fetches?
+"""Measure the mixing of batches and the throughput for several block sizes and fetch factors.
 
     python benchmarks/diversity.py --cells 200000 --out benchmarks/results/diversity
 
-For each block size and fetch factor: the label entropy of batches beside that of ideal random ones (from
-the plan alone), and the cells a second that are handed to the loop. Each rate is the median over rounds that go
-through all sizes in turn, so that all meet the same machine; a round's first fetches are not measured.
+For each block size and fetch factor, the program reports the label entropy of batches, the entropy of ideal random
+batches, and the cells per second delivered to the loop. Entropies are computed from the plan. Each rate is a
+median over rounds, each of which measures all sizes in turn. The first fetches of a round are not measured.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import dasksc
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
-    parser.add_argument("--column", default="cell_type", help="whose labels are to be mixed")
+    parser.add_argument("--column", default="cell_type", help="obs column with the labels")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--fetch-factors", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.5, help="duration of a measurement in seconds")
     add_out(parser)
     options = parser.parse_args(arguments)
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     for i in range(-1, options.rounds):
         for (factor, _), dataset, found in zip(sizes, datasets, rates, strict=True):
             rate = rows_per_s(dataset, fetch_rows=factor * options.batch, seconds=options.seconds)
-            if i >= 0:  # the round before fills caches and compiles
+            if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 found.append(rate)
     rows = []
     print("fetch factor  block   entropy ± spread   of ideal     cells/s")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def rows_per_s(dataset: Any, *, fetch_rows: int, seconds: float) -> float:
-    """Cells a second handed to a loop that does nothing with them; whole fetches are counted."""
+    """Return the cells per second delivered to an empty loop, counted in whole fetches."""
     return measure(lambda: map(_tensor, iter(dataset)), seconds=seconds, fetch_rows=fetch_rows, consume=None).rows_per_s
 
 
@@ -106,7 +106,7 @@ def _tensor(batch: Any) -> Any:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw entropy and throughput against the block size, a line for each fetch factor."""
+    """Draw entropy and throughput against block size, with a line for each fetch factor."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""What does a short epoch cost, beside a long one?
+"""Compare the throughput of short and long epochs.
 
     python benchmarks/epochs.py --cells 600000
 
-Cells per second of whole epochs of some of the cells of a store, against whole epochs of all of it: to begin and to end
-is a larger part of a short epoch. By default the store is what `dasksc.convert` makes, which is compressed. Its first
-cells stand for a smaller store; blocks spread over all of it share as few chunks as those of the long epoch do. The
-first epoch of each process, which compiles, opens files and gets memory, is reported apart. Exits with 1 when a target
-is missed.
+The start and the end of an epoch take a larger share of a short epoch. The program measures the cells per second of
+whole epochs over a subset of a store, and over the whole store. By default, the store is a compressed store
+written by `dasksc.convert`. One subset, the first cells, represents a smaller store. The other consists of blocks
+spread over the whole store, which share as few chunks as the blocks of the long epoch. The first epoch of each
+process compiles kernels, opens files and allocates memory, and is reported separately. The exit status is 1 if a
+target is missed.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ TARGET = 0.85
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return what was found."""
+    """Measure with the options of the command line, and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=600_000)
     parser.add_argument("--short", type=int, default=60_000, help="cells of a short epoch")
-    parser.add_argument("--as-is", action="store_true", help="read the atlas itself instead of what it is converted to")
+    parser.add_argument("--as-is", action="store_true", help="read the atlas instead of a converted store")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--layouts", nargs="+", choices=["dense", "csr"], default=["csr", "dense"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a measurement, in whole epochs")
-    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds of work before anything is measured")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="minimum duration of a measurement, which covers whole epochs"
+    )
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds of work before the first round")
     add_out(parser)
     options = parser.parse_args(arguments)
 
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def converted(options: argparse.Namespace) -> Path:
-    """Return the path of the store that the atlas is converted to, made now if it is not there yet."""
+    """Return the path of the converted store, and convert the atlas first if it does not exist."""
     source = atlas(options)
     path = options.work / f"{source.stem}-converted.zarr"
     if not path.exists():
@@ -68,7 +71,7 @@ def converted(options: argparse.Namespace) -> Path:
 
 
 def compared(layout: str, path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the rates of short and long epochs, and the medians over the rounds of their ratios."""
+    """Return the rates of short and long epochs, and the median over rounds of their ratios."""
     spec = {key: getattr(options, key) for key in ("block", "batch", "fetch")}
     spec |= {"layout": layout, "path": str(path), "whole_epochs": True}
     results = compete(
@@ -105,7 +108,7 @@ def compared(layout: str, path: Path, options: argparse.Namespace) -> dict[str, 
 
 
 def epochs(n_rows: int, options: argparse.Namespace) -> dict[str, list[tuple[int, int]]]:
-    """Return the runs of rows of each kind of epoch, by its name."""
+    """Return the runs of rows of each kind of epoch, as starts and stops."""
     n_blocks = options.short // options.block
     apart = n_rows // n_blocks
     return {
@@ -116,7 +119,7 @@ def epochs(n_rows: int, options: argparse.Namespace) -> dict[str, list[tuple[int
 
 
 def table(report: dict[str, Any]) -> str:
-    """Lay the rates out as a Markdown table."""
+    """Format the rates as a Markdown table."""
     lines = [
         "| epoch | cells/s | beside long (of rounds) | consumed, cells/s | first of its process, cells/s |",
         "| --- | ---: | ---: | ---: | ---: |",

@@ -1,13 +1,17 @@
 #!/usr/bin/env python
-"""Do several files, and some of the genes, cost what they should?
+"""Measure the throughput of joined files, subsets of genes, other formats, and many small files.
 
     python benchmarks/files.py --cells 100000
 
-Cells per second of four files with different genes in different orders, joined by "outer", against the same cells and
-genes in one file; of 2,000 genes, dense, against all of them; of a 10x file, as CellRanger compresses it, against the
-same counts in an h5ad compressed by gzip; and of a zipped Zarr store against its directory. Then how long it takes to
-open many small files, and how many of them are open at once, then and in an epoch. Exits with 1 when a target is
-missed.
+The program compares the cells per second of four pairs:
+
+- four files with different genes in different orders, joined by "outer", and the same cells and genes in one file;
+- 2,000 genes and all genes, in dense batches;
+- a 10x file with the compression of CellRanger, and the same counts in a gzip-compressed h5ad file;
+- a zipped Zarr store and the same store in a directory.
+
+It also measures the time to open many small files, and the number of simultaneously open files after opening and in
+an epoch. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -38,12 +42,12 @@ N_PARTS = 4
 SOME_GENES = 2_000
 JOINED, GENES, OPEN_S, HANDLES = 0.85, 1.3, 10.0, 150
 FORMATS = 0.9
-# How CellRanger stores its arrays.
+# Storage options of the arrays that CellRanger writes.
 CELL_RANGER: dict[str, Any] = {"chunks": (80_000,), "maxshape": (None,), "compression": 4, "shuffle": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return what was found."""
+    """Measure with the options of the command line, and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--block", type=int, default=64)
@@ -52,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layouts", nargs="+", choices=["dense", "csr"], default=["dense", "csr"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of work before anything is measured")
+    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of work before the first round")
     add_out(parser)
-    parser.add_argument("--small-files", type=int, default=1_000, help="how many are opened")
+    parser.add_argument("--small-files", type=int, default=1_000, help="number of small files to open")
     options = parser.parse_args(arguments)
 
     path = atlas(options)
@@ -102,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def in_parts(path: Path, work: Path) -> tuple[list[str], Path]:
-    """Write four files of an atlas, each without other genes and in another order of them, and what they are joined."""
+    """Write four files with different genes of an atlas in different orders, and one file of their outer join."""
     folder = work / f"parts-of-{path.name}"
     parts = [folder / f"part{i}.h5ad" for i in range(N_PARTS)]
     whole = folder / "whole.h5ad"
@@ -123,7 +127,7 @@ def in_parts(path: Path, work: Path) -> tuple[list[str], Path]:
 
 
 def in_formats(path: Path, work: Path) -> dict[str, str]:
-    """Write counts of an atlas as a 10x file and as a gzipped h5ad, and the atlas as a Zarr store, zipped too."""
+    """Write the counts as 10x and gzip-compressed h5ad files, and the atlas as a plain and a zipped Zarr store."""
     folder = work / f"formats-of-{path.name}"
     found = {
         "10x": folder / "counts.h5",
@@ -156,7 +160,7 @@ def in_formats(path: Path, work: Path) -> dict[str, str]:
 
 
 def ratio(options: argparse.Namespace, layout: str, specs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the cells per second of two contenders, and how many times the first is the second."""
+    """Return the cells per second of two contenders, and their ratio (first / second)."""
     options.work.mkdir(parents=True, exist_ok=True)
 
     def starts(label: str, spec: dict[str, Any]) -> Callable[[], Contender]:
@@ -189,7 +193,7 @@ def ratio(options: argparse.Namespace, layout: str, specs: dict[str, dict[str, A
 
 
 def opening(n_files: int) -> dict[str, Any]:
-    """Open many small files, and read an epoch of them."""
+    """Measure opening many small files, and reading an epoch of them."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{i:05}.h5ad" for i in range(n_files)]
         for i, path in enumerate(paths):
@@ -220,7 +224,7 @@ def opening(n_files: int) -> dict[str, Any]:
 
 
 def n_handles() -> int:
-    """Return how many files this process has open."""
+    """Return the number of files that this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Does the memory of passes over an atlas grow with its number of cells?
+"""Check that the peak memory of passes over an atlas is independent of the number of cells.
 
     python benchmarks/flat.py --sizes 25000 100000 400000 --genes 500 --out benchmarks/results/flat
 
-Peaks of anonymous memory beyond what the process held after the same work on 2,500 cells, for `statistics`,
-`highly_variable_genes` (``seurat_v3``) and `predict`, each in a process of its own, for atlases of several numbers of
-cells with the same genes. The peak for the most cells should be at most 1.2 times that for the fewest, or 16 MiB more.
+The program measures peaks of anonymous memory for `statistics`, `highly_variable_genes` (``seurat_v3``) and `predict`,
+each in a separate process, on atlases of several sizes with the same genes. The baseline is the memory of the process
+after the same work on 2,500 cells. The peak for the largest atlas should be at most 1.2 times the peak for the
+smallest, or 16 MiB more.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WORK = ("statistics", "seurat_v3", "predict")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=0)
     parser.set_defaults(genes=500)
@@ -73,14 +74,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def in_own_process(name: str, path: Path) -> int:
-    """Return what `peak_of` prints in a process of its own, in bytes."""
+    """Return the result of `peak_of` in a separate process, in bytes."""
     command = [sys.executable, "-W", "ignore", __file__, "--of", name, str(path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 
 def peak_of(name: str, path: Path) -> int:
-    """Return by how much anonymous memory grows while an atlas is passed, in bytes."""
+    """Return the growth of anonymous memory during a pass over an atlas, in bytes."""
     adata = dasksc.open(path)
     model = Embedding(adata.n_vars)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -94,7 +95,7 @@ def peak_of(name: str, path: Path) -> int:
                 dasksc.predict(model, of, Path(folder) / out, batch_size=1024)
 
         torch.set_num_threads(2)
-        work(adata[: min(2_500, adata.n_obs)], "few.zarr")  # compiles, and fills pools that stay
+        work(adata[: min(2_500, adata.n_obs)], "few.zarr")  # Compiles kernels and fills persistent memory pools.
         before = rss_anon_bytes()
         with peak_of_rss_anon() as found:
             work(adata, "all.zarr")

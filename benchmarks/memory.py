@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Is the anonymous memory of an epoch what was projected, and does it stay so?
+"""Check that the anonymous memory of epochs stays below the projection and does not grow.
 
     python benchmarks/memory.py --cells 100000 --epochs 5
 
-Samples RssAnon of the process (mapped file pages do not count) during whole epochs. The peak of each, beyond
-what the process held before the first (Python, torch, compiled kernels, the tables of the atlas),
-must stay under ``dataset.projected_bytes``, and the last may not exceed the first by more than a tenth of
-that, or four batches: how many are held at once varies by as much. Exits with 1 otherwise.
+The program samples RssAnon of the process, which excludes mapped files, during whole epochs. The baseline is the memory
+before the first epoch: Python, torch, compiled kernels, and the tables of the atlas. The peak of each epoch beyond the
+baseline must stay below ``dataset.projected_bytes``. The last peak may exceed the first by a tenth of the projection
+or by four batches, because the number of batches in memory varies by as much. Otherwise, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return the peaks."""
+    """Measure with the options of the command line, and return the peaks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--block", type=int, default=64)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--no-mmap", action="store_true", help="read files rather than map them")
+    parser.add_argument("--no-mmap", action="store_true", help="read files instead of mapping them")
     options = parser.parse_args(arguments)
     sizes = {"batch_size": options.batch, "fetch_factor": options.fetch // options.batch}
     path = atlas(options)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def compile_kernels(*, layout: str) -> None:
-    """Iterate a few cells, so that what compiling takes is not counted as the atlas's."""
+    """Iterate over a few cells, so that the memory of compilation is part of the baseline."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "few.h5ad"
         X = sp.random(64, 32, density=0.2, format="csr", dtype=np.float32, random_state=0)
@@ -92,7 +92,7 @@ def compile_kernels(*, layout: str) -> None:
 
 @contextmanager
 def peak_of_rss_anon(every_s: float = 0.005) -> Iterator[list[int]]:
-    """Sample this process's anonymous memory; the list holds the highest so far, in bytes."""
+    """Sample the anonymous memory of this process, and keep the highest value so far in a list, in bytes."""
     peak = [rss_anon_bytes()]
     done = threading.Event()
 

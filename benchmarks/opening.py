@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""What does opening an atlas cost, in time and memory, from its path to the first batch?
+"""Measure the time and memory of opening an atlas, from its path to the first batch.
 
     python benchmarks/opening.py --cells 10000000
     python benchmarks/opening.py --cells 100000000 --rounds 1
 
-The atlas has the names, the obs columns and the offsets of so many cells; X is nearly empty, so that only what grows
-with the number of cells is measured. Every measurement is a new process, after imports and a small atlas that compiles
-the kernels; memory is the peak of what the process holds itself (RssAnon) beyond that. Contenders in turns; medians.
+The atlas has names, obs columns and row offsets for the full number of cells. X is nearly empty, so only costs that
+grow with the number of cells are measured. Each measurement runs in a new process, after imports and after a small
+atlas that compiles the kernels. Memory is the peak of anonymous memory (RssAnon) beyond that baseline. Contenders run
+in turns, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def class_balanced_of_two(path: str) -> Any:
 
 
 def resumed(path: str) -> Any:
-    """Leave an epoch after some batches, and resume it in another dataset with batches of another size."""
+    """Stop an epoch after some batches, and resume it in a second dataset with a different batch size."""
     import dasksc
 
     left = dasksc.scDataset(path, dasksc.BlockShuffling(64), 64, 16, rank=0, world_size=1, seed=0)
@@ -149,7 +150,7 @@ WORKS: dict[str, Work] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return what was written as JSON."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cells", type=int, default=10**7)
     parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS))
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def write_atlas(path: Path, n_cells: int) -> None:
-    """Write an h5ad file with as many cells, whose X is nearly empty; holds a million cells at a time."""
+    """Write an h5ad file with a nearly empty X, with a million cells in memory at a time."""
     n_values = n_cells // _CELLS_PER_VALUE
     with h5py.File(path, "w") as file:
         _encode(file, "anndata", "0.1.0")
@@ -239,7 +240,7 @@ def _encode(item: Any, kind: str, version: str) -> None:
 
 
 def one(name: str, path: str) -> None:
-    """Do one work and print what it took: the end of a process of its own."""
+    """Do one task in this process, and print its duration and its peak of memory."""
     import anndata.experimental  # noqa: F401
     import torch  # noqa: F401
 

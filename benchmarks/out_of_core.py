@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""How fast is an epoch where memory is short, and how much does it read from the disk?
+"""Measure the throughput and the bytes read from disk of epochs in limited memory.
 
     python benchmarks/out_of_core.py --cells 200000
     python benchmarks/out_of_core.py --files gzip --limits 1GiB
 
-Loaders run in control groups with a memory limit, as the jobs of Slurm and Kubernetes do: there the page cache counts
-as the memory of processes does. The page cache is emptied before every measurement, since pages that another process
-has read are not charged to a group. Each limit is compared with the same loader without one, cold, in turns in one run.
-Every measurement is an epoch; peers, which are slower, get some seconds of one.
+Loaders run in control groups with a memory limit, as do jobs of Slurm and Kubernetes. The limit includes the page
+cache. The page cache is emptied before each measurement, because pages read by another process are not charged to the
+group. In each round, the program measures the loader with each limit and without a limit, in turns. A measurement is
+one epoch, or a few seconds of an epoch for the slower peers.
 """
 
 from __future__ import annotations
@@ -35,22 +35,34 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return what was written as JSON."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
     parser.add_argument("--limits", nargs="+", default=["1GiB", "2GiB"], help="memory limits of control groups")
     parser.add_argument("--layouts", nargs="+", choices=["csr", "dense"], default=["csr", "dense"])
-    parser.add_argument("--converted", action="store_true", help="read the store that dasksc makes of the atlas")
+    parser.add_argument("--converted", action="store_true", help="read a store converted by dasksc")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
-    parser.add_argument("--ranks", type=int, default=1, help="ranks that share a limit, each of one core if several")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks that share a limit; several ranks have one core each"
+    )
     parser.add_argument("--ways", nargs="+", choices=["auto", "mapped", "read"], default=["auto"])
-    parser.add_argument("--pread", type=int, nargs="*", default=[], help="also loops of pread with so many threads")
-    parser.add_argument("--dask-workers", action="store_true", help="limit two Dask workers, not control groups")
-    parser.add_argument("--no-peer", action="store_true", help="leave scDataset out")
+    parser.add_argument(
+        "--pread",
+        type=int,
+        nargs="*",
+        default=[],
+        help="also measure plain loops of pread with these numbers of threads",
+    )
+    parser.add_argument(
+        "--dask-workers", action="store_true", help="limit the memory of two Dask workers instead of control groups"
+    )
+    parser.add_argument("--no-peer", action="store_true", help="do not measure scDataset")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.0, help="measure so long rather than an epoch")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="duration of a measurement in seconds (default: one epoch)"
+    )
     parser.add_argument("--peer-seconds", type=float, default=8.0)
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -66,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def converted(path: Path) -> Path:
-    """Return the store that dasksc makes of a file, made now if it is not there yet."""
+    """Return the path of the store converted from a file, and convert the file first if it does not exist."""
     store = path.with_name(f"{path.stem}-converted.zarr")
     if not store.exists():
         dasksc.convert(path, store)
@@ -74,7 +86,7 @@ def converted(path: Path) -> Path:
 
 
 def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[str, Any]]:
-    """Measure one layout without a limit and with each."""
+    """Measure one layout without a limit and with each limit."""
     spec = {
         "path": str(path),
         "layout": layout,
@@ -155,14 +167,14 @@ def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[s
 
 
 def rank_specs(n_ranks: int) -> list[dict[str, Any]]:
-    """Return what each rank's spec has beyond the others'."""
+    """Return the additions to the spec of each rank."""
     if n_ranks == 1:
         return [{}]
     return [{"cores": [rank], "rank": rank, "world_size": n_ranks} for rank in range(n_ranks)]
 
 
 def wanted_bytes_per_row(options: argparse.Namespace, path: Path) -> float | None:
-    """Return the bytes of whole pages in which the rows of an epoch's fetches lie, per row; None if compressed."""
+    """Return the bytes per row of the whole pages that hold the rows of an epoch, or None for compressed files."""
     if options.files != "h5ad" or options.converted:
         return None
     dataset = dasksc.scDataset(
@@ -177,7 +189,7 @@ def wanted_bytes_per_row(options: argparse.Namespace, path: Path) -> float | Non
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """All rows, as Markdown; ratios are of medians."""
+    """Format all rows as a Markdown table, with ratios of medians."""
     lines = [
         "| layout | loader and limit | cells/s (of rounds) | of the rate without a limit | of the best pread "
         "| KiB read a cell (wanted) |",

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Does reading go on while the training loop works?
+"""Measure how far reading overlaps with the steps of a training loop.
 
     python benchmarks/overlap.py --cells 100000
     python benchmarks/overlap.py --cells 100000 --ranks 2 --epochs 3
 
-Each round times epochs of loading alone; of steps alone, each as long as loading a batch takes; and of both together.
-Perfect overlap would make both together take as long as the longer of the two; the median over the rounds may be 1.25
-times that. The loop may wait for batches 5% of the time of both. A step is a wait that leaves the CPU alone, as one for
-a GPU is; several ranks, under torchrun, meet in each, as DDP does. Figures are those of the rank that takes longest.
-Exits with 1 when a target is missed.
+Each round times epochs of loading alone, of steps alone, and of both together. A step takes as long as loading a
+batch. With perfect overlap, both together take as long as the longer of the two. The median over rounds may be 1.25
+times as long, and the loop may wait for batches during 5% of the combined time. A step is a wait without CPU time, like
+a wait for a GPU. With several ranks under torchrun, each step synchronizes the ranks, as DDP does, and the figures are
+those of the slowest rank. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from dasksc.planning.process_groups import leave_group
 TARGET = 1.25
 WAIT_TARGET = 0.05
 
-# Steps by which is told how long one really takes.
+# Number of steps that calibrate the actual duration of a step.
 _N_TRIED = 100
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return the ratios."""
+    """Measure with the options of the command line, and return the ratios."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
@@ -47,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=1, help="of each measurement")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs per measurement")
     parser.add_argument("--scheduler", choices=["threads", "synchronous"], default="threads")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--step", type=float, default=1.0, help="length of a step, in times of loading a batch")
+    parser.add_argument(
+        "--step", type=float, default=1.0, help="duration of a step, as a multiple of the time to load a batch"
+    )
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     path = atlas(options)
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure on this rank; the first prints."""
+    """Measure on this rank, and print on the first rank."""
     if options.ranks > 1:
         dist.init_process_group("gloo")
     dataset = dasksc.scDataset(
@@ -82,13 +84,13 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     )
     say = print if dataset.rank == 0 else (lambda line: None)
     n_steps = options.epochs * len(dataset)
-    for _ in dataset:  # compiles, and fills the page cache
+    for _ in dataset:  # Compile kernels and fill the page cache.
         pass
     rounds = []
     for i in range(options.rounds):
         loading, _ = slowest(*loop_s(dataset, options.epochs, step_s=None))
         step_s = options.step * loading / n_steps
-        # Sleeping is longer than it is asked to be, and ranks that meet take their time.
+        # A sleep takes longer than requested, and synchronizing the ranks takes time.
         step_s = max(0.0, step_s - (slowest(steps_s(_N_TRIED, step_s))[0] / _N_TRIED - step_s))
         (stepping,) = slowest(steps_s(n_steps, step_s))
         both, waited = slowest(*loop_s(dataset, options.epochs, step_s=step_s))
@@ -118,7 +120,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def slowest(*seconds: float) -> list[float]:
-    """Return the longest over the ranks of each."""
+    """Return the maximum of each duration over ranks."""
     values = torch.tensor(seconds, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -126,14 +128,14 @@ def slowest(*seconds: float) -> list[float]:
 
 
 def take_step(step_s: float) -> None:
-    """Wait as for a GPU, and then for the other ranks."""
+    """Sleep like a wait for a GPU, and then wait for the other ranks."""
     time.sleep(step_s)
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
 
 
 def loop_s(dataset: Any, n_epochs: int, *, step_s: float | None) -> tuple[float, float]:
-    """Seconds of epochs with a step after every batch, if any, and how many of them the loop waited for batches."""
+    """Return the seconds that epochs take with an optional step after each batch, and the seconds spent waiting."""
     start, waited = time.perf_counter(), 0.0
     for _ in range(n_epochs):
         asked = time.perf_counter()
@@ -147,7 +149,7 @@ def loop_s(dataset: Any, n_epochs: int, *, step_s: float | None) -> tuple[float,
 
 
 def steps_s(n_steps: int, step_s: float) -> float:
-    """Seconds that steps take by themselves."""
+    """Return the seconds that steps take without loading."""
     start = time.perf_counter()
     for _ in range(n_steps):
         take_step(step_s)

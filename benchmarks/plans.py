@@ -1,12 +1,12 @@
-"""What planning costs: time to the first fetch, memory, and each fetch from then on beside reading it.
+"""Measure the cost of planning: time to the first fetch, memory, and time per fetch relative to reading.
 
     python benchmarks/plans.py --cells 200000               # up to 10^8 rows
     python benchmarks/plans.py --cells 200000 --billion     # and 10^9
 
-Each case runs in fresh processes, a few times; medians are printed. Kernels are compiled before the clock
-starts, on a small data set with the same types. Memory is the peak of resident memory over what the
-process held before: imports, kernels, and the codes or weights themselves. Reading is what the loader hands
-over from an atlas in the same run; scDataset, where it is installed, makes the indices of an epoch.
+Each case runs several times in new processes, and the program prints medians. Kernels are compiled before the
+clock starts, on a small data set with the same types. Memory is the peak of resident memory beyond the memory
+for imports, kernels, and the codes or weights. Reading is measured as the rate of the loader on an atlas in the
+same run. If scDataset is installed, its computation of an epoch's indices is measured for comparison.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BATCH, FETCH_FACTOR = 64, 256
 PEER_ROWS = 2 * 10**6
 """Rows that scDataset balances: all would take minutes, so its cost per row is scaled."""
 
-# Case and block: what the first fetch, construction, a new epoch (seconds), memory beyond the data (bytes)
-# may take, and how many times as long the peer must.
+# Targets by case and block size: maxima for the first fetch, construction and a new epoch (seconds) and for memory
+# beyond the data (bytes), and the minimum ratio of the time of the peer.
 TARGETS: dict[tuple[str, int], dict[str, float]] = {
     ("blocks", 64): {"first_fetch_s": 5e-3, "peak_bytes": 1e6, "ratio": 500},
     ("balanced", 64): {"construct_s": 0.5, "new_epoch_s": 0.3, "peak_bytes": 200e6, "ratio": 300},
@@ -48,7 +48,7 @@ LAYOUTS = ("dense", "csr")
 
 
 def codes_of(n: int) -> np.ndarray:
-    """50 sorted classes whose sizes fall off as 1 / rank."""
+    """Return sorted codes of 50 classes whose sizes are proportional to 1 / rank."""
     share = 1 / np.arange(1, 51)
     return np.repeat(
         np.arange(50, dtype=np.int8), np.diff(np.round(np.cumsum([0, *share]) / share.sum() * n).astype(int))
@@ -56,7 +56,7 @@ def codes_of(n: int) -> np.ndarray:
 
 
 def mapped_codes_of(n: int) -> np.ndarray:
-    file = tempfile.TemporaryFile()  # noqa: SIM115, as long as its map lives
+    file = tempfile.TemporaryFile()  # noqa: SIM115, the file must outlive this function
     for code, length in enumerate(np.bincount(codes_of(n // 1000)) * 1000):
         file.write(np.full(length, code, dtype=np.int8).tobytes())
     file.flush()
@@ -77,7 +77,7 @@ def no_data(n: int) -> None:
     return None
 
 
-# What to make first (not timed), the strategy's name, what the data are to it, and its other options.
+# Function that makes the data (not timed), name of the strategy, its argument for the data, and its other options.
 CASES: dict[str, tuple[Callable[[int], Any], str, str | None, Callable[[int], dict[str, Any]]]] = {
     "blocks": (no_data, "BlockShuffling", None, lambda n: {}),
     "blocks, rank 1,023 of 1,024": (no_data, "BlockShuffling", None, lambda n: {}),
@@ -128,7 +128,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
         if plan.n_fetches:
             plan.fetch(0)
     data = make_data(n)
-    Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
     before, anonymous = memory_bytes("VmRSS"), memory_bytes("RssAnon")
 
     start = time.perf_counter()
@@ -156,7 +156,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
 
 
 def peer(case: str, n: int, block: int) -> dict[str, float]:
-    """Time scDataset's indices of an epoch, which every rank and worker makes whole."""
+    """Time the indices of an epoch in scDataset, which each rank and worker computes in full."""
     import scdataset
 
     make_data = CASES[case][0]
@@ -169,7 +169,7 @@ def peer(case: str, n: int, block: int) -> dict[str, float]:
 
 
 def reading(path: str) -> dict[str, float]:
-    """Time a loader handing over epochs of an atlas, the first one left out; rows a second by layout and block."""
+    """Return the rows per second of a loader by layout and block size, without its first epoch."""
     import dasksc
 
     adata = dasksc.open(path)
@@ -212,8 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_options(parser, cells=100_000)
     parser.add_argument("--rows", type=int, default=10**8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="only these")
-    parser.add_argument("--billion", action="store_true", help="also 10^9 rows: 1 GB of disk, 0.6 GB of memory")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), help="cases to measure (default: all)")
+    parser.add_argument(
+        "--billion", action="store_true", help="also measure 10^9 rows, with 1 GB of disk and 0.6 GB of memory"
+    )
     add_out(parser)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -262,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def missed(one: dict[str, Any]) -> list[str]:
-    """Return the targets that a result does not reach."""
+    """Return the missed targets of a result."""
     failed = []
     for name, limit in TARGETS.get((one["case"], one["block"]), {}).items():
         if name in one and (one[name] < limit if name == "ratio" else one[name] > limit):
@@ -280,7 +282,7 @@ times the peer's |
 
 
 def line(one: dict[str, Any]) -> str:
-    """Return a result as a row of a table."""
+    """Format a result as a row of the table."""
     cells = [f"{one['rows']:.0e}", one["case"], str(one["block"])]
     cells += [f"{one[name] * 1e3:,.1f} ms" for name in ("construct_s", "first_fetch_s", "new_epoch_s")]
     cells += [f"{one[name] / 1e6:,.1f} MB" for name in ("peak_bytes", "anonymous_bytes")]

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""What does it cost to write the predictions of every cell, and what memory does that take?
+"""Measure the cost and the memory of writing predictions for all cells.
 
     python benchmarks/predict.py --cells 100000 --out benchmarks/results/predict
 
-A linear embedding of 64 dimensions of all cells of an atlas, in batches of 1,024: by `dasksc.predict`, to a store that
-is made anew each time, and by the same loop that drops what the model returns. In turns; the round before them is not
-measured; medians. Both must compute the same. Then the peak of anonymous memory beyond what is held after a first
-batch, in a process of its own: for an atlas with a quarter of the cells, for all, and for all in a control group that
-limits the memory, page cache included, as jobs of Slurm and Kubernetes do.
+The program computes a linear embedding of 64 dimensions for all cells of an atlas, in batches of 1,024.
+`dasksc.predict` writes it to a new store; a plain loop discards the output of the model. Both run in turns after an
+unmeasured round, must compute the same values, and are reported as medians. In separate processes, the program then
+measures the peak of anonymous memory beyond the memory after the first batch: for a quarter of the cells, for all
+cells, and for all cells in a control group with a memory limit that includes the page cache, as in jobs of Slurm and
+Kubernetes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TARGET = 0.9
 
 
 class Embedding(torch.nn.Module):
-    """A linear map of dense or sparse batches."""
+    """Linear map of dense or sparse batches."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()
@@ -55,13 +56,13 @@ class Embedding(torch.nn.Module):
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--layouts", nargs="+", default=["dense", "csr"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--limit", default="1GiB", help="memory limit of a control group")
+    parser.add_argument("--limit", default="1GiB", help="memory limit of the control group")
     parser.add_argument("--memory-only", type=Path, help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -99,7 +100,7 @@ def dataset_of(path: Path, batch: int, layout: Any) -> dasksc.scDataset:
 
 
 def in_turns(path: Path, batch: int, layout: str, n_rounds: int) -> dict[str, list[float]]:
-    """Return the cells per second of each round, loop and prediction in turns."""
+    """Return the cells per second of the loop and of `dasksc.predict` in each round."""
     rates: dict[str, list[float]] = {"loop": [], "predict": []}
     dataset = dataset_of(path, batch, layout)
     model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
@@ -114,7 +115,7 @@ def in_turns(path: Path, batch: int, layout: str, n_rounds: int) -> dict[str, li
             predict_s = time.perf_counter() - begun
             attached = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"]
             if not np.array_equal(attached[-len(last) :].compute(), last):
-                raise SystemExit("the predictions are others than those of the loop")
+                raise SystemExit("the predictions differ from those of the loop")
             shutil.rmtree(out)
             if i >= 0:
                 rates["loop"].append(n_rows / loop_s)
@@ -123,7 +124,7 @@ def in_turns(path: Path, batch: int, layout: str, n_rounds: int) -> dict[str, li
 
 
 def loop(model: torch.nn.Module, dataset: dasksc.scDataset) -> tuple[np.ndarray, int]:
-    """Run the model on every cell; return what it made of the last batch, and the number of cells."""
+    """Run the model on all cells; return its output for the last batch, and the number of cells."""
     n_rows, last = 0, np.empty(0)
     with torch.inference_mode():
         for batch in dataset:
@@ -133,22 +134,22 @@ def loop(model: torch.nn.Module, dataset: dasksc.scDataset) -> tuple[np.ndarray,
 
 
 def peaks(options: argparse.Namespace, path: Path, n_obs: int) -> list[dict[str, Any]]:
-    """Return the peak of anonymous memory for a quarter of the cells and for all, and for all in a control group."""
+    """Return peaks of anonymous memory for a quarter of the cells, all cells, and all cells in a control group."""
     few = argparse.Namespace(**{**vars(options), "cells": n_obs // 4, "atlas": None})
     found = [peak_of(atlas(few), options), peak_of(path, options)]
     try:
         with memory_cgroup(parse_bytes(options.limit)) as group:
-            drop_from_cache(path)  # pages that another process has read are not charged to a group
+            drop_from_cache(path)  # Pages read by another process are not charged to the group.
             found.append(peak_of(path, options, group))
             if group.n_killed():
-                raise SystemExit(f"the kernel ended a process that had {options.limit}")
+                raise SystemExit(f"the kernel killed a process with a memory limit of {options.limit}")
     except NoCgroupError as error:
         print(f"without a control group: {error}")
     return found
 
 
 def peak_of(path: Path, options: argparse.Namespace, group: Cgroup | None = None) -> dict[str, Any]:
-    """Return what a process of its own prints, in a control group if one is given."""
+    """Return the result of `memory_of` in a separate process, optionally in a control group."""
     command = [sys.executable, __file__, "--memory-only", str(path), "--batch", str(options.batch)]
     done = subprocess.run(
         [*command, "--layouts", options.layouts[0]],
@@ -162,11 +163,11 @@ def peak_of(path: Path, options: argparse.Namespace, group: Cgroup | None = None
 
 
 def memory_of(path: Path, batch: int, layout: str) -> dict[str, Any]:
-    """Return the peak of anonymous memory beyond what is there after a first batch, and what was projected."""
+    """Return the peak of anonymous memory beyond the memory after the first batch, and its projection."""
     dataset = dataset_of(path, batch, layout)
     model = Embedding(dasksc.open(path, obs=[], names=False).n_vars)
     with torch.inference_mode():
-        model(next(iter(dataset)))  # compiles
+        model(next(iter(dataset)))  # Compiles kernels.
     before = rss_anon_bytes()
     with peak_of_rss_anon() as found, tempfile.TemporaryDirectory(dir=path.parent) as folder:
         report = dasksc.predict(model, dataset, Path(folder) / "emb.zarr")

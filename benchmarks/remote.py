@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""What part of a link's bandwidth does an epoch get, over a network?
+"""Measure the share of a network link's bandwidth that an epoch uses.
 
     python benchmarks/remote.py --cells 100000
 
-A server on loopback, in a process of its own, answers each request after --latency and sends all answers together
-at no more than --mbits. An epoch of shuffled blocks is loaded from it, batch by batch, as far as --fetches. The share
-of the link that was used is what crossed it, per second; the exit status is 1 when that misses the target, 70%. How
-much of that was wanted, the rows that were handed over, as they are stored, is told beside it: the rest is gaps between
-rows that are close, parts of chunks that come whole, and what was read ahead. It depends on the file, and on the sizes
-of blocks and fetches; what `dasksc.check` says of these is printed too.
+A loopback server in a separate process answers each request after --latency, at a total rate of at most --mbits. The
+program loads shuffled blocks from it, in as many fetches as --fetches says. The used share of the link is the number
+of transferred bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%. The
+program also reports the wanted share: the stored size of the delivered rows, divided by the transferred bytes. The
+remaining bytes are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The wanted share depends on the
+file and on the sizes of blocks and fetches; the warnings of `dasksc.check` about these are printed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGET = 0.7
 
 
 def serve(folder: str, latency_s: float, bytes_per_s: float, pipe: Connection) -> None:
-    """Serve a folder, say where, and tell on every question what was sent since the last one."""
+    """Serve a folder, send its address, and answer each message with the bytes sent since the previous message."""
     with serving(Path(folder)) as server:
         server.faults.latency_s, server.faults.bytes_per_s = latency_s, bytes_per_s
         pipe.send(server.url)
@@ -48,7 +48,7 @@ def serve(folder: str, latency_s: float, bytes_per_s: float, pipe: Connection) -
 
 
 def stored_bytes(path: Path) -> int:
-    """Bytes that the values and column numbers of X take on the disk."""
+    """Return the stored size of the values and column numbers of X, in bytes."""
     if path.is_dir():
         return sum(file.stat().st_size for name in ("data", "indices") for file in (path / "X" / name).rglob("*"))
     with h5py.File(path) as file:
@@ -56,11 +56,11 @@ def stored_bytes(path: Path) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; return the shares."""
+    """Measure with the options of the command line, and return the shares."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--mbits", type=float, default=1000)
-    parser.add_argument("--latency", type=float, default=0.03, help="seconds")
+    parser.add_argument("--latency", type=float, default=0.03, help="latency of an answer in seconds")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     warnings = dasksc.check(dataset).warnings
     for warning in warnings:
         print(f"dasksc.check: {warning}")
-    next(iter(dataset))  # kernels are compiled, the index of the rows is read
+    next(iter(dataset))  # Compile kernels and read the row index.
     rounds = []
     for _ in range(options.rounds):
         ours.send(True)

@@ -1,20 +1,23 @@
 #!/usr/bin/env python
-"""What do sets of cells with matched controls cost: to plan, and to read?
+"""Measure the cost of planning and reading sets of cells with matched controls.
 
     python benchmarks/sets.py --cells 200000 --out benchmarks/results/sets
     python benchmarks/sets.py --plan-rows 100000000 --out benchmarks/results/sets
 
-*Planning*: `CellSets` is bound to the codes of `--plan-rows` cells of 20,000 perturbations in 50 contexts, sorted by
-condition and not, each in a fresh process. Seconds to construct, seconds to the first fetch, and the peak of resident
-memory beyond the codes, a cell. *Reading*: rows a second, controls counted, of sets of 64 with controls, from
-a screen sorted by condition and from the same screen unsorted, beside `BlockShuffling` of as many rows a batch with the
-same runs: blocks of 8, and single rows. Rates are medians over rounds that go through all contenders in turn; the round
-before them is not measured. The atlas is warm in the page cache. Left out: cold files, clusters, several ranks.
+*Planning*: the program binds `CellSets` to the codes of `--plan-rows` cells with 20,000 perturbations in 50 contexts,
+sorted by condition and unsorted, each in a new process. It reports the seconds for construction, the seconds to the
+first fetch, and the peak of resident memory beyond the codes, in bytes per cell.
 
-``--cell-load-python`` and ``--annbatch-python`` name interpreters with these libraries: *peers* are then measured in
-turns, each in a process of its own. cell-load draws sets of 64 with controls from the sorted file, in two workers and
-by runs, as it recommends; annbatch draws batches of one class from its own store of that file, beside `CellSets` of one
-class without controls from the file itself, both in runs of 64.
+*Reading*: the program measures the rows per second, including controls, of sets of 64 with controls. It reads a screen
+sorted by condition, and compares the rate with `BlockShuffling` in blocks of 8 and the same number of rows per batch.
+It then reads the same screen unsorted, and compares the rate with `BlockShuffling` of single rows. Contenders run in
+turns after an unmeasured round, rates are medians over rounds, and the files are in the page cache. Cold files,
+clusters and several ranks are not measured.
+
+*Peers*: ``--cell-load-python`` and ``--annbatch-python`` are interpreters with these libraries. Peers run in turns in
+separate processes. cell-load loads sets of 64 with controls as consecutive rows of the sorted file, in two DataLoader
+workers, as it recommends. annbatch loads batches of one class from its own store of that file. The counterpart of
+annbatch is `CellSets` of one class without controls, from the file. Both of the latter read runs of 64 rows.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ SET_SIZE, BATCH, FETCH_ROWS = 64, 512, 16_384
 CONTROL = {"gene": "control"}
 BY = ["context", "gene"]
 
-# What is to be reached: seconds, bytes a cell, or a share of the rate of the contender named after it.
+# Targets: seconds, bytes per cell, or a share of the rate of the contender named in the key.
 TARGETS = {
     "construct_s sorted": 2.0,
     "construct_s unsorted": 6.0,
@@ -61,17 +64,17 @@ TARGETS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=200_000)
     parser.set_defaults(genes=2_000)
-    parser.add_argument("--plan-rows", type=int, default=10**8, help="cells of the plans; 0 leaves them out")
-    parser.add_argument("--groups", type=int, default=100, help="perturbations of the screen that is read")
-    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="of the batches")
+    parser.add_argument("--plan-rows", type=int, default=10**8, help="number of cells in the plans (0: skip planning)")
+    parser.add_argument("--groups", type=int, default=100, help="number of perturbations in the screen to read")
+    parser.add_argument("--layout", choices=["dense", "csr"], default="dense", help="layout of the batches")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=1.5, help="duration of a measurement in seconds")
     for peer in ("cell-load", "annbatch"):
-        parser.add_argument(f"--{peer}-python", help=f"an interpreter with {peer}")
+        parser.add_argument(f"--{peer}-python", help=f"Python interpreter that has {peer} installed")
     parser.add_argument("--child", choices=["sorted", "unsorted"], help=argparse.SUPPRESS)
     add_out(parser)
     options = parser.parse_args(arguments)
@@ -108,7 +111,7 @@ def _environment() -> dict[str, str]:
 
 
 def codes_of(n: int, *, is_sorted: bool) -> dict[str, pd.Categorical]:
-    """Return the context and the perturbation of each cell; a twentieth of the cells are controls."""
+    """Return the context and the perturbation of each cell, with a twentieth of the cells as controls."""
     rng = np.random.default_rng(0)
     context = rng.integers(0, N_CONTEXTS, n, dtype=np.int8)
     gene = rng.integers(0, N_PERTURBATIONS, n, dtype=np.int16)
@@ -126,7 +129,7 @@ def codes_of(n: int, *, is_sorted: bool) -> dict[str, pd.Categorical]:
 
 
 def memory_bytes(what: str) -> int:
-    """Return a figure of this process's memory."""
+    """Return a memory figure of this process in bytes, by its name in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) * 1024
@@ -134,16 +137,16 @@ def memory_bytes(what: str) -> int:
 
 
 def planned(n: int, *, is_sorted: bool) -> dict[str, float]:
-    """Bind sets to codes and plan a fetch."""
+    """Measure binding `CellSets` to codes, and planning a fetch."""
 
     def plan_of(columns: Any, n_obs: int) -> Any:
         strategy = dasksc.CellSets(BY, SET_SIZE, control=CONTROL, unmatched="drop")
         return dasksc.EpochPlan(sampler=strategy.bind(n_obs, columns.__getitem__), batch_size=BATCH, fetch_factor=16)
 
-    for kind in (True, False):  # compile first
+    for kind in (True, False):  # Compile kernels before the clock starts.
         plan_of(codes_of(50_000, is_sorted=kind), 50_000).fetch(0)
     columns = codes_of(n, is_sorted=is_sorted)
-    Path("/proc/self/clear_refs").write_text("5")  # begin the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
     before = memory_bytes("VmRSS")
     start = time.perf_counter()
     plan = plan_of(columns, n)
@@ -169,13 +172,13 @@ def planned(n: int, *, is_sorted: bool) -> dict[str, float]:
 
 
 class Rows(NamedTuple):
-    """How many rows a batch holds, as `measure` counts them."""
+    """Shape of a batch, for `measure`."""
 
     shape: tuple[int]
 
 
 def screens(options: argparse.Namespace) -> dict[str, Path]:
-    """Return two files of one screen: as it comes, and sorted by condition."""
+    """Return the paths of two files of the same screen: unsorted, and sorted by condition."""
     plain = atlas(options)
     paths = {order: plain.with_name(f"{plain.stem}-screen-{order}.h5ad") for order in ("unsorted", "sorted")}
     if not all(path.exists() for path in paths.values()):
@@ -193,7 +196,7 @@ def screens(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def rates_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure reading, all contenders in turns."""
+    """Measure reading for all contenders in turns."""
     paths = screens(options)
     for path in paths.values():
         read_through(path)
@@ -225,7 +228,7 @@ def rates_of(options: argparse.Namespace) -> dict[str, Any]:
     for i in range(-1, options.rounds):
         for name, epoch in contenders.items():
             found = measure(epoch, seconds=options.seconds, fetch_rows=FETCH_ROWS, consume=None)
-            if i >= 0:  # the round before fills caches and compiles
+            if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 rates[name].append(found.rows_per_s)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     return {
@@ -239,7 +242,7 @@ def rates_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def peers_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Measure sets a second beside other libraries, those whose interpreters are given."""
+    """Measure the sets per second of dasksc and of the peers whose interpreters are given."""
     path = screens(options)["sorted"]
     logs = options.work / "logs"
     logs.mkdir(exist_ok=True)
@@ -276,7 +279,7 @@ def peers_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def table_of(report: dict[str, Any]) -> str:
-    """Return the figures beside what is to be reached."""
+    """Format the figures and their targets as a table."""
     lines = ["| | found | to reach |", "| --- | ---: | ---: |"]
     for order, plan in report["plans"].items():
         limits = TARGETS[f"construct_s {order}"], 1e3 * TARGETS["first_fetch_s"]

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Does training on several ranks go on for as long as it likes?
+"""Test training on several ranks over many epochs, with random stalls and resumes.
 
     python benchmarks/soak.py --minutes 10 --ranks 3
 
-Trains under DDP (gloo, on the CPU) epoch after epoch, while now and then a rank stalls for up to two
-seconds, in its loop or in its reading. Epochs are read in turn by the rank's threads, by two DataLoader
-workers, and by threads with a stop at a random step after which another data set goes on from the state;
-three straight from the file, three through hooks (which stall), and so on. At the end of each, ranks compare:
-as many steps on each, every cell seen once but for the padding that was told, no order that was there before;
-and at the end of all, no more memory and no more open files. Exits with 1 where one of that fails, or nothing
-moves for a minute.
+The program trains under DDP (gloo, on the CPU) epoch after epoch, while ranks stall at random for up to two
+seconds, in the training loop or in reading. Epochs cycle through three modes: threads of the rank, two DataLoader
+workers, and threads with a stop at a random step, after which a second data set resumes from the state. Each cycle of
+three reads alternately without hooks, and with hooks that stall. After each epoch, the ranks check that all took
+equally many steps, that each cell was seen once except for the reported padding, and that the order is new. At the
+end, they check that memory and the number of open files have not grown. The exit status is 1 if a check fails or if
+there is no progress for a minute.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")
 _NOTHING_MOVES_S = 60
 _LONGEST_STALL_S = 2.0
-_FEWEST_EPOCHS = 12  # every mode twice, either way; fewer are still warming up
-# What an allocator may keep more at the end than at the start.
+_FEWEST_EPOCHS = 12  # Each mode twice, with and without hooks; fewer epochs are still warming up.
+# Allowed growth of memory, which an allocator may retain.
 _FLAT_BYTES = 32 * MIB
 
 
 @dataclass(kw_only=True)
 class Stalls:
-    """Random stalls of one rank, each by itself.
+    """Random stalls of one rank, independent of the other ranks.
 
     Parameters
     ----------
     random
-        Another one on every rank.
+        Random generator, with a different seed on each rank.
     probability
-        Of a stall, each time one could be.
+        Probability of a stall at each opportunity.
     longest_s
-        How long at most.
+        Maximum duration of a stall in seconds.
     """
 
     random: random.Random
@@ -81,20 +81,20 @@ class Stalls:
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """What a rank saw of an epoch.
+    """Record of an epoch on one rank.
 
     Parameters
     ----------
     mode
-        How it was read.
+        Mode of reading.
     n_steps
-        Batches.
+        Number of batches.
     digest
-        Of the rows in the order they came.
+        Digest of the row numbers in order.
     n_padded
-        What the data set says was repeated, over all ranks.
+        Number of repeated rows over all ranks, as reported by the data set.
     anon_bytes, n_files
-        Anonymous memory and open files of the rank at its end.
+        Anonymous memory in bytes and number of open files of the rank at the end of the epoch.
     """
 
     mode: str
@@ -106,7 +106,7 @@ class Epoch:
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Start the ranks as the command line says and wait for them; return what they found."""
+    """Start the ranks with the options of the command line, wait for them, and return their report."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=20_011)
@@ -155,7 +155,7 @@ def soak(options: argparse.Namespace) -> None:
         order, n_steps = hashlib.blake2b(), 0
         again = functools.partial(make_dataset, options, stalls, hooked=bool(hooked))
         for batch in epoch_of(datasets, hooked, mode, number, again):
-            model(batch.X).sum().backward()  # waits for every other rank
+            model(batch.X).sum().backward()  # Synchronizes with all other ranks.
             stalls.maybe()
             counts += torch.bincount(batch.index, minlength=n_obs).to(torch.int32)
             order.update(batch.index.numpy().tobytes())
@@ -180,7 +180,7 @@ def soak(options: argparse.Namespace) -> None:
 
 
 def make_dataset(options: argparse.Namespace, stalls: Stalls, *, hooked: bool) -> dasksc.scDataset:
-    """A data set of this rank; the first of them agree on a seed, those that go on take it from the state."""
+    """Return a data set of this rank; its seed is negotiated between ranks, or restored from a state on resuming."""
 
     def slowly(data: Any, rows: Any) -> Any:
         stalls.maybe()
@@ -196,7 +196,7 @@ def make_dataset(options: argparse.Namespace, stalls: Stalls, *, hooked: bool) -
 def epoch_of(
     datasets: list[dasksc.scDataset], which: int, mode: str, number: int, again: Callable[[], dasksc.scDataset]
 ) -> Iterator[Any]:
-    """The batches of the next epoch of a data set, which another takes the place of where it is resumed."""
+    """Yield the batches of the next epoch, and replace the data set by a new one where the epoch is resumed."""
     dataset = datasets[which]
     n_steps = len(dataset)
     if mode == "resumed":
@@ -214,14 +214,14 @@ def epoch_of(
 
 
 def go_on(start: float, minutes: float) -> bool:
-    """Whether the first rank's clock says there is time for another epoch."""
+    """Return True if time remains for another epoch on the clock of the first rank."""
     answer = torch.tensor([time.monotonic() - start < 60 * minutes], dtype=torch.int32)
     dist.broadcast(answer, 0)
     return bool(answer.item())
 
 
 def compare(epoch: Epoch, counts: torch.Tensor, seen_orders: set[str], number: int) -> list[str]:
-    """What is wrong with an epoch over all ranks."""
+    """Return the problems of an epoch over all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, epoch)
     dist.all_reduce(counts)
@@ -241,7 +241,7 @@ def compare(epoch: Epoch, counts: torch.Tensor, seen_orders: set[str], number: i
 
 
 def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: float) -> None:
-    """Put together what all ranks found; the first prints it."""
+    """Combine the records of all ranks, and print the report on the first rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (epochs, {"n": stalls.n, "total_s": round(stalls.total_s, 1)}))
     if dist.get_rank():
@@ -249,10 +249,10 @@ def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: 
     ranks = []
     for rank, (its_epochs, its_stalls) in enumerate(everyone):
         quarter = max(1, len(its_epochs) // 4)
-        # The first quarter warms up: threads, compiled kernels, what allocators keep.
+        # The first quarter is a warm-up of threads, compiled kernels and allocators.
         early, late = its_epochs[quarter : 2 * quarter] or its_epochs[:1], its_epochs[-quarter:]
         growth = statistics.median(e.anon_bytes for e in late) - statistics.median(e.anon_bytes for e in early)
-        # The fewest of several epochs: what ended workers had open may take a moment to close, what leaks stays.
+        # The minimum over several epochs ignores files of ended workers that are about to close; leaks remain.
         files = min(e.n_files for e in early), min(e.n_files for e in late)
         ranks.append(
             {

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""What do statistics and highly variable genes of an atlas cost, beside reading it and beside scanpy in memory?
+"""Compare statistics and highly variable genes of an atlas with reading it and with scanpy in memory.
 
     python benchmarks/summaries.py --cells 50000 --out benchmarks/results/summaries
 
-Seconds, the median over rounds that go through all in turn; the round before them is not measured. *Sums of batches*
-adds up per-gene sums of each CSR batch of `Streaming`. scanpy gets the whole matrix in memory, read before its clock
-runs. Cells get ``--groups`` and ``--batches`` labels at random. scanpy runs on the lazy atlas once, on ``--lazy-cells``
-of its cells, and dasksc on the same ones. Memory is the peak of RssAnon beyond what the process held before, for half
-of the cells and for all, with and without a control group of ``--limit``.
+Contenders run in turns after an unmeasured round, and times are medians over rounds, in seconds. *Sums of batches* adds
+up the per-gene sums of the CSR batches of `Streaming`. scanpy receives the whole matrix in memory, and reading it is
+not timed. Cells have random labels of ``--groups`` groups and ``--batches`` batches. scanpy and dasksc also run once on
+``--lazy-cells`` cells of the lazy atlas. Memory is the growth of RssAnon to its peak, for half of the cells and for all
+cells, with and without a control group of ``--limit``.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ HERE = Path(__file__).resolve().parent
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=50_000)
-    parser.add_argument("--top", type=int, default=2_000, help="genes to find")
-    parser.add_argument("--batches", type=int, default=10, help="batches of cells")
-    parser.add_argument("--groups", type=int, default=50, help="groups of cells")
+    parser.add_argument("--top", type=int, default=2_000, help="number of highly variable genes to select")
+    parser.add_argument("--batches", type=int, default=10, help="number of batch labels")
+    parser.add_argument("--groups", type=int, default=50, help="number of group labels")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--lazy-cells", type=int, default=10_000, help="cells for scanpy on the lazy atlas")
+    parser.add_argument("--lazy-cells", type=int, default=10_000, help="number of cells for scanpy on the lazy atlas")
     parser.add_argument("--limit", default="1GiB", help="memory limit of the control group")
     add_out(parser)
     options = parser.parse_args(arguments)
 
-    warnings.simplefilter("ignore")  # of scanpy
+    warnings.simplefilter("ignore")  # scanpy warns.
     path = atlas(options)
     read_through(path)
     lazy = opened(path, options)
@@ -75,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name, work in contenders.items():
             start = time.perf_counter()
             result = work()
-            if i >= 0:  # the round before fills caches and compiles
+            if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 seconds[name].append(time.perf_counter() - start)
             found[name] = result
     np.testing.assert_allclose(found["statistics"].genes["sum"], found["sums of batches"], rtol=1e-6)
     ours, theirs = (found[name]["highly_variable"] for name in ("seurat_v3", "seurat_v3, scanpy in memory"))
     n_differ = int((ours.to_numpy() != theirs.to_numpy()).sum()) // 2
-    contenders.clear()  # which hold the matrix in memory
+    contenders.clear()  # They hold the matrix in memory.
     del whole
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print("| | seconds | of sums of batches |\n| --- | ---: | ---: |")
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def opened(path: Any, options: argparse.Namespace) -> anndata.AnnData:
-    """Return the lazy atlas with labels of groups, of batches and of half of its cells."""
+    """Return the lazy atlas with columns for groups, batches, and one half of the cells."""
     lazy = dasksc.open(path)
     rng = np.random.default_rng(0)
     for name, n in (("group", options.groups), ("batch", options.batches)):
@@ -128,12 +128,12 @@ def opened(path: Any, options: argparse.Namespace) -> anndata.AnnData:
 
 
 def ratio(seconds: dict[str, list[float]], name: str, other: str) -> float:
-    """Return the median over rounds of the ratio of two times."""
+    """Return the median over rounds of the ratio of the times of two contenders."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
 
 
 def sums_of(adata: Any) -> Any:
-    """Add up the values of each gene, of CSR batches of an epoch in storage order."""
+    """Return the per-gene sums of an epoch of CSR batches in storage order."""
     sums = np.zeros(adata.n_vars)
     for X in dasksc.scDataset(adata, dasksc.Streaming(), 512, 16, layout="csr", rank=0, world_size=1):
         sums += np.bincount(X.col_indices().numpy(), weights=X.values().numpy(), minlength=adata.n_vars)
@@ -141,12 +141,12 @@ def sums_of(adata: Any) -> Any:
 
 
 def genes(adata: Any, options: argparse.Namespace, **more: Any) -> Any:
-    """Find highly variable genes of counts in batches."""
+    """Select highly variable genes with dasksc, with batch labels."""
     return dasksc.highly_variable_genes(adata, options.top, "seurat_v3", "batch", **more)
 
 
 def of_scanpy(adata: Any, options: argparse.Namespace) -> Any:
-    """Find them with scanpy."""
+    """Select highly variable genes with scanpy, with batch labels."""
     import scanpy
 
     return scanpy.pp.highly_variable_genes(
@@ -155,7 +155,7 @@ def of_scanpy(adata: Any, options: argparse.Namespace) -> Any:
 
 
 def beside_lazy(lazy: anndata.AnnData, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds of scanpy on some cells of the lazy atlas, or its error, and of dasksc on these."""
+    """Return the seconds of scanpy, or its error, and of dasksc on a subset of the lazy atlas."""
     part = lazy[: options.lazy_cells]
     found: dict[str, Any] = {"cells": part.n_obs}
     start = time.perf_counter()
@@ -171,7 +171,7 @@ def beside_lazy(lazy: anndata.AnnData, options: argparse.Namespace) -> dict[str,
 
 
 def peaks_of(path: Any, options: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Return peaks of anonymous memory for half of the cells and for all, in bytes."""
+    """Return peaks of anonymous memory for half of the cells and for all cells, in bytes."""
     lazy = opened(path, options)
     work = {
         "statistics": functools.partial(dasksc.statistics, lazy),
@@ -182,7 +182,7 @@ def peaks_of(path: Any, options: argparse.Namespace) -> dict[str, dict[str, int]
 
 
 def limited_peaks(path: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Return `peaks_of` in a process whose memory is limited; nothing where no control group can be made."""
+    """Return `peaks_of` in a process with limited memory; empty if a control group cannot be created."""
     with contextlib.ExitStack() as stack:
         try:
             group = stack.enter_context(memory_cgroup(parse_bytes(options.limit)))
@@ -204,7 +204,7 @@ def limited_peaks(path: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def peak(work: Callable[[], Any]) -> int:
-    """Return by how much anonymous memory grows while something is done."""
+    """Return the growth of anonymous memory to its peak during `work`, in bytes."""
     work()
     start = rss_anon_bytes()
     with peak_of_rss_anon() as peaks:

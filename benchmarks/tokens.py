@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""What do tokens cost on the way from the file to the loop?
+"""Measure the cost of tokenization between the file and the training loop.
 
     python benchmarks/tokens.py --cells 200000 --out benchmarks/results/tokens
 
-Cells a second that are handed to a loop: sparse batches as they are; tokens made by `scDataset(transform=)`; and genes
-by rank made of each batch in the loop, in the plain way: with NumPy a cell at a time, or with `torch.topk` on dense
-batches. That all rank alike is checked first. Each rate is the median over rounds that go through all in turn; the
-round before them is not measured. Then the processor time that one thread takes for a cell: to gather it, and to make
-its tokens.
+The program measures the cells per second delivered to a loop: sparse batches without tokens; tokens computed by
+`scDataset(transform=)`; and ranked genes computed in the loop, with NumPy cell by cell or with `torch.topk` on dense
+batches. It first checks that all rankings agree. Contenders run in turns after an unmeasured round, and rates are
+medians over rounds. Finally, the program measures the CPU time per cell on one thread, for gathering and for
+tokenization.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import dasksc
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure as the command line says; write and return what was found."""
+    """Measure with the options of the command line, and write and return the report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--block", type=int, default=64)
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--fetch", type=int, default=16_384)
     parser.add_argument("--max-genes", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a measurement in seconds")
     add_out(parser)
     options = parser.parse_args(arguments)
 
@@ -72,12 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     ours = first(ranked)
     same_ids = torch.equal(by_numpy(first(sparse), ids, ranks)[0], ours.input_ids)
     if not same_ids or not torch.equal(by_topk(first(dense), ids, ranks)[1], ours["values"]):
-        raise SystemExit("the plain tokens are others than ours")
+        raise SystemExit("the tokens computed in the loop differ from those of the transform")
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(-1, options.rounds):
         for name, epoch in contenders.items():
             found = measure(epoch, seconds=options.seconds, fetch_rows=options.fetch, consume=None)
-            if i >= 0:  # the round before fills caches and compiles
+            if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 rates[name].append(found.rows_per_s)
     medians = {name: statistics.median(found) for name, found in rates.items()}
     print("| | cells/s | of no tokens |\n| --- | ---: | ---: |")
@@ -103,12 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Ask for a batch with row numbers, and keep it."""
+    """Request row numbers and return the batch unchanged."""
     return batch
 
 
 def by_numpy(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make ids and values of genes by descending value, cell by cell, of sparse rows."""
+    """Return the ids and values of the genes of sparse rows in descending order of value, computed cell by cell."""
     indptr, columns, values = (part.numpy() for part in (X.crow_indices(), X.col_indices(), X.values()))
     n_genes = min(like.max_genes, int(np.diff(indptr).max()))
     made_ids = np.full((len(indptr) - 1, n_genes), like.vocabulary.pad_id, dtype=np.int64)
@@ -121,7 +121,7 @@ def by_numpy(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.
 
 
 def by_topk(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make ids and values of genes by descending value of dense rows, equal values in any order."""
+    """Return the ids and values of the genes of dense rows in descending order of value, with ties in any order."""
     n_genes = min(like.max_genes, int((X != 0).sum(dim=1).max()))
     values, columns = torch.topk(X, n_genes, dim=1)
     made = torch.from_numpy(ids)[columns]
@@ -130,7 +130,7 @@ def by_topk(X: torch.Tensor, ids: Any, like: Any) -> tuple[torch.Tensor, torch.T
 
 
 def first(batches: Any) -> Any:
-    """Return the first batch of an epoch, which is the same of each data set."""
+    """Return the first batch of an epoch, which is the same for each data set."""
     batches.set_epoch(0)
     iterator = iter(batches)
     batch = next(iterator)
@@ -140,8 +140,8 @@ def first(batches: Any) -> Any:
 
 
 def one_thread(dataset: Any, ranks: Any, bins: Any) -> dict[str, float]:
-    """Return microseconds of processor time a cell: of sparse batches up to the loop, and of each kind of tokens."""
-    for _ in islice(dataset, 1):  # compiles, and opens what is opened once
+    """Return the CPU time per cell in microseconds, for gathering sparse batches and for each kind of tokens."""
+    for _ in islice(dataset, 1):  # Compile kernels and open files.
         pass
     start = time.thread_time()
     batches = list(islice(dataset, min(dataset.fetch_factor, len(dataset))))

@@ -59,7 +59,9 @@ def main() -> None:
         accelerator.print(
             f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
         )
-    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
+    # A thread of Gloo releases the tensors of a collective a moment after it ends, and may need the GIL to do so.
+    # Without this pause, end_training can deadlock: it holds the GIL while it waits for that thread.
+    time.sleep(0.2)
     accelerator.end_training()
 
 

@@ -111,7 +111,7 @@ def main() -> None:
             print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
             for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
                 print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
-    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
+    time.sleep(0.2)  # Gloo's thread may still need the GIL, which destroy_process_group holds while waiting for it
     dist.destroy_process_group()
 
 

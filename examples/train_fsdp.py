@@ -111,7 +111,7 @@ def main() -> None:
             print(f"  training  loss {total_loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
         if args.checkpoint:
             dcp.save(state(), checkpoint_id=Path(args.checkpoint) / str(done["steps"]))
-    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
+    time.sleep(0.2)  # Gloo's thread may still need the GIL, which destroy_process_group holds while waiting for it
     dist.destroy_process_group()
 
 

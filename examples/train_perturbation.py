@@ -146,7 +146,9 @@ def main() -> dict[str, float]:
         print(f"{len(true)} conditions held out, error of their mean effects:")
         for name, error in errors.items():
             print(f"  {name:31} {error:.3f}", flush=True)
-    time.sleep(0.2)  # Gloo's threads release their last work with a short delay, and must not be ended before
+    # A thread of Gloo releases the tensors of a collective a moment after it ends, and may need the GIL to do so.
+    # Without this pause, destroy_process_group can deadlock: it holds the GIL while it waits for that thread.
+    time.sleep(0.2)
     dist.destroy_process_group()
     return errors
 

@@ -32,7 +32,7 @@ def copy_flags(block: Any, to: Any) -> None:
             setattr(to, name, getattr(block, name))
 
 
-def _check() -> None:
+def _report_missing_flags() -> None:
     block = sp.csr_matrix((1, 1), dtype=np.int8)
     mark_canonical(block)
     for name in _FLAGS:
@@ -41,4 +41,4 @@ def _check() -> None:
             say_once(error, without="sparse array code takes a pass over the column numbers each time")
 
 
-_check()
+_report_missing_flags()

@@ -17,7 +17,7 @@ from dasksc.atlas.cell_names import nameless_index
 from dasksc.atlas.elements import Unwrapped, lazy_matrix, stored_matrix
 from dasksc.atlas.lookup import known_columns
 from dasksc.atlas.options import OpenOptions
-from dasksc.atlas.stores import reading
+from dasksc.atlas.stores import naming_errors
 from dasksc.pushdown import to_dask
 
 __all__ = ["layers_of", "open_anndata"]
@@ -35,7 +35,7 @@ def open_anndata(
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:
         path = os.path.abspath(adata.filename)
-        with reading(path):
+        with naming_errors(path):
             x = _backed_x(path, adata, options)
             # The raw of a backed view is skipped, since AnnData records only its row selection.
             if adata.raw is not None and not adata.is_view:

@@ -15,7 +15,7 @@ from dasksc.atlas.cell_names import digest_names, names_in_pieces, stored_names
 from dasksc.atlas.elements import Unwrapped, lazy_element
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.options import OpenOptions
-from dasksc.atlas.stores import reading, root_of, where_of
+from dasksc.atlas.stores import naming_errors, root_of, where_of
 from dasksc.atlas.tables import column_names, read_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import to_dask
@@ -70,7 +70,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
         if name in getattr(adata, group):
             raise InputError(f"attach= has {key!r}, which the atlas has already. Leave it out of attach=")
         where = where_of(os.fspath(path), options)
-        with reading(where), root_of(where, options) as root:
+        with naming_errors(where), root_of(where, options) as root:
             if group not in root:
                 raise MissingKeyError(
                     f"attach= requests {key!r} of {where}, which has no {group}. Give another store, or leave it out"
@@ -108,7 +108,7 @@ def names_digest_of(root: Any, where: Any) -> str | None:
         return None if noted is None else str(noted)
     if "obs" not in root:
         return None
-    pieces = stored_names(root["obs"])
+    pieces = stored_names(root["obs"], where)
     if pieces is None:
         pieces = names_in_pieces(read_table(root["obs"], [], where, OpenOptions()).index)
     return digest_names(pieces)
@@ -118,6 +118,6 @@ def path_names(path: str) -> Iterator[list[str]]:
     """Yield the names of the cells of the atlas at a path, in pieces."""
     options = OpenOptions()
     where = where_of(path, options)
-    with reading(where), root_of(where, options) as root:
-        pieces = stored_names(root["obs"])
+    with naming_errors(where), root_of(where, options) as root:
+        pieces = stored_names(root["obs"], where)
         yield from names_in_pieces(read_table(root["obs"], [], where, options).index) if pieces is None else pieces

@@ -15,7 +15,7 @@ from anndata.io import read_elem
 
 from dasksc.atlas.options import OpenOptions
 from dasksc.storage import RemoteLocation
-from dasksc.storage.hdf5.strings import read_strings
+from dasksc.storage.hdf5.strings import read_strings, strings_in_pieces
 
 __all__ = [
     "any_repeat",
@@ -73,20 +73,38 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
         yield names[start : start + _PIECE].astype(str).tolist()
 
 
-def stored_names(stored: Any) -> Iterator[list[str]] | None:
-    """Yield the names of a stored obs table, some at a time; return None if its encoding has to be read as a whole."""
+def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
+    """Yield the names of a stored obs table, some at a time; return None if its encoding has to be read as a whole.
+
+    Parameters
+    ----------
+    stored
+        Group of the table.
+    path
+        Path or remote location of its file or store.
+    """
     index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
     if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
         index = index["values"]  # No name is missing, so the mask is empty.
     if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
-        return _pieces_of(index.asstr(), len(index))
+        return _pieces_of_hdf5(index, path)
     if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":
         return _pieces_of(index, index.shape[0])
     return None
 
 
-def _pieces_of(array: Any, n: int) -> Iterator[list[str]]:
-    for start in range(0, n, _PIECE):
+def _pieces_of_hdf5(index: h5py.Dataset, path: Any) -> Iterator[list[str]]:
+    start = 0
+    if not isinstance(path, RemoteLocation):
+        for piece in strings_in_pieces(index, path, _PIECE):
+            if piece is not None:
+                yield piece
+                start += len(piece)
+    yield from _pieces_of(index.asstr(), len(index), start)
+
+
+def _pieces_of(array: Any, n: int, first: int = 0) -> Iterator[list[str]]:
+    for start in range(first, n, _PIECE):
         yield np.asarray(array[start : start + _PIECE]).astype(object).tolist()
 
 
@@ -95,5 +113,5 @@ def digest_names(pieces: Iterable[Sequence[str]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         # Surrogates stand for bytes that are not UTF-8.
-        digest.update("".join(f"{name}\0" for name in piece).encode("utf-8", "surrogatepass"))
+        digest.update("\0".join([*piece, ""]).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

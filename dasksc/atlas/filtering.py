@@ -228,7 +228,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
         tree = ast.parse(safe, mode="eval")
     except (SyntaxError, ValueError, RecursionError) as error:
         raise InputError(f"the filter {expression!r} cannot be read: {error}. Allowed are {ALLOWED}") from error
-    _check(tree, expression)
+    _validate_syntax(tree, expression)
     columns = {safe_name: name for name, safe_name in quoted.items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -238,17 +238,17 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
     return safe, columns
 
 
-def _check(node: ast.AST, expression: str) -> None:
+def _validate_syntax(node: ast.AST, expression: str) -> None:
     """Raise an error for syntax that is not permitted, at any depth."""
     if isinstance(node, ast.Call):
         question, arguments = _question(node), [*node.args, *node.keywords]
         if question is not None and (not question.is_of_text or all(map(_is_literal, arguments))):
             for argument in arguments:
-                _check(argument, expression)
+                _validate_syntax(argument, expression)
             return
     elif isinstance(node, _SYNTAX):
         for child in ast.iter_child_nodes(node):
-            _check(child, expression)
+            _validate_syntax(child, expression)
         return
     what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
     raise InputError(f"the filter {expression!r} may not use {what}. Allowed are {ALLOWED}")

@@ -19,7 +19,7 @@ from dasksc.storage import HDF5_ENDINGS, RemoteLocation, is_of_content, is_url, 
 from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["AtlasInput", "is_anncollection", "parts_of", "quoted", "stem_of"]
+__all__ = ["AtlasInput", "is_anncollection", "atlas_inputs", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
 
@@ -46,7 +46,7 @@ class AtlasInput:
     obs: pd.DataFrame | None = None
 
 
-def parts_of(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
+def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
     """Return the atlases that `data` represents; None if it is a single one.
 
     Parameters

@@ -20,7 +20,7 @@ from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
-from dasksc.atlas.inputs import AtlasInput, is_anncollection, parts_of, quoted
+from dasksc.atlas.inputs import AtlasInput, atlas_inputs, is_anncollection, quoted
 from dasksc.atlas.options import (
     ACCEPTED,
     Openable,
@@ -195,7 +195,7 @@ def open(
         genomes=names_given("genome", genome),
     )
     with unchecked():
-        parts = parts_of(data, options.storage_options)
+        parts = atlas_inputs(data, options.storage_options)
         if parts == []:
             raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
@@ -249,11 +249,11 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
     )
 
 
-def _open_part(part: AtlasInput, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    if part.obs is None:
-        return _open_one(part.data, obs, options)
+def _open_source(source: AtlasInput, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+    if source.obs is None:
+        return _open_one(source.data, obs, options)
     refuse_feature_choice(options, "an AnnCollection")
-    return open_anndata(part.data, obs, options, table=part.obs)
+    return open_anndata(source.data, obs, options, table=source.obs)
 
 
 def _open_several(
@@ -272,7 +272,7 @@ def _open_several(
     are_told = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_told=are_told)
     lenient = replace(options, may_lack=True)
-    opened = [_open_part(part, obs, lenient) for part in parts]
+    opened = [_open_source(part, obs, lenient) for part in parts]
     columns = [adata.obs.columns for adata in opened]
     if raw:
         opened = [raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
@@ -287,7 +287,7 @@ def _open_several(
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
     """Raise an error for a column of obs missing in the atlases `without`: in all, or in some joined by ``"inner"``."""
     if len(without) == len(parts):
-        _open_part(parts[0], [column], options)  # raises an error with the available columns
+        _open_source(parts[0], [column], options)  # raises an error with the available columns
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
         f"{', '.join(without[:3])}{', ...' if len(without) > 3 else ''} does not have it. Leave it out of obs=, or "
@@ -339,5 +339,5 @@ def is_several(data: Any) -> bool:
 
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
     """Return the atlases that `data` represents, and their names; None for a single one."""
-    parts = parts_of(data, {})
+    parts = atlas_inputs(data, {})
     return None if parts is None else ([part.data for part in parts], [part.name for part in parts])

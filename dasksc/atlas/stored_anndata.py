@@ -17,7 +17,7 @@ from dasksc.atlas.legacy import decode_old_categories, is_record_array, old_raw
 from dasksc.atlas.lookup import known_columns
 from dasksc.atlas.options import OpenOptions, refuse_feature_choice
 from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_cell_ranger
-from dasksc.atlas.stores import holds_modalities, reading, root_of, where_of
+from dasksc.atlas.stores import holds_modalities, naming_errors, root_of, where_of
 from dasksc.atlas.tables import read_table
 from dasksc.errors import InputError, StorageError
 from dasksc.storage import RemoteLocation, is_url, redact_url
@@ -30,7 +30,7 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
     if holds_modalities(path):
         _refuse_modalities(path)
     where = where_of(path, options)
-    with reading(where), root_of(where, options) as root:
+    with naming_errors(where), root_of(where, options) as root:
         if "mod" in root and is_group(root["mod"]):
             _refuse_modalities(path)
         if cell_ranger_matrices(root):

@@ -13,7 +13,7 @@ from dasksc.atlas.checks import check_before_reading, items_of_table
 from dasksc.atlas.elements import is_left, lazy_element
 from dasksc.atlas.options import OpenOptions
 from dasksc.atlas.stored_anndata import read_root
-from dasksc.atlas.stores import reading, root_of, where_of
+from dasksc.atlas.stores import naming_errors, root_of, where_of
 from dasksc.atlas.tables import column_names, read_table
 from dasksc.errors import StorageError
 from dasksc.storage import Cache, UseMmap
@@ -44,7 +44,7 @@ def open_modalities(
     options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
     with unchecked():
         where = where_of(path, options)
-        with reading(where), root_of(where, options) as root:
+        with naming_errors(where), root_of(where, options) as root:
             if "mod" not in root or "obs" not in root:
                 raise StorageError(
                     f"{where} is not a MuData: it contains {', '.join(sorted(root)) or 'nothing'}. Give an .h5mu file "

@@ -20,7 +20,7 @@ from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
 from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
-__all__ = ["holds_modalities", "reading", "root_of", "where_of"]
+__all__ = ["holds_modalities", "naming_errors", "root_of", "where_of"]
 
 
 def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
@@ -82,7 +82,7 @@ def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
 
 
 @contextmanager
-def reading(path: str | RemoteLocation) -> Iterator[None]:
+def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
     """Add the file to errors of the libraries, and suppress the warnings about old formats for each element."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
@@ -102,6 +102,6 @@ def reading(path: str | RemoteLocation) -> Iterator[None]:
         # The libraries may raise any error for damaged metadata.
         except Exception as error:
             if not is_of_content(error):
-                error.add_note(f"while {path} was opened")
+                error.add_note(f"The error occurred while {path} was opened.")
                 raise
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.attaching import path_names
-from dasksc.atlas.cell_names import names_in_pieces
+from dasksc.atlas.cell_names import is_nameless, names_in_pieces
 from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block, matrix_of
@@ -40,6 +40,8 @@ class AnnDataView:
         Function with the interface of `open` that reads columns of obs missing in `adata`; None if it has all.
     path
         Path of the file or store of `adata`; None if there are several, or none.
+    names
+        Names of cells, if they are in memory although `adata` lacks them.
 
     Examples
     --------
@@ -50,7 +52,7 @@ class AnnDataView:
     array([23., 70., 23., 42.], dtype=float32)
     """
 
-    __slots__ = ("_matrices", "_opened", "_opening", "_with_names", "path")
+    __slots__ = ("_matrices", "_names", "_opened", "_opening", "_with_names", "path")
 
     def __init__(
         self,
@@ -58,8 +60,10 @@ class AnnDataView:
         with_names: Callable[[], AnnData] | None = None,
         opening: Callable[..., AnnData] | None = None,
         path: str | None = None,
+        names: pd.Index[Any] | None = None,
     ) -> None:
         self.path = path
+        self._names = names
         self._opened = adata
         self._opening = opening
         self._with_names = with_names
@@ -88,8 +92,8 @@ class AnnDataView:
         """
         if self.path is not None:
             return path_names(self.path)
-        names = self._adata.obs_names
-        return None if isinstance(names, pd.RangeIndex) else names_in_pieces(names)
+        names = self._adata.obs_names if self._names is None else self._names
+        return None if isinstance(names, pd.RangeIndex) or is_nameless(names) else names_in_pieces(names)
 
     @property
     def _adata(self) -> AnnData:
@@ -113,7 +117,7 @@ class AnnDataView:
         return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opened, self._with_names, self._opening, self.path)
+        return type(self), (self._opened, self._with_names, self._opening, self.path, self._names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._opened!r}"

@@ -20,7 +20,7 @@ from dasksc.executor.tasks import FetchedMatrices
 from dasksc.kernels import csr as kernels
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "Change"]
+__all__ = ["Batch", "BatchMaker", "Categories", "Change", "on_device"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
 # are errors, that would end an epoch, so the warning is triggered and ignored here.
@@ -159,11 +159,20 @@ class Batch(_Named):
                 "exactly. Convert batch.X alone, or request the type of X: "
                 f"scDataset(..., dtype={str(device).removeprefix('torch.')!r})"
             )
-        return cast(Batch, _map_tensors(self, lambda tensor: tensor.to(device, non_blocking=non_blocking)))
+        return cast(Batch, _map_tensors(self, lambda tensor: on_device(tensor, device, non_blocking=non_blocking)))
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory."""
         return cast(Batch, _map_tensors(self, pin))
+
+
+def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = False) -> torch.Tensor:
+    """Return `tensor` on `device`.
+
+    ``Tensor.to`` releases the GIL even if the tensor is there already, and waits milliseconds for it while threads make
+    batches.
+    """
+    return tensor if tensor.device == torch.device(device) else tensor.to(device, non_blocking=non_blocking)
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,25 +337,25 @@ class BatchMaker:
     def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, changes: _Changes) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
-        for key, part in fetched.parts.items():
+        for key, buffer in fetched.parts.items():
             if not key.startswith(prefix):
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
             gather = self._dense if group == "obsm" else self._tensor
-            tensor = gather(key, part, positions, changes)
+            tensor = gather(key, buffer, positions, changes)
             if name:
                 batch[group][name] = tensor
             else:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, part: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         if self.layout == "dense":
-            return self._dense(key, part, positions, changes)
+            return self._dense(key, buffer, positions, changes)
         columns = self.columns.get(key)
-        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
-        indptr, indices, data = part.gather_csr(positions, dtype=dtype, columns=columns)
-        n_vars = part.shape[1] if columns is None else len(columns)
+        dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
+        indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns)
+        n_vars = buffer.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, and a sparse tensor holds at most "
@@ -362,10 +371,10 @@ class BatchMaker:
             (len(positions), n_vars),
         )
 
-    def _dense(self, key: str, part: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
         columns = self.columns.get(key)
-        dtype = tensor_dtype(part.dtype) if self.dtype is None else self.dtype
-        n_vars = part.shape[1] if columns is None else len(columns)
+        dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
+        n_vars = buffer.shape[1] if columns is None else len(columns)
         shape = (len(positions), n_vars)
         if self.pinned:
             out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
@@ -373,20 +382,20 @@ class BatchMaker:
             out = torch.from_numpy(buffers.empty(shape, dtype))
         wanted = changes.of(key)
         if not wanted:
-            part.gather(positions, out=out.numpy(), columns=columns)
+            buffer.gather(positions, out=out.numpy(), columns=columns)
             return out
         # Rows are changed some at a time, so that they are still in the caches of a core.
         n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
         for first in range(0, len(positions), n_at_once):
             some = slice(first, first + n_at_once)
             rows = out.numpy()[some]
-            if part.layout == "csr":
-                indptr, indices, data = part.gather_csr(positions[some], dtype=dtype, columns=columns)
+            if buffer.layout == "csr":
+                indptr, indices, data = buffer.gather_csr(positions[some], dtype=dtype, columns=columns)
                 for one in wanted:
                     one.change(changes.rows, first, indptr, indices, data)
-                kernels.spread(indptr, indices, _as_words(data), _as_words(rows))
+                kernels.densify(indptr, indices, _as_words(data), _as_words(rows))
             else:
-                part.gather(positions[some], out=rows, columns=columns)
+                buffer.gather(positions[some], out=rows, columns=columns)
                 for one in wanted:
                     one.change_dense(changes.rows, first, rows)
         return out

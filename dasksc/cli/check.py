@@ -110,7 +110,7 @@ def command(
         layout="csr" if layout == "csr" else "dense",
         memory_limit=memory_limit,
     )
-    found = dasksc.check(_loader(dataset, num_workers), world_size, label_key=label_key)
+    found = dasksc.check(_data_loader(dataset, num_workers), world_size, label_key=label_key)
     found = dataclasses.replace(
         found,
         name=f"{title_of(paths)} by {type(dataset.strategy).__name__}",
@@ -134,7 +134,7 @@ def _request(found: Check) -> Iterator[str]:
     yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 
-def _loader(dataset: dasksc.scDataset, num_workers: int) -> Any:
+def _data_loader(dataset: dasksc.scDataset, num_workers: int) -> Any:
     if not num_workers:
         return dataset
     import torch.utils.data

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 import dasksc
-from dasksc.atlas.inputs import parts_of
+from dasksc.atlas.inputs import atlas_inputs
 from dasksc.cli._messages import folded
 from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
 from dasksc.storage import is_url, redact_url
@@ -61,7 +61,7 @@ def _behind_urls(
 ) -> Any:
     """Describe atlases that need storage options, which `describe` does not accept: it receives the opened atlas."""
     found = dasksc.describe(opened(paths, join, storage_options=storage_options, cache=cache), seconds=seconds)
-    parts = parts_of(data_of(paths), storage_options)
+    parts = atlas_inputs(data_of(paths), storage_options)
     named = [redact_url(path) if is_url(path) else path for path in paths]
     name = named[0] if len(named) == 1 else ", ".join(PurePath(one).name for one in named)
     return dataclasses.replace(found, name=name, n_files=1 if parts is None else len(parts))

@@ -22,7 +22,7 @@ from dasksc.conversion.tables import check_tables
 from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.progress import check_progress
+from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import Workplace
 
 if TYPE_CHECKING:
@@ -206,13 +206,13 @@ def convert(
         narrow=narrow,
     )
     request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
-    place = Workplace(target_path(target))
+    workplace = Workplace(target_path(target))
     limit = config.memory_limit(memory_limit)
     check_options(storage_options)
     if progress:
-        check_progress()
+        require_tqdm()
     for path in paths_of(data):
-        check_target(path, place.target)
+        check_target(path, workplace.target)
     resolved = resolve_scheduler(scheduler)
     with noting_left_out() as left_out:
         adata = open(
@@ -239,30 +239,30 @@ def convert(
     for matrix in matrices.values():
         for leaf in leaves_read(matrix):
             # The label of a matrix in memory contains no path.
-            check_target(leaf.label.rpartition(":/")[0], place.target)
-    job = Conversion(adata, matrices, place, recipe, limit=limit, scheduler=resolved)
+            check_target(leaf.label.rpartition(":/")[0], workplace.target)
+    job = Conversion(adata, matrices, workplace, recipe, limit=limit, scheduler=resolved)
     plan = plan_of(adata, matrices, data, recipe)
     try:
-        with place.locked():
-            if place.begin(plan, overwrite=overwrite):
+        with workplace.locked():
+            if workplace.begin(plan, overwrite=overwrite):
                 job.run(verify=verify, shown=progress)
-                place.publish(overwrite=overwrite)
+                workplace.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
-        error.add_note(f"The rows written so far are kept in {place.folder}. Run the same command again to resume.")
+        error.add_note(f"The rows written so far are kept in {workplace.folder}. Run the same command again to resume.")
         raise
     except DaskscError:
         raise
     except OSError as error:
         # Libraries may wrap the error of the operating system and lose its errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise place.no_space(error, needed_bytes=job.needed_bytes()) from error
-        raise StorageError(f"{place.target} cannot be written: {error}") from error
-    written = open(place.target, obs=[], names=False)
+            raise workplace.no_space(error, needed_bytes=job.needed_bytes()) from error
+        raise StorageError(f"{workplace.target} cannot be written: {error}") from error
+    written = open(workplace.target, obs=[], names=False)
     return ConversionReport(
-        path=str(place.target),
+        path=str(workplace.target),
         n_obs=adata.n_obs,
         n_vars=adata.n_vars,
-        n_bytes=sum(path.stat().st_size for path in place.target.rglob("*") if path.is_file()),
+        n_bytes=sum(path.stat().st_size for path in workplace.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
         left_out=(*left_out, *obsp, *subset.left_out),

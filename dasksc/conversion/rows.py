@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.kernels.draw import count_codes
 from dasksc.kernels.split import put_by_code
 from dasksc.sampling.block_order import BlockOrder
-from dasksc.sampling.groups import Column, combined_codes
+from dasksc.sampling.groups import CodedColumn, combined_codes
 
 __all__ = ["Order", "row_order"]
 
@@ -43,7 +43,7 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed:
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
     if group_by:
         grouped = {name: pd.Categorical(obs[name]) for name in group_by}
-        columns = [Column(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
+        columns = [CodedColumn(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
         codes, n_codes = combined_codes(columns, slice(None), n_obs)
         counts = np.zeros(n_codes + 1, dtype=np.int64)
         count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)

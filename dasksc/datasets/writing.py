@@ -204,8 +204,8 @@ class _Appender:
         self.written = 0
         self.waiting: list[NDArray[Any]] = []
 
-    def append(self, part: NDArray[Any]) -> None:
-        self.waiting.append(part)
+    def append(self, rows: NDArray[Any]) -> None:
+        self.waiting.append(rows)
         n_waiting = sum(map(len, self.waiting))
         if n_waiting >= self.unit:
             self._write(n_waiting - n_waiting % self.unit)

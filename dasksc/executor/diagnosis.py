@@ -55,7 +55,7 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
         # Nothing is read ahead of the first fetch, so training always waits for it.
         if figures["n_batches_left"] > 0 or figures["n_fetching"] > 0:
             return f"starting: {wait_share:.0%} waiting for the first fetch"
-        return f"too short to read ahead: {wait_share:.0%} waiting for the only fetch; lower fetch_factor"
+        return f"too short to read ahead: {wait_share:.0%} waiting for the only fetch"
     limit, remedy = _LIMITS[_limit(figures)]
     return f"limited by {limit}: {wait_share:.0%} waiting; {remedy}"
 
@@ -68,5 +68,5 @@ def _limit(figures: Mapping[str, Any]) -> str:
     if n_in_flight and limit_bytes and in_flight_bytes * (n_in_flight + 1) > limit_bytes * n_in_flight:
         return "memory"
     other_s = max(0.0, figures["fetch_s"] - figures["read_s"] - figures["decode_s"])
-    seconds = {part: figures[f"{part}_s"] for part in ("read", "decode", "transfer", "gather")} | {"other": other_s}
-    return max(seconds, key=lambda part: seconds[part])
+    seconds = {step: figures[f"{step}_s"] for step in ("read", "decode", "transfer", "gather")} | {"other": other_s}
+    return max(seconds, key=lambda step: seconds[step])

@@ -99,10 +99,10 @@ class Diagnostics:
                 self._call(POSTTASK, key, result, self._graph, self._state, worker_id)
                 self._state["released"].add(key)
 
-    def _call(self, place: int, *args: Any) -> None:
-        """Call one hook of every callback: start, start_state, pretask, posttask or finish, as given by `place`."""
+    def _call(self, hook: int, *args: Any) -> None:
+        """Call one hook of every callback: start, start_state, pretask, posttask or finish, as given by `hook`."""
         for callback in list(self._callbacks):
-            function = callback[place]
+            function = callback[hook]
             if function is None:
                 continue
             try:

@@ -12,9 +12,11 @@ from dasksc.errors import InputError
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.planning.plan import EpochPlan
 
-__all__ = ["Bar", "EpochStats", "FetchFigures", "line_of", "merged", "epoch_progress"]
+__all__ = ["EPOCH_TITLE", "Bar", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
 
 T = TypeVar("T")
+
+EPOCH_TITLE = "epoch {epoch}, rank {rank} of {world_size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +182,19 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def line_of(report: Mapping[str, Any]) -> str:
-    """Return the log line of an epoch that has ended."""
+def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
+    """Return the log line of an epoch that has ended.
+
+    Parameters
+    ----------
+    report
+        Figures of the epoch.
+    title
+        Format of the beginning of the line, in which figures of `report` may occur.
+    """
     before = f" after the {report['n_batches_before']:,} of before" if report["n_batches_before"] else ""
     return (
-        f"epoch {report['epoch']}, rank {report['rank']} of {report['world_size']}: {report['n_rows']:,} rows in "
+        f"{title.format_map(report)}: {report['n_rows']:,} rows in "
         f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} "
         f"dropped ({report['n_padded']} and {report['n_dropped']} over all ranks); {report['elapsed_s']:.1f} s; "
         f"{diagnosis(report)}"

@@ -43,15 +43,15 @@ from dasksc.atlas.modalities import Modalities
 from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
-from dasksc.inference.digests import digest_of
+from dasksc.inference.digests import model_digest
 from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
 from dasksc.inference.sharing import NanError, Notes, Share, most_of_ranks
 from dasksc.inference.targets import Target, target_of
 from dasksc.inference.work import Work
-from dasksc.loader.dataset import parts_of, scDataset
+from dasksc.loader.dataset import components_of, scDataset
 from dasksc.loader.row_range import world_of
 from dasksc.loader.source import MatrixSource
-from dasksc.output.progress import check_progress, progress_bar
+from dasksc.output.progress_bars import progress_bar, require_tqdm
 from dasksc.planning.ranks import World
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
@@ -223,7 +223,7 @@ def predict(
         options=options,
     )
     if progress:
-        check_progress()
+        require_tqdm()
     return run.run(shown=progress)
 
 
@@ -261,7 +261,7 @@ class Predictions:
         self.predictor = Predictor.of(model)
         self._device = self.predictor.device if device is None else _device_of(device)
         self.dataset = _dataset_of(dataset, options or {})
-        self._source = parts_of(self.dataset).source
+        self._source = components_of(self.dataset).source
         self.world: World = world_of(self.dataset)
         n_obs = self._source.n_obs
         if not n_obs:
@@ -277,7 +277,7 @@ class Predictions:
             "batch_size": self.dataset.batch_size,
             "key": key,
             "categories": labels,
-            "model": digest_of(self.predictor.identity),
+            "model": model_digest(self.predictor.identity),
             "data": self._data_digest(),
         }
         self.work = Work(self.target.path, self.target.folder, plan, n_obs=n_obs, batch_size=self.dataset.batch_size)
@@ -285,8 +285,10 @@ class Predictions:
     def _data_digest(self) -> str:
         """Return a digest of the content of the batches."""
         source, dataset = self._source, self.dataset
-        hooks = digest_of([getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")])
-        made = digest_of([dataset.batch_transform, dataset.transform])
+        hooks = model_digest(
+            [getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")]
+        )
+        made = model_digest([dataset.batch_transform, dataset.transform])
         if isinstance(source, MatrixSource):
             read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))

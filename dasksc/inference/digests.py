@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["digest_of"]
+__all__ = ["model_digest"]
 
 Update = Callable[[bytes | memoryview], None]
 # Objects added so far, by id. They are kept alive, so no other object gets the id of one of them.
@@ -30,7 +30,7 @@ Seen = dict[int, Any]
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-def digest_of(value: Any) -> str:
+def model_digest(value: Any) -> str:
     """Return a digest of a model, a function, or their content.
 
     Parameters
@@ -83,7 +83,7 @@ def _add(value: Any, update: Update, seen: Seen) -> None:
             _add(key, update, seen)
             _add(item, update, seen)
     elif isinstance(value, set | frozenset):
-        update(repr(sorted(digest_of(item) for item in value)).encode())
+        update(repr(sorted(model_digest(item) for item in value)).encode())
     elif isinstance(value, Sequence):
         update(f"sequence {len(value)}".encode())
         for item in value:

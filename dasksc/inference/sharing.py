@@ -15,7 +15,7 @@ import torch
 from dasksc.errors import StorageError
 from dasksc.inference.outputs import Output, Outputs, nan_rows
 from dasksc.inference.work import UnitWriter, Work, runs_of
-from dasksc.loader.dataset import scDataset
+from dasksc.loader.dataset import scDataset, titled
 from dasksc.loader.row_range import over_range
 from dasksc.planning.agreement import shared_store
 from dasksc.planning.process_groups import torch_distributed
@@ -83,7 +83,8 @@ class Share:
         batch = None
         for start, stop in self._ranges():
             # Only one batch is referenced, so the memory of the others can be reused.
-            for batch in over_range(self._dataset, start, stop, device=device):
+            part = over_range(self._dataset, start, stop, device=device)
+            for batch in titled(part, f"prediction of rows {start:,} to {stop:,}"):
                 yield batch
         n_surplus = 0 if n_calls is None else n_calls - self.n_batches
         if n_surplus > 0 and batch is None:

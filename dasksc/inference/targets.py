@@ -264,15 +264,15 @@ class InStore:
             write_group(self.path / "obsm", {"encoding-type": "dict", "encoding-version": "0.1.0"})
         with as_anndata_writes():
             for one in outputs:
-                place = self.path / one.key
-                if metadata_in(place / "zarr.json").get("attributes", {}).get(ATTRIBUTE) == work.digest:
+                element_path = self.path / one.key
+                if metadata_in(element_path / "zarr.json").get("attributes", {}).get(ATTRIBUTE) == work.digest:
                     continue  # renamed before the process was killed
                 write_metadata(work, one, nan)
-                if os.path.lexists(place):
+                if os.path.lexists(element_path):
                     replaced = work.folder / "replaced"
                     discard(replaced)
-                    os.rename(place, replaced)
-                os.rename(work.store / one.key, place)
+                    os.rename(element_path, replaced)
+                os.rename(work.store / one.key, element_path)
             sync_folder(self.path / "obsm")
             columns = [one.name for one in outputs if one.width is None]
             if columns:
@@ -353,14 +353,14 @@ class InFile:
         copy = work.folder / "copy.h5ad"
         try:
             self._write_copy(copy, work, outputs, nan)
-            self._identity.check()
+            self._identity.require_unchanged()
             os.replace(copy, self.path)
         finally:
             copy.unlink(missing_ok=True)
         sync_folder(self.path.parent)
 
     def _write_copy(self, copy: Path, work: Work, outputs: Sequence[Output], nan: Nan) -> None:
-        self._identity.check()
+        self._identity.require_unchanged()
         copy_file(self.path, copy)
         # On a full disk, HDF5 neither reports the error number nor closes the file, so space is reserved first. HDF5
         # truncates unused space.

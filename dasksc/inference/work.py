@@ -32,16 +32,18 @@ from dasksc.platforms import lock_file
 
 __all__ = ["Claim", "NanRows", "UnitWriter", "Work", "runs_of", "unit_rows_for"]
 
-_LEAST_ROWS = 2**10
+_LEAST_ROWS = 2**12
 _MOST_ROWS = 2**16
 _UNITS = 64
 _CHUNK_BYTES = 2**18
+# Size of the batches that are written together.
+_HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
 
 
 def unit_rows_for(n_obs: int, batch_size: int) -> int:
-    """Return the number of rows of a unit: whole batches, for about 64 units of 1,024 to 65,536 rows."""
+    """Return the number of rows of a unit: whole batches, for about 64 units of 4,096 to 65,536 rows."""
     wanted = min(max(-(-n_obs // _UNITS), _LEAST_ROWS), _MOST_ROWS)
     return batch_size << max(0, math.floor(math.log2(max(1, wanted / batch_size))))
 
@@ -291,7 +293,8 @@ class Work(WorkFolder):
 class UnitWriter:
     """Writer of successive batches of successive units.
 
-    A thread completes each unit, since flushing a file to the disk takes as long as several batches.
+    A thread writes several batches at a time. Each call of the operating system releases the GIL, for which the loop
+    would wait milliseconds while other threads make batches.
 
     Parameters
     ----------
@@ -302,12 +305,15 @@ class UnitWriter:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._outputs: tuple[Output, ...] = ()
+        self._at: int | None = None
+        self._held: list[Mapping[str, NDArray[Any]]] = []
+        self._held_bytes = 0
+        self._nan: dict[str, NanRows] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._writing: Future[None] | None = None
+        # Files of the current unit, which only the thread uses.
         self._open: ExitStack | None = None
         self._writers: dict[str, ShardWriter] = {}
-        self._nan: dict[str, NanRows] = {}
-        self._at = 0
-        self._thread: ThreadPoolExecutor | None = None
-        self._completing: Future[None] | None = None
 
     def take(
         self,
@@ -323,73 +329,79 @@ class UnitWriter:
         start
             First row of the batch in the collection.
         arrays
-            Arrays by name.
+            Arrays by name. They are copied, since a model may reuse the memory of its results.
         outputs
             Specifications of the arrays.
         nan
             Rows of the batch with NaN, by name of the output.
+
+        Raises
+        ------
+        InputError
+            If the batch does not follow the previous one, or has other outputs.
+        OSError
+            If earlier batches cannot be written, such as on a full disk.
         """
-        work = self._work
         n_rows = len(next(iter(arrays.values())))
-        k = start // work.unit_rows
-        first, last = work.rows(k)
+        k = start // self._work.unit_rows
+        first, last = self._work.rows(k)
         if self._outputs:
             check_same(self._outputs, outputs, f"cells {start} to {start + n_rows - 1}")
         self._outputs = outputs
-        if self._open is None:
-            if start != first:
-                raise InputError(f"cells {first} to {start - 1} were skipped; predict cells in order")
-            self._begin(k, outputs)
-        elif start != self._at:
-            raise InputError(f"cells {self._at} to {start - 1} were skipped; predict cells in order")
-        for name, array in arrays.items():
-            if name in self._writers:
-                self._writers[name].append(array)
+        expected = first if self._at is None else self._at
+        if start != expected:
+            raise InputError(f"cells {expected} to {start - 1} were skipped; predict cells in order")
+        self._held.append({name: array.copy() for name, array in arrays.items()})
+        self._held_bytes += sum(array.nbytes for array in arrays.values())
         for name, rows in nan.items():
             self._nan[name] = self._nan.get(name, NanRows()).with_more(len(rows), (start + rows[:_NAMED]).tolist())
-        self._at = start + n_rows
-        if self._at == last:
-            self._finish(k)
+        is_last = start + n_rows == last
+        self._at = None if is_last else start + n_rows
+        if is_last or self._held_bytes >= _HELD_BYTES:
+            self.settle()
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-unit")
+            held, self._held, self._held_bytes = self._held, [], 0
+            nan_rows, self._nan = (self._nan, {}) if is_last else ({}, self._nan)
+            self._writing = self._thread.submit(self._write, k, held, nan_rows, is_last=is_last)
 
-    def _begin(self, k: int, outputs: tuple[Output, ...]) -> None:
-        self._open = ExitStack()
-        for one in outputs:
-            array = self._work.array(one)
-            if array.n_shards:
-                self._writers[one.name] = self._open.enter_context(ShardWriter(array, self._work.folder_of(one), k))
-
-    def _finish(self, k: int) -> None:
-        assert self._open is not None
-        self.settle()
-        opened, self._open = self._open, None
-        outputs, nan = self._outputs, self._nan
-        self._writers, self._nan = {}, {}
-
-        def complete() -> None:
+    def _write(
+        self, k: int, batches: list[Mapping[str, NDArray[Any]]], nan: Mapping[str, NanRows], *, is_last: bool
+    ) -> None:
+        """Append batches to unit `k`, and complete it after the last one."""
+        if self._open is None:
+            self._open = ExitStack()
+            for one in self._outputs:
+                array = self._work.array(one)
+                if array.n_shards:
+                    shard = ShardWriter(array, self._work.folder_of(one), k)
+                    self._writers[one.name] = self._open.enter_context(shard)
+        for arrays in batches:
+            for name, writer in self._writers.items():
+                writer.append(arrays[name])
+        if is_last:
+            opened, self._open, self._writers = self._open, None, {}
             opened.close()
-            self._work.mark(k, outputs, nan)
-
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-unit")
-        self._completing = self._thread.submit(complete)
+            self._work.mark(k, self._outputs, nan)
 
     def settle(self) -> None:
-        """Wait until all written units are complete.
+        """Wait until the batches of complete units are written.
 
         Raises
         ------
         OSError
-            If a unit cannot be completed, such as on a full disk.
+            If they cannot be written, such as on a full disk.
         """
-        completing, self._completing = self._completing, None
-        if completing is not None:
-            completing.result()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def abandon(self) -> None:
         """Remove the files of an unfinished unit."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
+        self._held.clear()
         opened, self._open = self._open, None
         if opened is not None:
             error = InterruptedError("the unit is left unfinished")

@@ -41,14 +41,14 @@ class Found(NamedTuple):
 
 def write_metadata(work: Work, one: Output, nan: Nan) -> None:
     """Write the metadata that makes the shards of an output an element of AnnData."""
-    place = work.store / one.key
+    path = work.store / one.key
     own = {ATTRIBUTE: work.digest, NAN: list(nan.get(one.name, NanRows()))}
     if one.labels is None:
-        work.array(one).write_metadata(place, {**ARRAY, **own})
+        work.array(one).write_metadata(path, {**ARRAY, **own})
         return
-    write_group(place, {**CATEGORICAL, **own})
-    work.array(one).write_metadata(place / "codes", ARRAY)
-    write_elem(zarr.open_group(place, mode="a"), "categories", np.array(one.labels))
+    write_group(path, {**CATEGORICAL, **own})
+    work.array(one).write_metadata(path / "codes", ARRAY)
+    write_elem(zarr.open_group(path, mode="a"), "categories", np.array(one.labels))
 
 
 def write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, columns: list[str]) -> str | None:

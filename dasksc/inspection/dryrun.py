@@ -17,7 +17,7 @@ from dasksc.inspection.dryrun_warnings import (
     warnings_of_sizes,
 )
 from dasksc.kernels.draw import count_codes
-from dasksc.loader import MatrixSource, parts_of, scDataset
+from dasksc.loader import MatrixSource, components_of, scDataset
 from dasksc.planning.label_entropy import Diversity
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
@@ -77,7 +77,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     loader = None if dataset is data else data
     if world_size is None:
         world_size = dataset.world_size
-    parts = parts_of(dataset)
+    parts = components_of(dataset)
     source = parts.source
     plan = parts.plan_of(World(0, world_size), parts.counter.peek())
     ranks = tuple(_share_of(dataclasses.replace(plan, rank=rank)) for rank in range(world_size))
@@ -143,7 +143,7 @@ def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
     >>> round(diversity.mean, 2), round(diversity.ideal_mean, 2)
     (2.21, 2.22)
     """
-    measured: Diversity = dataset.plan().diversity(parts_of(dataset).source.labels_of(column), n_batches)
+    measured: Diversity = dataset.plan().diversity(components_of(dataset).source.labels_of(column), n_batches)
     return measured
 
 
@@ -171,10 +171,10 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
     name = label_key or getattr(strategy, "label_key", None)
     labels = getattr(strategy, "labels", None)
     if name is None and labels is not None:
-        return None, labels if len(labels) == parts_of(dataset).source.n_obs else None
+        return None, labels if len(labels) == components_of(dataset).source.n_obs else None
     if name is None:
         name = next(iter(dataset.categories), None)
-    return name, None if name is None else parts_of(dataset).source.labels_of(name)
+    return name, None if name is None else components_of(dataset).source.labels_of(name)
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
@@ -185,7 +185,8 @@ def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
     units = np.linspace(0, n_units - 1, min(n_units, max(1, _LOOKED_AT // unit))).astype(np.int64)
     positions = (units[:, None] * unit + np.arange(unit)).ravel()
     drawn = _shares(codes[plan.sampler.draw(plan.seed, plan.epoch).rows(positions)], len(names))
-    stored = _shares(codes, len(names))
+    candidates = getattr(plan.sampler, "candidates", None)  # absent for a strategy defined by a user
+    stored = _shares(codes if candidates is None else codes[candidates.selector], len(names))
     order = [int(c) for c in np.argsort(-stored, kind="stable") if drawn[c] or stored[c]]
     return tuple(ClassShare(name=names[c], drawn=float(drawn[c]), stored=float(stored[c])) for c in order)
 

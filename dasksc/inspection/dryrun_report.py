@@ -56,7 +56,8 @@ class ClassShare:
     drawn
         Fraction of the class among the labeled rows of the epoch.
     stored
-        Fraction of the class among the labeled rows of the collection.
+        Fraction of the class among the labeled rows of the collection that the filter and `indices` of the strategy
+        select.
     """
 
     name: Any

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dasksc.inspection.dryrun_report import RankShare
-from dasksc.loader import MatrixSource, parts_of, scDataset
+from dasksc.loader import MatrixSource, components_of, scDataset
 from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.storage import is_url
@@ -49,7 +49,7 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
             "pieces of the same chunks. Lower block_size"
             + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
         )
-    source = parts_of(dataset).source
+    source = components_of(dataset).source
     n_rows, run_rows = dataset.fetch_size, plan.block_size if sets is None else sets.run_rows
     for name, matrix in source.matrices.items() if isinstance(source, MatrixSource) else ():
         chunk_rows = matrix.cost.chunk_rows

@@ -32,9 +32,9 @@ class Stored:
     is_shuffled: bool = False
 
 
-def stored_part(part: Any) -> Stored:
+def stored_part(source: Any) -> Stored:
     """Describe the storage of a file or store; the result is empty for data in memory."""
-    with _root_of(part) as root:
+    with _root_of(source) as root:
         if root is None:
             return Stored()
         how = root.attrs.get("dasksc")
@@ -44,13 +44,13 @@ def stored_part(part: Any) -> Stored:
 
 
 @contextmanager
-def _root_of(part: Any) -> Iterator[Any]:
+def _root_of(source: Any) -> Iterator[Any]:
     """Open a file or store by its path or URL; yield None for anything else."""
-    if not isinstance(part, str | os.PathLike):
+    if not isinstance(source, str | os.PathLike):
         yield None
         return
-    location = RemoteLocation.of(os.fspath(part)) if is_url(os.fspath(part)) else None
-    path = os.fspath(part) if location is None else location.local
+    location = RemoteLocation.of(os.fspath(source)) if is_url(os.fspath(source)) else None
+    path = os.fspath(source) if location is None else location.local
     if path is None:
         assert location is not None
         with open_location(location, cache=Cache.of(None)) as root:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
-from dasksc.loader import parts_of, scDataset
+from dasksc.loader import components_of, scDataset
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.sampling.strategies import BlockShuffling
@@ -203,7 +203,7 @@ def _measure_blocks(
         dataset = scDataset(
             data, BlockShuffling(block_size), batch_size, fetch_factor, **hooks, rank=0, world_size=1, seed=0
         )
-        of_rows = parts_of(dataset).source.labels_of(labels) if isinstance(labels, str) else labels
+        of_rows = components_of(dataset).source.labels_of(labels) if isinstance(labels, str) else labels
         measured.append(
             {
                 "block_size": block_size,

@@ -89,9 +89,9 @@ class Writer:
             )
         # Predictions of all batches would fill memory.
         trainer.predict_loop.return_predictions = False
-        data.predict_by(lambda dataset: self._loader(pl_module, dataset))
+        data.predict_by(lambda dataset: self._batches(pl_module, dataset))
 
-    def _loader(self, pl_module: Any, dataset: Any) -> Any:
+    def _batches(self, pl_module: Any, dataset: Any) -> Any:
         """Begin the predictions; called when the parameters are loaded."""
         self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
         self._notes = notes = Notes(run.world)

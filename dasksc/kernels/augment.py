@@ -49,7 +49,7 @@ from dasksc.kernels.vectors import N_STEPS, n_below, n_sums_below, nonzero_bits,
 __all__ = [
     "N_TABLE",
     "N_TABLES",
-    "binomial",
+    "binomial_kept",
     "binomial_table",
     "downsample",
     "downsample_dense",
@@ -218,7 +218,7 @@ def _many_of(key, n, p):
 
 
 @kernel
-def binomial(key, n, p):
+def binomial_kept(key, n, p):
     """Draw a binomial number: how many of `n` are kept with probability `p` each, under a uint64 `key`."""
     if p > 0.5:
         return n - binomial_below(key, n, 1.0 - p)
@@ -227,7 +227,7 @@ def binomial(key, n, p):
 
 @kernel
 def binomial_below(key, n, p):
-    """Draw a binomial number as `binomial` does, for `p` of at most 0.5."""
+    """Draw a binomial number as `binomial_kept` does, for `p` of at most 0.5."""
     if n == 0 or p <= 0.0:
         return np.int64(0)
     if n * p < 10:
@@ -264,7 +264,7 @@ def _in_parts(key, count, table):
 def _large(row_key, column, count, p, table):
     # Keep each of `count` > N_TABLE counts with probability `p`.
     key = stream(row_key, column)
-    return _in_parts(key, count, table) if count <= N_TABLES else binomial(key, count, p)
+    return _in_parts(key, count, table) if count <= N_TABLES else binomial_kept(key, count, p)
 
 
 @kernel
@@ -419,7 +419,7 @@ def _room(dense):
 
 
 @kernel
-def _place(first, n_vars, indptr, columns, bad):
+def _flat_position(first, n_vars, indptr, columns, bad):
     # Return the flat position in `dense` of the CSR value `bad`, for CSR rows that begin at dense row `first`.
     row = 0
     while indptr[row + 1] <= bad:
@@ -448,7 +448,7 @@ def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
         starts = indptr[: len(some) + 1]
         bad = _downsample(keys, first_row + first, starts, columns, values[:n], p, table, heads)
         if bad >= 0:
-            return _place(first, dense.shape[1], indptr, columns, bad)
+            return _flat_position(first, dense.shape[1], indptr, columns, bad)
         put(indptr, columns, values, some)
     return np.int64(-1)
 
@@ -537,7 +537,7 @@ def sample_dense(key, number, rows, first_row, dense, target):
         squeeze(some, indptr, columns, values)
         bad = _sample(keys, first_row + first, indptr[: len(some) + 1], columns, values, target)
         if bad >= 0:
-            return _place(first, dense.shape[1], indptr, columns, bad)
+            return _flat_position(first, dense.shape[1], indptr, columns, bad)
         put(indptr, columns, values, some)
     return np.int64(-1)
 
@@ -598,7 +598,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
             at = np.uint64(listed[i_listed])
             count = counts[at]
             if count > N_TABLES:
-                kept[at] = binomial(stream(row_key, columns[first + at]), count, n_shares / _N_SHARES)
+                kept[at] = binomial_kept(stream(row_key, columns[first + at]), count, n_shares / _N_SHARES)
                 continue
             if count <= 3:
                 kept[at] = _small(words[at], count, steps)

@@ -58,7 +58,7 @@ __all__ = [
     "put",
     "scatter_columns",
     "scatter_rows",
-    "spread",
+    "densify",
     "squeeze",
     "stitch",
 ]
@@ -691,7 +691,7 @@ def put(indptr, indices, data, dense):
 
 
 @kernel
-def spread(indptr, indices, data, dense):
+def densify(indptr, indices, data, dense):
     """Write CSR rows into `dense` as `put` does, and zeros elsewhere."""
     for i in range(dense.shape[0]):
         # Each row is cleared just before it is written, so that it is in the L1 cache.

@@ -22,7 +22,7 @@ from dasksc.batches.stacking import refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
-from dasksc.executor.progress import EpochStats, line_of, merged
+from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import (
     FetchScheduler,
     SchedulerChoice,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LoaderParts", "parts_of", "scDataset"]
+__all__ = ["LoaderParts", "components_of", "scDataset", "titled"]
 
 logger = logging.getLogger("dasksc.dataset")
 
@@ -66,7 +66,13 @@ _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transfor
 _CALLED = (*_HOOKS, "transform")
 
 
-def parts_of(dataset: scDataset) -> LoaderParts:
+def titled(dataset: scDataset, title: str) -> scDataset:
+    """Return a data set after setting the title of its log lines; see `epoch_line`."""
+    dataset._title = title
+    return dataset
+
+
+def components_of(dataset: scDataset) -> LoaderParts:
     """Return the components of a data set."""
     return LoaderParts(dataset._source, dataset._projection, dataset._counter, dataset._plan_of)
 
@@ -315,6 +321,7 @@ class scDataset(IterableDataset[Any]):
         self._tracker = EpochTracker()
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
+        self._title = EPOCH_TITLE
         self._plan_of(self._session.detect(), epoch=0)  # raise an error for inconsistent sizes
         self._session.settle_early()
 
@@ -504,7 +511,7 @@ class scDataset(IterableDataset[Any]):
     def _iterate(self) -> Iterator[Any]:
         # A generator function, so the world is fixed and the epoch begins only when the first batch is requested.
         session = self._session
-        world = session.check()
+        world = session.require_same_world()
         worker = get_worker_info()
         if worker is None:
             epoch = self._counter.advance()
@@ -546,7 +553,7 @@ class scDataset(IterableDataset[Any]):
             if worker is not None:
                 self._report(worker, epoch, run.stats.report())
             elif run.is_whole:
-                logger.info("%s", line_of(run.stats.report()))
+                logger.info("%s", epoch_line(run.stats.report(), self._title))
             if agreement is not None:
                 if run.is_whole:
                     agreement.finish(iteration)
@@ -613,7 +620,7 @@ class scDataset(IterableDataset[Any]):
         if everything is not None:
             total = merged(everything)
             if total["n_batches"] + total["n_batches_before"] == total["n_rank_batches"]:
-                logger.info("%s", line_of(total))
+                logger.info("%s", epoch_line(total, self._title))
 
     def to_dask(self, epoch: int | None = None) -> da.Array:
         """Return the epoch of X of this rank as one lazy Dask array.
@@ -688,4 +695,4 @@ class scDataset(IterableDataset[Any]):
         return f"scDataset({self._source.name}, {self._source.n_obs} rows, {', '.join(arguments)})"
 
     def _repr_html_(self) -> str:
-        return html_table("scDataset", display_rows(parts_of(self), self._session.here(), self._changed()))
+        return html_table("scDataset", display_rows(components_of(self), self._session.here(), self._changed()))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.batches.batch import Batch, BatchMaker
+from dasksc.batches.batch import Batch, BatchMaker, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
@@ -270,7 +270,7 @@ class EpochRun:
                 del fetched
 
         _ = source.recycling
-        loader = self._loader(n_parts)
+        loader = self._loader_properties(n_parts)
         window, plans = self._window(task, reading)
         # Entered first, since Ctrl-C before that would leave the window open, and closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
@@ -305,7 +305,7 @@ class EpochRun:
                     yield self._placement(batch)
                 del data
 
-    def _loader(self, n_parts: int) -> dict[str, str | int | None]:
+    def _loader_properties(self, n_parts: int) -> dict[str, str | int | None]:
         """Return the properties that identify this loader on the loader page."""
         worker = get_worker_info()
         return {
@@ -364,6 +364,8 @@ def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
     """Call a method of an object that has it, or of the objects in a container; others are unchanged."""
+    if isinstance(batch, torch.Tensor) and method == "to":
+        return on_device(batch, *args, **options)
     if hasattr(batch, method):
         return getattr(batch, method)(*args, **options)
     if isinstance(batch, dict):

@@ -106,7 +106,7 @@ class RankSession:
             self._world = world
         return world
 
-    def check(self) -> World:
+    def require_same_world(self) -> World:
         """Fix the world, and raise an error if it has changed since."""
         world = self.settle()
         if get_worker_info() is None:

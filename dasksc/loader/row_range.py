@@ -51,6 +51,7 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one._stats = EpochStats()
     one._token = secrets.token_hex(4)
     one._progress = False
+    one._title = f"rows {start:,} to {stop:,}"
     transform = as_transform(dataset.transform)
     if transform is not None and start:
         one.transform = _Numbered(transform, start // dataset.batch_size)

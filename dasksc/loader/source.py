@@ -13,6 +13,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
@@ -310,6 +311,7 @@ def source_of(
     with_names: Callable[[], AnnData] | None = None
     opening: Callable[..., AnnData] | None = None
     path: str | None = None
+    names: pd.Index[Any] | None = None
     if isinstance(data, str | os.PathLike) or is_several(data):
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
         if isinstance(data, str | os.PathLike) and several_of(data) is None:
@@ -330,13 +332,14 @@ def source_of(
                 "mmap=False has no effect on an AnnData that is already open; use dasksc.open(..., mmap=False)"
             )
         with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
+        names = data.obs_names
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = "hooks say what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
         request.refuse_where_rows_are_indexed(why)
     if isinstance(data, AnnData):
-        collection: Any = AnnDataView(data, with_names, opening, path)
+        collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:

@@ -57,17 +57,17 @@ class Rounds:
     piece_round: int
     n_piece: int
 
-    def begun(self, place: int) -> int:
+    def begun(self, position: int) -> int:
         """Return the number of rounds that begin before a position in the rank's sequence."""
         before = self.piece_round * self.block_size
-        if place <= before:
-            return -(-place // self.block_size)
-        return max(self.piece_round, -(-(place - self.n_piece) // self.block_size))
+        if position <= before:
+            return -(-position // self.block_size)
+        return max(self.piece_round, -(-(position - self.n_piece) // self.block_size))
 
-    def ended(self, place: int) -> int:
+    def ended(self, position: int) -> int:
         """Return the number of rounds that end at or before a position in the rank's sequence."""
-        ended = (place - self.n_piece) // self.block_size
-        return ended if ended > self.piece_round else min(self.piece_round, place // self.block_size)
+        ended = (position - self.n_piece) // self.block_size
+        return ended if ended > self.piece_round else min(self.piece_round, position // self.block_size)
 
     def outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
         """Return the parts of a range of the rank's sequence that lie outside rounds ``[first, end)``."""

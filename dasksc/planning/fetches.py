@@ -50,13 +50,13 @@ class FetchPlan:
         n_targets = len(sets.rows)
         rows = sets.rows if sets.controls is None else np.concatenate([sets.rows, sets.controls])
         by_row = np.argsort(rows, kind="stable")
-        place = np.empty(len(rows), dtype=np.int64)
-        place[by_row] = np.arange(len(rows), dtype=np.int64)
-        controls = None if sets.controls is None else place[n_targets:].reshape(n_targets, -1)
+        position = np.empty(len(rows), dtype=np.int64)
+        position[by_row] = np.arange(len(rows), dtype=np.int64)
+        controls = None if sets.controls is None else position[n_targets:].reshape(n_targets, -1)
         return cls(
             number=number,
             rows=rows[by_row],
-            order=place[:n_targets],
+            order=position[:n_targets],
             batch_size=batch_size,
             groups=sets.groups,
             controls=controls,

@@ -326,9 +326,9 @@ class EpochPlan:
         if np.any(rows[1:] < rows[:-1]):
             # Read in ascending order, and yielded in the order of the draw.
             by_row = np.argsort(rows, kind="stable")
-            place = np.empty_like(by_row)
-            place[by_row] = np.arange(len(rows))
-            rows, order = rows[by_row], place[order]
+            position = np.empty_like(by_row)
+            position[by_row] = np.arange(len(rows))
+            rows, order = rows[by_row], position[order]
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:

@@ -29,12 +29,12 @@ def rotated(positions: NDArray[np.int64], *, n_units: int, block_size: int, seed
     """
     short = n_units % block_size
     end = n_units - short
-    turn, place = (
+    turn, offset = (
         int(permute.uniform(key, 0) * n)
         for key, n in zip(epoch_keys(seed, epoch, Purpose.DEAL, n=4)[2:], (block_size, n_units), strict=True)
     )
     within = positions % block_size
     turned = positions - within + (within + turn) % block_size
-    wrapped = max(0, place + short - n_units)
-    turned += wrapped or short * (turned >= place)
-    return np.where(positions < end, turned, (positions - end + place) % max(1, n_units))
+    wrapped = max(0, offset + short - n_units)
+    turned += wrapped or short * (turned >= offset)
+    return np.where(positions < end, turned, (positions - end + offset) % max(1, n_units))

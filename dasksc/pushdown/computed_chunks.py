@@ -23,7 +23,7 @@ from dasksc.storage import FetchCost, RowBuffer, as_matrix
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Layout
 
-__all__ = ["DaskMatrix", "as_layout", "check_shape", "runs_by_block", "stack"]
+__all__ = ["DaskMatrix", "as_layout", "check_shape", "runs_by_block", "concatenate_blocks"]
 
 # The number of values in a CSR chunk is unknown until the chunk is computed.
 _ASSUMED_DENSITY = 0.1
@@ -127,7 +127,7 @@ class DaskMatrix:
             self._block(number, rows[start:stop] - self._bounds[number])
             for number, start, stop in runs_by_block(rows, self._bounds)
         ]
-        return as_matrix(stack(kept, self.layout, self.shape[1], self.dtype), self.label).fetch(
+        return as_matrix(concatenate_blocks(kept, self.layout, self.shape[1], self.dtype), self.label).fetch(
             np.arange(len(rows), dtype=np.int64)
         )
 
@@ -198,7 +198,9 @@ def as_layout(block: Any, layout: Layout) -> NDArray[Any] | sp.csr_matrix:
     return block.toarray() if sp.issparse(block) else np.asarray(block)
 
 
-def stack(blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
+def concatenate_blocks(
+    blocks: list[Any], layout: Layout, n_columns: int, dtype: np.dtype[Any]
+) -> NDArray[Any] | sp.csr_matrix:
     """Concatenate blocks along the rows."""
     if not blocks:
         return sp.csr_matrix((0, n_columns), dtype=dtype) if layout == "csr" else np.empty((0, n_columns), dtype=dtype)

@@ -41,8 +41,11 @@ class Candidates:
     given: _Int64s | None = None
 
     @classmethod
-    def of(cls, indices: Any, n_obs: int) -> Candidates:
-        """Return candidates from None, a slice, a boolean mask, or row numbers in any order."""
+    def of(cls, indices: Any, n_obs: int, *, name: str = "indices") -> Candidates:
+        """Return candidates from None, a slice, a boolean mask, or row numbers in any order.
+
+        `name` is the name of the argument in error messages.
+        """
         if indices is None:
             return cls(n=n_obs)
         if isinstance(indices, range):
@@ -51,15 +54,15 @@ class Candidates:
             try:
                 span = range(*indices.indices(n_obs))
             except (TypeError, ValueError) as error:
-                raise InputError(f"indices={indices!r} is not a valid slice: {error}") from error
+                raise InputError(f"{name}={indices!r} is not a valid slice: {error}") from error
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
             indices = np.arange(span.start, span.stop, span.step)
-        array = asked = index_array(indices)
+        array = asked = index_array(indices, name=name)
         if array.dtype == np.bool_:
             if len(array) != n_obs:
                 raise InputError(
-                    f"a boolean mask of {len(array)} entries was given as indices of {n_obs} rows; "
+                    f"a boolean mask of {len(array)} entries was given as {name} of {n_obs} rows; "
                     "give one entry per row"
                 )
             array = np.flatnonzero(array)
@@ -69,7 +72,7 @@ class Candidates:
             array = array[given]
         if len(array) and (array[0] < 0 or array[-1] >= n_obs):
             wrong = array[0] if array[0] < 0 else array[-1]
-            raise InputError(f"indices contain {wrong}, but the collection has rows 0 to {n_obs - 1}")
+            raise InputError(f"{name} contain {wrong}, but the collection has rows 0 to {n_obs - 1}")
         if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
             return cls(n=len(array), start=int(array[0]), given=given)
         # Copy if the array could change later. A new array, or a read-only one that owns its data, cannot.
@@ -123,15 +126,15 @@ class Candidates:
         return digest_of(self.n, self.start, self.array)
 
 
-def index_array(indices: Any) -> NDArray[Any]:
-    """Convert indices to an array of row numbers or a boolean mask."""
-    array = array_of("indices", indices)
+def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
+    """Convert indices to an array of row numbers or a boolean mask; `name` is that of the argument, for errors."""
+    array = array_of(name, indices)
     if array.ndim != 1:
-        raise InputError(f"indices must be one-dimensional; got shape {array.shape}")
+        raise InputError(f"{name} must be one-dimensional; got shape {array.shape}")
     if len(array) == 0:
         return EMPTY_INTS
     if array.dtype.kind not in "iub":
-        raise InputError(f"indices must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
+        raise InputError(f"{name} must be row numbers, a slice or a boolean mask; got dtype {array.dtype}")
     return array
 
 

@@ -15,7 +15,7 @@ from dasksc.config import true_or_false, whole_number
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.control_matching import MatchRequest, match_groups, match_rows
-from dasksc.sampling.groups import Column, RowGroups, columns_named, combined_codes, group_rows
+from dasksc.sampling.groups import CodedColumn, RowGroups, columns_named, combined_codes, group_rows
 from dasksc.sampling.set_sampler import SetAccounts, SetSampler
 from dasksc.sampling.strategies import BuiltInStrategy
 
@@ -205,7 +205,7 @@ class CellSets(BuiltInStrategy):
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `bind`."""
-        known: dict[str, Column] = {}
+        known: dict[str, CodedColumn] = {}
         candidates = Candidates.of(self.indices, n_obs)
         by = columns_named("by=", self.by, labels_of, n_obs, known)
         codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
@@ -219,7 +219,9 @@ class CellSets(BuiltInStrategy):
             is_control = self._is_control(n_obs, labels_of, known)
             if not self.include_control:
                 codes[is_control[candidates.selector]] = -1
-            own = candidates if self.control_indices is None else Candidates.of(self.control_indices, n_obs)
+            own = candidates
+            if self.control_indices is not None:
+                own = Candidates.of(self.control_indices, n_obs, name="control_indices")
             if not is_control[own.selector].any():
                 raise InputError(
                     f"none of the {own.n} rows to draw controls from matches control={self._named()}; give rows with "
@@ -268,7 +270,12 @@ class CellSets(BuiltInStrategy):
         )
 
     def _sampler(
-        self, candidates: Candidates, groups: RowGroups, by: tuple[Column, ...], controls: Any, accounts: SetAccounts
+        self,
+        candidates: Candidates,
+        groups: RowGroups,
+        by: tuple[CodedColumn, ...],
+        controls: Any,
+        accounts: SetAccounts,
     ) -> SetSampler:
         cumulative, ends = None, None
         if self.replace:
@@ -351,7 +358,9 @@ class CellSets(BuiltInStrategy):
             )
         return tuple(name for name in self.by if name not in self.control)
 
-    def _is_control(self, n_obs: int, labels_of: Callable[[str], Any], known: dict[str, Column]) -> NDArray[np.bool_]:
+    def _is_control(
+        self, n_obs: int, labels_of: Callable[[str], Any], known: dict[str, CodedColumn]
+    ) -> NDArray[np.bool_]:
         control = self.control
         if isinstance(control, str):
             raise InputError(

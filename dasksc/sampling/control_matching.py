@@ -13,7 +13,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import sets as kernels
 from dasksc.sampling.arrays import EMPTY_INTS
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.groups import Column, RowGroups, combined_codes, group_rows
+from dasksc.sampling.groups import CodedColumn, RowGroups, combined_codes, group_rows
 from dasksc.sampling.set_sampler import Controls
 
 __all__ = ["MatchRequest", "match_groups", "match_rows"]
@@ -42,7 +42,7 @@ class MatchRequest:
     """
 
     by: Sequence[str]
-    match: Sequence[Column]
+    match: Sequence[CodedColumn]
     n_controls: int
     block_size: int
     unmatched: str
@@ -179,14 +179,14 @@ def _accounts(cells: _Int64s, pools: _Pools) -> dict[str, int]:
     return {f"n_{what}_cells": int(cells[mask].sum()) for what, mask in _concerned(pools).items()}
 
 
-def _missing_as_label(column: Column) -> Column:
+def _missing_as_label(column: CodedColumn) -> CodedColumn:
     """Return a column in which a missing label counts as a label."""
     is_missing = column.codes < 0
     if not is_missing.any():
         return column
     n_labels = len(column.labels)
     codes = np.where(is_missing, n_labels, column.codes.astype(np.min_scalar_type(-n_labels - 1), copy=False))
-    return Column(column.name, codes, [*column.labels, None])
+    return CodedColumn(column.name, codes, [*column.labels, None])
 
 
 def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positions: _Int64s) -> _Pools:
@@ -258,7 +258,7 @@ def _refuse_unmatched(
     codes = np.stack([column.codes[rows].astype(np.int64) for column in request.match], axis=1)
     _, firsts = np.unique(codes, axis=0, return_index=True)
 
-    def label(column: Column, code: int) -> Any:
+    def label(column: CodedColumn, code: int) -> Any:
         return column.labels[code] if code >= 0 else None
 
     shown = "; ".join(

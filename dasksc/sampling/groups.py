@@ -17,7 +17,7 @@ from dasksc.sampling.arrays import EMPTY_INTS
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.labels import encode_labels
 
-__all__ = ["Column", "RowGroups", "columns_named", "combined_codes", "group_rows"]
+__all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group_rows"]
 
 _Int64s = NDArray[np.int64]
 
@@ -28,7 +28,7 @@ _N_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class CodedColumn:
     """Obs column as integer codes.
 
     Parameters
@@ -46,7 +46,7 @@ class Column:
     labels: Sequence[Any]
 
     @classmethod
-    def of(cls, name: str, labels: Any, n_obs: int) -> Column:
+    def of(cls, name: str, labels: Any, n_obs: int) -> CodedColumn:
         """Encode the labels of a column in ascending order; categories keep their order.
 
         Raises
@@ -103,7 +103,7 @@ class CodesByLabel(dict[Any, int]):
         Encoded column.
     """
 
-    def __init__(self, column: Column) -> None:
+    def __init__(self, column: CodedColumn) -> None:
         super().__init__((label, code) for code, label in enumerate(column.labels))
         self._column = column
 
@@ -137,8 +137,8 @@ def _shown(label: Any) -> str:
 
 
 def columns_named(
-    argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, Column]
-) -> list[Column]:
+    argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, CodedColumn]
+) -> list[CodedColumn]:
     """Return the columns with given names, and encode each only once.
 
     Parameters
@@ -162,14 +162,14 @@ def columns_named(
     for name in names:
         if name not in known:
             try:
-                known[name] = Column.of(name, labels_of(name), n_obs)
+                known[name] = CodedColumn.of(name, labels_of(name), n_obs)
             except InputError as error:
-                error.add_note(f"named by {argument} of CellSets")
+                error.add_note(f"The column {name!r} is given in {argument} of CellSets.")
                 raise
     return [known[name] for name in names]
 
 
-def combined_codes(columns: Sequence[Column], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
+def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
     """Return one code for the combination of labels of each row, and the number of codes.
 
     Codes are in lexicographic order of the combinations. Takes O(n) time per column, and 4 bytes per row.

@@ -13,7 +13,7 @@ from dasksc.kernels import sets as kernels
 from dasksc.sampling.arrays import EMPTY_INTS
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.digests import digest_of
-from dasksc.sampling.groups import Column, RowGroups
+from dasksc.sampling.groups import CodedColumn, RowGroups
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
@@ -151,7 +151,7 @@ class SetSampler:
 
     candidates: Candidates
     groups: RowGroups
-    columns: tuple[Column, ...]
+    columns: tuple[CodedColumn, ...]
     set_size: int
     n_sets: int
     block_rows: int

@@ -497,5 +497,5 @@ def _weighted(
         # Otherwise shares would be subnormal numbers, which are rounded to multiples of the smallest one.
         scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
         sampler = replace(sampler, weights=scaled)
-    sampler.check()
+    sampler.require_drawable()
     return sampler

@@ -149,7 +149,7 @@ class WeightedSampler:
         """Sum of the weights."""
         return float(self._tree[1])
 
-    def check(self) -> None:
+    def require_drawable(self) -> None:
         """Raise `InputError` if rows cannot be drawn with these weights."""
         tree = self._tree
         if self.round_size is not None:

@@ -58,7 +58,7 @@ class ChunkSource(Protocol):
     def working_bytes(self) -> int:
         """Memory of stored chunks during a fetch, in addition to the one being decoded, in bytes."""
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced since it was opened."""
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
@@ -118,9 +118,9 @@ class TableChunks:
         """Memory for reading ahead; see `ChunkSource.working_bytes`."""
         return self._file.working_bytes
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced."""
-        self._file.check()
+        self._file.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -217,7 +217,7 @@ class ChunkedArray:
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""
-        self._source.check()
+        self._source.require_unchanged()
         mapped = self._reach_mapped(starts, stops) if self._lies_mapped else None
         return self._reach_decoded(starts, stops) if mapped is None else mapped
 

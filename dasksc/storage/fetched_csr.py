@@ -96,7 +96,7 @@ class CSRFetched(Rows):
             target = kernel_target(out, self._sum_dtype)
             merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
         if target is not out:
-            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
         """Write rows into a dense `target`; return False if repeated columns must be summed in another type first."""
@@ -168,7 +168,7 @@ class CSRFetched(Rows):
                 return indptr, indices[:n_values], data[:n_values]
             indices, data, target = indices[:n_values], data[:n_values], sums[:n_values]
         if target is not data:
-            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+            self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
     def compact(self) -> CSRFetched:

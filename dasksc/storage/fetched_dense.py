@@ -81,7 +81,7 @@ class DenseFetched(Rows):
             missing = self._missing(target.dtype, sources)
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
-            self._cast(target, out, lambda place: int(positions[place // out.shape[1]]))
+            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
         if columns is not None and columns.sums is not None:
             self._add_up(positions, out, columns.sums)
 
@@ -94,7 +94,7 @@ class DenseFetched(Rows):
         kernels.add_up(values, sums.starts, added)
         self._check_sums(added, out.dtype)
         converted = np.empty(added.shape, dtype=out.dtype)
-        self._cast(added, converted, lambda place: int(positions[place // len(sums.targets)]))
+        self._cast(added, converted, lambda element: int(positions[element // len(sums.targets)]))
         out[:, sums.targets] = converted
 
     @property
@@ -139,7 +139,7 @@ class DenseFetched(Rows):
         target = kernel_target(data, held)
         kernels.squeeze(dense, indptr, indices, target)
         if target is not data:
-            self._cast(target, data, lambda place: int(positions[np.searchsorted(indptr, place, side="right") - 1]))
+            self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
     def compact(self) -> DenseFetched:

@@ -87,13 +87,13 @@ class Rows:
         if holds_all(values, out):
             return
         fits = representable(values, out.dtype)
-        place = int(np.argmin(fits))
-        row = rows_of(place)
+        element = int(np.argmin(fits))
+        row = rows_of(element)
         label = self._label_of(row)
         near = [int(self.rows[i]) for i in range(self.shape[0]) if self._label_of(i) == label]
         raise InputError(
             f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
-            f"{values.flat[place]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[place]}. "
+            f"{values.flat[element]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[element]}. "
             f"Request dtype={self.dtype.name!r}, which can."
         )
 

@@ -32,7 +32,7 @@ class FileIdentity:
     def _from(cls, path: str, status: os.stat_result) -> FileIdentity:
         return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Check that the file has not been replaced, changed or removed.
 
         Raises

@@ -108,9 +108,9 @@ class LocalFile:
         """True if the file is on a local file system."""
         return can_map(self.path)
 
-    def check(self) -> None:
-        """Raise `CorruptDataError` if the file has changed since it was opened; see `FileIdentity.check`."""
-        self.identity.check()
+    def require_unchanged(self) -> None:
+        """Raise `CorruptDataError` if the file has changed since it was opened."""
+        self.identity.require_unchanged()
 
     def close(self) -> None:
         """Close the file until the next read; existing maps stay valid."""

@@ -22,9 +22,9 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     if len(parts) == 1:
         return parts[0]
     rows = cast(Sequence[CSRFetched | DenseFetched], parts)
-    origins = [part.origins for part in rows if part.origins is not None]
+    origins = [buffer.origins for buffer in rows if buffer.origins is not None]
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
-    if len({part.types for part in rows}) == 1:
+    if len({buffer.types for buffer in rows}) == 1:
         return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
     # The matrix consists of several ones, and the data types of a fetch depend on which of them it touched.
     first = rows[0]
@@ -51,20 +51,23 @@ def stack(
     """
     rows = cast(Sequence[CSRFetched | DenseFetched], parts)
     if layout == "csr":
-        rows = [_as_csr(part) for part in rows]
-    held = [np.result_type(*types) for types in zip(*(part.types for part in rows), strict=True)]
-    rows = [part if part.column_maps is None and list(part.types) == held else part.converted(*held) for part in rows]
+        rows = [_as_csr(buffer) for buffer in rows]
+    held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in rows), strict=True)]
+    rows = [
+        buffer if buffer.column_maps is None and list(buffer.types) == held else buffer.converted(*held)
+        for buffer in rows
+    ]
     return _concatenated(rows, label=label, dtype=dtype, origins=origins)
 
 
 def _concatenated(
     parts: Sequence[CSRFetched | DenseFetched], *, label: str, dtype: np.dtype[Any], origins: Origins | None
 ) -> RowBuffer:
-    rows = np.concatenate([part.rows for part in parts])
+    rows = np.concatenate([buffer.rows for buffer in parts])
     n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
     if isinstance(parts[0], DenseFetched):
         dense = cast(Sequence[DenseFetched], parts)
-        values = RowPointers.joined([part.values for part in dense])
+        values = RowPointers.joined([buffer.values for buffer in dense])
         return DenseFetched(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
     sparse = cast(Sequence[CSRFetched], parts)
     return CSRFetched(
@@ -72,16 +75,16 @@ def _concatenated(
         rows=rows,
         n_vars=n_vars,
         dtype=dtype,
-        lengths=np.concatenate([part.lengths for part in sparse]),
-        data=RowPointers.joined([part.data for part in sparse]),
-        indices=RowPointers.joined([part.indices for part in sparse]),
+        lengths=np.concatenate([buffer.lengths for buffer in sparse]),
+        data=RowPointers.joined([buffer.data for buffer in sparse]),
+        indices=RowPointers.joined([buffer.indices for buffer in sparse]),
         origins=origins,
     )
 
 
-def _as_csr(part: CSRFetched | DenseFetched) -> CSRFetched:
-    if isinstance(part, CSRFetched):
-        return part
-    held = part.values.dtype if part.column_maps is None else None
-    indptr, indices, data = part.gather_csr(np.arange(part.shape[0], dtype=np.int64), dtype=held)
-    return CSRFetched.of_block(part.label, part.rows, part.shape[1], part.dtype, (indptr, indices, data))
+def _as_csr(buffer: CSRFetched | DenseFetched) -> CSRFetched:
+    if isinstance(buffer, CSRFetched):
+        return buffer
+    held = buffer.values.dtype if buffer.column_maps is None else None
+    indptr, indices, data = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
+    return CSRFetched.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))

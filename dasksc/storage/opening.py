@@ -90,7 +90,7 @@ def open_matrix(
     # On damaged metadata, h5py and zarr-python raise RuntimeError, KeyError, UnicodeDecodeError or TypeError.
     except Exception as error:
         if not is_of_content(error):
-            error.add_note(f"while {key!r} of {path} was opened")
+            error.add_note(f"The error occurred while {key!r} of {path} was opened.")
             raise
         if isinstance(error, OSError) and error.errno is not None:
             raise StorageError(f"{path} cannot be read: {error}") from error

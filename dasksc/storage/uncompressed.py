@@ -136,7 +136,7 @@ class PlainArray:
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in the map, after requesting their pages, or read the runs."""
         with reading():
-            self._file.check()
+            self._file.require_unchanged()
             return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
 
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:

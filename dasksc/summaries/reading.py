@@ -25,7 +25,7 @@ from dasksc.loader import scDataset
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
 
-__all__ = ["Groups", "Moments", "Pass", "Rows", "groups_of", "refuse_too_large"]
+__all__ = ["Groups", "Moments", "Pass", "PassRows", "groups_of", "refuse_too_large"]
 
 _BATCH_BYTES = 2**21
 _FETCH_BATCHES = 16
@@ -37,7 +37,7 @@ _PIECE_ROWS = 2**20
 _MOMENT_BYTES = 4 * 8 + 4 * 8
 
 
-class Rows(NamedTuple):
+class PassRows(NamedTuple):
     """CSR rows of a pass; `places` are their numbers among all rows of the pass."""
 
     places: slice
@@ -126,7 +126,7 @@ class Pass:
         """Table obs of the rows to read."""
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[PassRows]:
         batches = self._batches()
         if self.n_groups == 1:
             yield from batches
@@ -136,7 +136,7 @@ class Pass:
         while together := list(itertools.islice(batches, _FETCH_BATCHES)):
             yield _joined(together)
 
-    def _batches(self) -> Iterator[Rows]:
+    def _batches(self) -> Iterator[PassRows]:
         if not self.n_rows:
             return
         row_bytes = max(_LEAST_ROW_BYTES, matrix_of(self.array).cost.row)
@@ -159,18 +159,18 @@ class Pass:
                 values = values.float()  # kernels do not support float16
             data = values.numpy()
             indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
-            yield Rows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
+            yield PassRows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
             start = stop
 
 
-def _joined(batches: Sequence[Rows]) -> Rows:
+def _joined(batches: Sequence[PassRows]) -> PassRows:
     if len(batches) == 1:
         return batches[0]
     ends = itertools.accumulate((int(one.indptr[-1]) for one in batches), initial=0)
     indptr = [one.indptr[:-1] + end for one, end in zip(batches, ends, strict=False)]
     columns, values = (np.concatenate([getattr(one, name) for one in batches]) for name in ("columns", "values"))
     places = slice(batches[0].places.start, batches[-1].places.stop)
-    return Rows(places, np.append(np.concatenate(indptr), len(columns)), columns, values)
+    return PassRows(places, np.append(np.concatenate(indptr), len(columns)), columns, values)
 
 
 class Moments:
@@ -196,7 +196,7 @@ class Moments:
         self._n_rows = n_rows.astype(np.float64)[:, None]
         self._sums = np.zeros((len(n_rows), n_vars, 4))
 
-    def add(self, rows: Rows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
+    def add(self, rows: PassRows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
         """Add rows, which belong to `groups`; `values` replace their values if given."""
         given = rows.values if values is None else values
         groups = groups.astype(np.int64, copy=False)

@@ -24,7 +24,7 @@ from dasksc.train.optim import make_optimizer
 from dasksc.train.yaml_trees import changed, copied, read_file
 from dasksc.transforms.tokenizer_config import from_config
 
-__all__ = ["check_config", "load", "why_not_finite"]
+__all__ = ["check_config", "load_config", "why_not_finite"]
 
 # Placeholders for the values that models receive from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
@@ -57,7 +57,7 @@ def check_config(config: Config) -> None:
         raise InputError("; ".join(map(str, problems)))
 
 
-def load(path: str, *, changes: Iterable[str] = ()) -> Config:
+def load_config(path: str, *, changes: Iterable[str] = ()) -> Config:
     """Read and check a YAML file; see `Config.load` and `check_config`.
 
     Raises

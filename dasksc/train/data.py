@@ -20,6 +20,7 @@ import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.atlas.condition_splits import ConditionRequest
 from dasksc.atlas.encoding import encode_column
+from dasksc.loader import titled
 from dasksc.sampling.named import STRATEGIES
 from dasksc.train.config import Config, Data
 from dasksc.train.import_paths import check_arguments, find
@@ -183,7 +184,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     if data.validation is not None and data.validation.path is None:
         parts = _parts_of(adata, data.validation)
         rest, held_out = parts.values()
-        split_table = getattr(parts, "table", None)
+        split_table = _table_of(parts, data.validation)
         if "indices" in options:
             raise InputError(
                 "data.strategy.indices and data.validation.share both select the training rows; give one of them"
@@ -245,6 +246,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         validation = scDataset(
             held, _validated_by(strategy_class(**options), held_out), equal_ranks=False, **_known(common)
         )
+        titled(validation, "validation pass {epoch}, rank {rank} of {world_size}")
         if odd := validation.categories.keys() - training.categories.keys():
             raise InputError(
                 f"obs {sorted(odd)} of data.validation.path are labels, but those of data.path are numbers. Store the "
@@ -344,6 +346,24 @@ def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]
         seed=validation.seed,
         **options,
     )
+
+
+def _table_of(parts: Any, validation: Validation) -> pd.DataFrame | None:
+    """Return the table of a split by conditions, for display; None for another split.
+
+    The values of a single column, such as a donor, are named by the column. Control cells are left out if there are
+    none.
+    """
+    table: pd.DataFrame | None = getattr(parts, "table", None)
+    if table is None:
+        return None
+    if validation.control is None:
+        table = table.drop(columns="control cells")
+    columns = [validation.conditions] if isinstance(validation.conditions, str) else list(validation.conditions or ())
+    if len(columns) == 1:
+        names = {f"{part} conditions": f"{part} {columns[0]}" for part in parts}
+        table = table.rename(columns=names).rename_axis(None)
+    return table
 
 
 def _columns(data: Data) -> list[Any]:

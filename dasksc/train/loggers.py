@@ -35,13 +35,13 @@ class _Lines:
         self._say = say
 
     def write(self, figures: Mapping[str, Any]) -> None:
-        self._say(line_of(figures))
+        self._say(metrics_line(figures))
 
     def close(self) -> None:
         pass
 
 
-def line_of(figures: Mapping[str, Any]) -> str:
+def metrics_line(figures: Mapping[str, Any]) -> str:
     """Format metrics as a readable line, which begins with ``training`` or ``validation``."""
     prefix = "validation_"
     kind = "validation" if any(name.startswith(prefix) for name in figures) else "training"

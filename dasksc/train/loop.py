@@ -26,8 +26,8 @@ from dasksc.train.optim import LearningRate, make_optimizer
 from dasksc.train.parallel import (
     DistributedModel,
     RankContext,
+    batch_length,
     clip_gradient,
-    count_rows,
     joined_ranks,
     number_of,
     scale_gradient,
@@ -112,7 +112,7 @@ class _Run:
             say(f"writing {', '.join(files)} and model.pt to {self.folder.absolute()}")
         self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
         if context.rank == 0 and self.loaders.split_table is not None:
-            say(f"what is trained on and held out:\n{shown(self.loaders.split_table)}")
+            say(f"cells trained on and held out:\n{shown(self.loaders.split_table)}")
         self.model_arguments = _model_arguments(config, self.loaders.facts)
         torch.manual_seed(training.seed)  # equal parameters on every rank
         model = build_model(config.model.name, self.model_arguments)
@@ -245,7 +245,7 @@ class _Run:
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
         """Run the batches of a step, weighted by their rows or their `n`, and update the parameters."""
         training = self.config.training
-        sizes = [count_rows(batch) for batch in group]
+        sizes = [batch_length(batch) for batch in group]
         # The sum of `n` over all ranks is known only after the step; until then all ranks divide by the same constant.
         n_expected = self.config.data.batch_size * training.gradient_accumulation
         n_counted: torch.Tensor | None = None
@@ -323,7 +323,7 @@ class _Run:
         last = None
         for batch in loader:
             last = on_device(batch, self.context.device)
-            means.add(self.spread.evaluate(last), count_rows(last))
+            means.add(self.spread.evaluate(last), batch_length(last))
         for _ in range(n_calls - n_batches):
             self.spread.evaluate(last)
         figures, _ = means.take()

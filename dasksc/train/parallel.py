@@ -31,7 +31,7 @@ __all__ = [
     "RankContext",
     "DistributedModel",
     "clip_gradient",
-    "count_rows",
+    "batch_length",
     "number_of",
     "joined_ranks",
     "scale_gradient",
@@ -330,7 +330,7 @@ def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.
         return outputs
     n = outputs.get("n")
     if n is None:
-        sizes = [len(part) for part in torch.arange(count_rows(batch)).chunk(len(outputs["loss"]))]
+        sizes = [len(part) for part in torch.arange(batch_length(batch)).chunk(len(outputs["loss"]))]
         counts = torch.tensor(sizes, device=outputs["loss"].device)
     else:
         counts = n
@@ -339,12 +339,12 @@ def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.
     return means if n is None else {**means, "n": n.sum()}
 
 
-def count_rows(batch: Any) -> int:
+def batch_length(batch: Any) -> int:
     """Return the number of rows of a batch: the length of its first tensor."""
     if isinstance(batch, dict):
-        return next((n for n in map(count_rows, batch.values()) if n), 0)
+        return next((n for n in map(batch_length, batch.values()) if n), 0)
     if isinstance(batch, list | tuple):
-        return count_rows(batch[0])
+        return batch_length(batch[0])
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0
 
 

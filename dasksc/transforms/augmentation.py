@@ -317,12 +317,12 @@ class Downsample(_Augmentation):
             row, column = divmod(bad, dense.shape[1])
             self._refuse(dense[row, column], which, row, column)
 
-    def _refuse(self, value: Any, which: _Which, place: int, column: int) -> None:
+    def _refuse(self, value: Any, which: _Which, position: int, column: int) -> None:
         _, _, rows, first_row = which
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
             f"Downsample draws counts, whole numbers from 0 to 2**53, as is their sum in a cell; {name} has "
-            f"{value.item()!r} in row {rows[first_row + place]}, column {column}. Use the layer with raw counts: "
+            f"{value.item()!r} in row {rows[first_row + position]}, column {column}. Use the layer with raw counts: "
             "scDataset(..., layers=['counts'], transform=Downsample(..., layer='counts'))"
         )
 

@@ -30,7 +30,7 @@ def test_scanpy_on_lazy_x_and_batches_of_it_on_a_cluster(
         sc.pp.normalize_total(adata, target_sum=1e4)
         sc.pp.log1p(adata)
         sc.pp.highly_variable_genes(adata, n_top_genes=20)
-    # Not which genes: of tied ones, scanpy takes those that rounding puts first.
+    # The genes are not compared, since scanpy breaks ties by rounding errors.
     for column in ("means", "dispersions", "dispersions_norm"):
         np.testing.assert_allclose(lazy.var[column], eager.var[column], rtol=1e-4)
     expected = dense(eager.X)

@@ -152,7 +152,7 @@ def at_moments(source: str, folder: Path, n_kills: int) -> int:
         pid = in_child(lambda target=target: convert(source, target))
         time.sleep(rng.uniform(0, whole_s))
         os.kill(pid, signal.SIGKILL)
-        # Killed when all was done, it may as well have been told so.
+        # A conversion killed after its last step counts as finished.
         if finished(pid) or is_done(target):
             number += 1
         else:

@@ -47,18 +47,18 @@ SAME, REFUSED, CHANGED, FOUND = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A way to store a matrix.
+    """Layout in which a matrix is stored.
 
     Parameters
     ----------
     name
-        What to call it.
+        Name in reports.
     write
         Writes the matrix to a path.
     is_checked
-        Whether every chunk carries a checksum.
+        True if every chunk carries a checksum.
     is_atlas
-        Whether it is a whole AnnData, to be opened and read as an epoch.
+        True if it is a whole AnnData, which is opened and read as an epoch.
     """
 
     name: str
@@ -207,7 +207,7 @@ def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
     """Read all rows in every way; return True if the values are unchanged."""
     found = open_matrix(path, "X", use_mmap=use_mmap)
     n_obs, n_vars = found.shape
-    if n_obs > 10_000 or n_vars > 10_000:  # what is said of the shape is damaged: nothing to compare with
+    if n_obs > 10_000 or n_vars > 10_000:  # the metadata of the shape is damaged, so there is nothing to compare
         found.fetch(np.array([0, n_obs - 1]))
         return CHANGED
     rows = np.arange(n_obs)
@@ -246,7 +246,7 @@ def read_atlas(path: Path, expected: Any, *, use_mmap: bool) -> int:
 
 
 def in_a_process(work: Callable[[], int]) -> tuple[int, str]:
-    """Run `work` in a forked child; return what it returned, or FOUND and what went wrong."""
+    """Run `work` in a forked child; return its result, or FOUND and the failure."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -292,7 +292,7 @@ def h5py_fails_too(path: Path) -> bool:
 
 
 def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], str]]:
-    """Yield seed, layout, how it ended and what was found, for ever."""
+    """Yield seed, layout, outcome and finding, without end."""
     originals = {}
     for layout in LAYOUTS:
         for kind in ("csr", "dense"):

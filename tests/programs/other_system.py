@@ -36,7 +36,7 @@ LACKING["windows"] = [
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """Import every module of dasksc for which all that it needs is installed."""
+    """Import every module of dasksc whose dependencies are installed."""
     package = importlib.import_module("dasksc")
     found = {"dasksc": package}
     for module in pkgutil.walk_packages(package.__path__, "dasksc."):
@@ -49,7 +49,7 @@ def modules() -> dict[str, types.ModuleType]:
 
 
 def become(system: str) -> None:
-    """Take away what a system lacks."""
+    """Remove the functions that another system lacks."""
     for owner, names in LACKING[system]:
         for name in names:
             if hasattr(owner, name):
@@ -61,7 +61,7 @@ def become(system: str) -> None:
 
 
 def msvcrt() -> Any:
-    """Stand in for what Windows has to lock files with: some bytes from the file position on."""
+    """Emulate the file locks of Windows, which cover some bytes from the file position on."""
     module: Any = types.ModuleType("msvcrt")
     module.LK_LOCK, module.LK_NBLCK = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
 
@@ -74,14 +74,14 @@ def msvcrt() -> Any:
 
 
 def no_libc(name: str | None, *_: Any, **__: Any) -> Any:
-    """Refuse as Windows does, where libraries have names."""
+    """Refuse to load a library, as Windows does."""
     if name is None:
         raise TypeError("argument of type 'NoneType' is not iterable")
     raise OSError(f"no library {name}")
 
 
 def values(atlas: str, folder: Path, *, target: str) -> list[np.ndarray]:
-    """Read an atlas, mapped and not, in an epoch, and after converting it."""
+    """Read an epoch of an atlas with and without memory mapping, and after conversion."""
     dasksc = importlib.import_module("dasksc")
     read = [dasksc.open(atlas, mmap=mapped).X.compute().toarray() for mapped in (True, False)]
     dataset = dasksc.scDataset(atlas, dasksc.BlockShuffling(8), batch_size=16, seed=0)
@@ -92,7 +92,7 @@ def values(atlas: str, folder: Path, *, target: str) -> list[np.ndarray]:
 
 
 def main(system: str, folder: str, *atlases: str) -> None:
-    """Do it, and say how many modules there are."""
+    """Compare results on this system and on the emulated one; print the number of modules."""
     first = modules()
     here = [values(atlas, Path(folder), target=f"here{i}.zarr") for i, atlas in enumerate(atlases)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "dasksc"]:

@@ -31,7 +31,7 @@ SLEEP_S = 0.01
 
 
 def embed(batch: Any) -> torch.Tensor:
-    """Return what a batch determines, slowly."""
+    """Compute a function of the batch, slowly."""
     time.sleep(SLEEP_S)
     return batch[:, :6] * 3 + batch.sum(dim=1, keepdim=True)
 
@@ -75,7 +75,7 @@ def seen(out: Path, key: str) -> np.ndarray | None:
         if out.is_file():
             with h5py.File(out, "r") as file:
                 return file[f"obsm/{key}"][:] if f"obsm/{key}" in file else None
-        # Both ways of listing the keys: the list of the root, and the folders.
+        # Keys are listed in two ways: by the list of the root and by the folders.
         root = zarr.open_group(out, mode="r")
         listed = f"obsm/{key}" in root
         if (out / "obsm" / key).exists():

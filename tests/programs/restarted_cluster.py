@@ -33,7 +33,7 @@ def main(path: str, folder: str) -> None:
         ):
             n_rows += len(batch.index)
             if attempt < n_ranks and i == 2:
-                meet()  # both ranks have the address by now
+                meet()  # both ranks have received the address
                 if rank == attempt:
                     os.kill(os.getpid(), signal.SIGKILL)
     (Path(folder) / f"read-{attempt}-{rank}").write_text(f"{n_rows} {cluster.address}")

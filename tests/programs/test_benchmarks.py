@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("modules"), pytest.m
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder where the atlases are made once."""
+    """Folder of the atlases, which are written once."""
     return tmp_path_factory.mktemp("benchmarks")
 
 
@@ -38,7 +38,7 @@ def modules(monkeypatch):
 
 
 class Here:
-    """A contender in this process, where the process of its own is not what is tested."""
+    """Contender that runs in this process, for tests that do not need a separate one."""
 
     def __init__(self, name, *, script, spec, label=None, drop=None, **_):
         import _harness
@@ -82,13 +82,13 @@ class Here:
 
 
 def run(program: str, work: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a benchmark as a program, tiny."""
+    """Run a benchmark as a program, at a tiny size."""
     command = [sys.executable, BENCHMARKS / program, "--work", work, *options]
     return programs.ended([*command, "--cells", CELLS, "--genes", GENES], timeout_s=300)
 
 
 def call(program: str, work: Path, *options: str) -> dict:
-    """Call a benchmark's `main`, tiny, with contenders in this process; return its report."""
+    """Call the `main` of a benchmark at a tiny size, with contenders in this process; return its report."""
     module = importlib.import_module(program)
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(module, "Contender"):
@@ -241,7 +241,7 @@ def test_remote_prints_the_share(work, tmp_path, capsys):
     out = tmp_path / "remote"
     report = call("remote", work, *SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005", "--out", str(out))
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
-    assert 0 < report["share"] < 1.1  # what is under way at either end counts as sent
+    assert 0 < report["share"] < 1.1  # bytes in transit at either end count as sent
     assert 0 < report["wanted"] <= 1
     assert f"of which {report['wanted']:.0%} wanted" in capsys.readouterr().out
 
@@ -272,7 +272,7 @@ def test_plans_measures_every_case_beside_reading_and_the_peer(work, tmp_path, m
     cases = ["blocks", "balanced", "a tenth, each once"]
     import plans
 
-    assert plans.run("ours", "blocks", 1_000, 64, 1, repeats=1)["first_fetch_s"] > 0  # in a process of its own
+    assert plans.run("ours", "blocks", 1_000, 64, 1, repeats=1)["first_fetch_s"] > 0  # in a separate process
     here = {"ours": plans.child, "peer": plans.peer, "reading": plans.reading}
     monkeypatch.setattr(plans, "run", lambda kind, *arguments, repeats: here[kind](*arguments))
     call("plans", work, "--rows", "40000", "--repeats", "1", "--out", str(out), "--cases", *cases)
@@ -438,7 +438,7 @@ def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
 
 
 class Clock:
-    """Time that passes only when a batch is made."""
+    """Clock that advances only when a batch is made."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -19,7 +19,7 @@ pytest.importorskip("pydantic")
 pytestmark = pytest.mark.programs
 
 PAGE = ROOT / "docs" / "reference" / "cli.md"
-# Their sizes, rates and losses depend on the machine.
+# Sizes, rates and losses depend on the machine.
 MEASURED = {"suggest", "bench", "train", "embed"}
 
 

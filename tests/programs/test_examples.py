@@ -33,7 +33,7 @@ def run(*command: object, **options: float) -> str:
 
 @pytest.fixture(scope="session")
 def atlas(atlas_of) -> Path:
-    """Cells of ten types, the commonest of which makes up a third, and genes enough to tell them apart."""
+    """Return cells of ten separable types, the most common of which makes up a third."""
     return atlas_of(3_000, 8_000, n_types=10)
 
 
@@ -77,7 +77,7 @@ def test_quickstart_recognises_cells_of_held_out_donors_without_packages_of_extr
     program = f"{absent}import runpy; runpy.run_path({str(EXAMPLES / 'quickstart.py')!r})"
     printed = programs.run([sys.executable, "-c", program], cwd=tmp_path)
     right, held_out = map(int, re.search(r"(\d+) of (\d+) cells of held-out donors", printed).groups())
-    assert right > 0.8 * held_out  # the commonest type has a third
+    assert right > 0.8 * held_out  # the most common type has a third
     assert not list(tmp_path.iterdir())
 
 
@@ -153,7 +153,7 @@ def test_the_extra_train_brings_all_that_a_training_imports():
     asked = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     brought = {re.match(r"[\w-]+", requirement)[0] for requirement in asked}
     brought = {{"pyyaml": "yaml"}.get(name, name) for name in brought} | set(sys.stdlib_module_names)
-    brought |= {"dasksc", "h5py", "pandas", "scipy"}  # itself, and what anndata brings
+    brought |= {"dasksc", "h5py", "pandas", "scipy"}  # dasksc itself and the dependencies of anndata
     for path in (ROOT / "dasksc" / "train").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [one.name for one in node.names] if isinstance(node, ast.Import) else []

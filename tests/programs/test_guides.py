@@ -25,7 +25,7 @@ def installed(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         assert done.returncode == 0, done.stderr
         try:
             os.rename(own, shared)
-        except OSError:  # another worker was first
+        except OSError:  # another pytest worker was first
             assert shared.exists()
     return shared
 

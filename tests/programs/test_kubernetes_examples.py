@@ -29,18 +29,18 @@ def read(name: str) -> dict[str, Any]:
 
 
 def read_training() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The ConfigMap and the job of the training from a YAML file."""
+    """Return the ConfigMap and the job of the training from a YAML file."""
     given, job = yaml.safe_load_all((FOLDER / "pytorchjob-train.yaml").read_text())
     return given, job
 
 
 def check(kind: str, given: dict[str, Any]) -> None:
-    """Fail where `given` is no Kubernetes object of this kind: a wrong type, a missing or an unknown property."""
+    """Fail if `given` is not a Kubernetes object of this kind: a wrong type, a missing or an unknown property."""
     kubeflow = pytest.importorskip("kubeflow.training")
     client = kubeflow.ApiClient()
     # The types of Kubernetes and of Kubeflow's training operator, made from their published schemas.
     parsed = client.deserialize(SimpleNamespace(data=json.dumps(given)), kind)
-    # A type leaves out what it does not know.
+    # A type ignores unknown properties.
     assert client.sanitize_for_serialization(parsed) == given
 
 
@@ -113,7 +113,7 @@ def test_the_training_from_a_yaml_file_is_a_config_map_and_a_pytorch_job_that_mo
     assert config["data"]["path"].startswith(f"{mounts['data']}/")
     assert config["training"]["checkpoint_dir"].startswith(f"{mounts['runs']}/")
     assert config["training"]["resume_from"] == "auto"
-    # The operator may go on with fewer pods.
+    # The operator may continue with fewer pods.
     assert not {"num_gpus", "num_nodes"} & config["training"].keys()
 
 
@@ -178,12 +178,12 @@ def test_the_network_policy_lets_in_those_who_are_there_and_only_them():
     policy, cluster, job = read("network-policy.yaml"), read("daskcluster.yaml"), read("pytorchjob.yaml")
     check("V1NetworkPolicy", policy)
     pods_of_cluster = {"dask.org/cluster-name": cluster["metadata"]["name"]}
-    # Workers, too, run what they are told.
+    # Workers execute the code that they receive, so a policy restricts access to them, too.
     assert policy["spec"]["podSelector"]["matchLabels"] == pods_of_cluster
     for_pods, for_operator = policy["spec"]["ingress"]
     labels = [one["podSelector"]["matchLabels"] for one in for_pods["from"]]
     assert labels == [pods_of_cluster, {"training.kubeflow.org/job-name": job["metadata"]["name"]}]
-    # Ranks fetch from the workers directly, whose ports are any.
+    # Ranks connect to the workers directly, at any port.
     assert "ports" not in for_pods
     ports = {port["port"] for port in cluster["spec"]["scheduler"]["service"]["ports"]}
     assert {port["port"] for port in for_operator["ports"]} == ports

@@ -63,7 +63,7 @@ def path(adata, tmp_path_factory) -> Path:
 
 
 class Watched:
-    """Rows that are their own numbers, and a list of what was asked for."""
+    """Rows whose values are their numbers, with a record of the requests."""
 
     def __init__(self, n: int = N_OBS) -> None:
         self.rows = np.arange(n)
@@ -78,7 +78,7 @@ class Watched:
 
 
 def rows_in(dataset) -> list[int]:
-    """The rows of an epoch, from batches of any kind."""
+    """Return the rows of an epoch from batches of any kind."""
     return [int(i) for batch in dataset for i in (batch.index if isinstance(batch, dasksc.Batch) else batch)]
 
 
@@ -91,7 +91,7 @@ def rows_per_fetch(*, block_size: int, fetch_factor: int, batch_size: int = BATC
 
 
 def starts_of_runs(rows: np.ndarray, length: int) -> np.ndarray:
-    """Where runs of `length` neighbours begin, after checking that `rows` are such runs."""
+    """Return the starts of runs of `length` neighbors; fail unless `rows` consist of such runs."""
     runs = np.sort(rows).reshape(-1, length)
     assert (np.diff(runs, axis=1) == 1).all()
     return runs[:, 0]

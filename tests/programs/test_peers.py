@@ -23,7 +23,7 @@ Rows = list[list[int]]  # of each batch of an epoch
 
 
 def cells() -> np.ndarray:
-    """Cells that say which row they are."""
+    """Return cells that contain their row number."""
     return np.arange(N_CELLS, dtype=np.float32)[:, None]
 
 
@@ -55,7 +55,7 @@ def annloader(adata: anndata.AnnData) -> DataLoader:
 
 
 def annloader_epoch(rank: int, epoch: int) -> Rows:
-    # It knows no ranks.
+    # It has no notion of ranks.
     return [batch.X.ravel().tolist() for batch in annloader(anndata.AnnData(cells()))]
 
 
@@ -156,7 +156,7 @@ def test_other_loaders_have_no_state_to_resume_from(make: Callable[[], Iterable]
 
 @pytest.fixture
 def h5ad(tmp_path: Path) -> Path:
-    """A sparse h5ad of the cells."""
+    """Write the cells to a sparse h5ad file."""
     anndata.AnnData(sp.csr_matrix(cells())).write_h5ad(tmp_path / "cells.h5ad")
     return tmp_path / "cells.h5ad"
 

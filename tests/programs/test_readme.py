@@ -30,12 +30,12 @@ def atlas(atlas_of) -> Path:
 
 
 def shown(page: Path) -> str:
-    """The output that a page shows."""
+    """Return the output that a page shows."""
     return "".join(block[2] for block in blocks(page, "text"))
 
 
 def stable(text: str) -> str:
-    """Text without losses, shares and memory, which differ between processors and versions of other libraries."""
+    """Remove losses, shares and memory, which differ between processors and versions of other libraries."""
     return re.sub(r"(?<=loss )\d+\.\d+|\d+\.\d+%|\d+\.\d+ [MG]iB|(?<=value )\d+\.\d+", "~", text)
 
 
@@ -55,7 +55,7 @@ def test_the_readme_is_short_and_its_pictures_exist():
     assert all((ROOT / picture).is_file() for picture in pictures)
 
 
-# Guides have a test of their own, test_guides.py. docs/tutorials/record.py runs the recorded tutorials.
+# Guides are tested in test_guides.py. docs/tutorials/record.py runs the recorded tutorials.
 RECORDED = ("watch", "larger_than_memory")
 ELSEWHERE = ("get_started", *RECORDED)
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.parent != GUIDES and page.stem not in ELSEWHERE]
@@ -70,7 +70,7 @@ def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
 def test_the_programs_on_watching_run_and_show_figures(tmp_path, atlas):
     demo_data(tmp_path / "demo")
     done = run_page(GUIDES / "watching.md", tmp_path, atlas)
-    assert "cells/s, waited" in done.stderr  # the progress bar, which test_guides.py does not see
+    assert "cells/s, waited" in done.stderr  # the progress bar, which test_guides.py does not capture
     assert re.search(r"^4 fetches took", done.stdout, re.MULTILINE)
     assert re.search(r"watch at http://\S+/loader$", done.stdout, re.MULTILINE)
     assert (tmp_path / "epoch.html").stat().st_size > 10_000

@@ -37,7 +37,7 @@ pytestmark = [
 
 
 def counts() -> np.ndarray:
-    """Counts whose first gene is the number of the row, counted from 1."""
+    """Return counts whose first gene is the row number, counted from 1."""
     X = np.random.default_rng(0).poisson(0.5, (N_OBS, N_VARS)).astype(np.float32)
     X[:, 0] = np.arange(1, N_OBS + 1)
     return X
@@ -69,7 +69,7 @@ def adata(path):
 
 
 def rows_of(batches) -> list[int]:
-    """Row numbers of batches of X, from its first gene."""
+    """Return the row numbers of batches of X, from its first gene."""
     rows = []
     for batch in batches:
         rows += (np.asarray(batch)[:, 0].astype(int) - 1).tolist()
@@ -196,7 +196,7 @@ def test_an_ann_collection_of_backed_files(path):
 
 
 class FakeHuggingFace:
-    """A Hugging Face data set as far as loaders go: a dict for a row, a dict of lists for several."""
+    """Stand-in for a Hugging Face data set: a dict for one row, a dict of lists for several."""
 
     features = ("genes", "expressions", "drug")
 
@@ -220,7 +220,7 @@ class FakeHuggingFace:
 
 def test_a_hugging_face_data_set_to_tensors():
     X = counts()
-    X[5] = 0  # an empty cell, which its row number cannot tell
+    X[5] = 0  # an empty cell, which does not contain its row number
     dataset = scDataset(
         FakeHuggingFace(X),
         BlockShuffling(block_size=8),

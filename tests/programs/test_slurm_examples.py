@@ -30,13 +30,15 @@ def ask(environment: dict[str, str], *command: str) -> str:
 
 
 def submit(slurm, script: str, folder: Path, *arguments: object, nodes: int = 1, tasks: int, **more: str) -> str:
-    """Submit a job script, without its GPUs and on one node, wait for its end; return what it wrote."""
+    """Run a job script on one node without GPUs to completion; return its output."""
     text = re.sub(r"^#SBATCH --gpus.*\n", "", (SCRIPTS / script).read_text(), flags=re.MULTILINE)
     (folder / script).write_text(text)
     options = [f"--nodes={nodes}", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", f"--output={folder}/job.out"]
-    # Asked for here: `sbatch --wait` looks at most every half a minute.
+    # The state is polled here, since `sbatch --wait` may poll only every half minute.
     command = ["sbatch", "--parsable", *options, f"--chdir={ROOT}", str(folder / script), *map(str, arguments)]
-    path = os.pathsep.join([str(Path(sys.executable).parent), slurm["PATH"]])  # scripts run the python that is found
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), slurm["PATH"]]
+    )  # scripts run the first python on the path
     job = ask(slurm | {"PATH": path, **more}, *command)
     end = time.monotonic() + 240
     while (state := ask(slurm, "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")) in UNFINISHED:
@@ -76,7 +78,7 @@ def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes
     assert "resuming from" not in first
     assert (tmp_path / "run" / "step-00000005").is_dir()
     again = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, tasks=2)[len(first) :]
-    # 900 cells to train on: 15 batches of either rank.
+    # 900 training cells: 15 batches per rank.
     assert re.search(r"resuming from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
 
 

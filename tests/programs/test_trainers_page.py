@@ -65,11 +65,11 @@ def test_its_programs_run(library, folder):
 
 # --- Keys of YAML files and arguments of Lightning ------------------------------------------------------------------
 
-on_lightning = pytest.mark.filterwarnings("ignore")  # it warns of much
+on_lightning = pytest.mark.filterwarnings("ignore")  # it emits many warnings
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """The keys and the code of each row of Lightning's table."""
+    """Return the keys and the code of each row of Lightning's table."""
     text = LIGHTNING.read_text()
     _, _, *lines = text[text.index("| YAML | `pl.Trainer` |") :].split("\n\n")[0].splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines]
@@ -82,7 +82,7 @@ def code_for(key: str) -> list[str]:
 
 
 def names() -> dict[str, Any]:
-    """What the code of the table may name."""
+    """Return the names that the code of the table may use."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
@@ -94,7 +94,7 @@ def names() -> dict[str, Any]:
 
 
 def arguments(code: list[str], **changes: object) -> dict[str, Any]:
-    """What a row gives to a trainer, some numbers of it changed."""
+    """Return the trainer arguments of a row, with some numbers changed."""
     given: dict[str, Any] = {}
     for one in code:
         if re.match(r"\w+=", one):
@@ -113,7 +113,7 @@ def small_trainer(**options: Any) -> Any:
 
 
 def small_model(losses: tuple[float, ...] = ()) -> tuple[Any, Any, Any]:
-    """A model that remembers what happened, 20 batches to train on, and one with a given loss to validate."""
+    """Return a model that records events, 20 training batches, and a validation batch with a given loss."""
     import lightning.pytorch as pl
 
     class Model(pl.LightningModule):

@@ -21,11 +21,11 @@ from dasksc.planning.process_groups import leave_group
 from dasksc.train import Config, fit
 
 torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))  # ranks that wait for ever fail soon
+dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))  # ranks that hang fail early
 trainings = Path(sys.argv[1])
 for name, raw in json.loads(trainings.read_text()).items():
     try:
-        with patch("dasksc.train.loop.plot"):  # the figure takes longer than all the rest
+        with patch("dasksc.train.loop.plot"):  # the figure takes longer than everything else
             fit(Config.of(raw), say=lambda line: None)
     except DaskscError as error:
         if dist.get_rank() == 0:

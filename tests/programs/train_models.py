@@ -84,7 +84,7 @@ class Plain(nn.Module):
 
 
 class Exact(Plain):
-    """Model that accepts counts only as they were read."""
+    """Model that accepts only unmodified counts."""
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         X = batch if isinstance(batch, Tensor) else batch["X"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun")
 N_TASKS = 4
-MEMORY_OF_TASK = 2_000  # MB; what jobs ask for is counted, not enforced
+MEMORY_OF_TASK = 2_000  # MB; requests of jobs are counted, not enforced
 
 CONFIGURATION = """
 ClusterName=one
@@ -95,7 +95,7 @@ def cluster() -> Iterator[dict[str, str]]:
             CONFIGURATION.format(
                 host=host,
                 folder=folder,
-                # Job scripts make ports of the numbers of their jobs.
+                # Job scripts derive ports from their job numbers.
                 first_job=secrets.randbelow(10_000) + 1,
                 controller_port=controller_port,
                 node_port=node_port,
@@ -121,7 +121,7 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def state_of_nodes(environment: dict[str, str]) -> str:
-    """What the controller says of its nodes, once it answers."""
+    """Return the nodes' status from the controller, once it answers."""
     command = ["sinfo", "--noheader", "--format=%t"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.stdout.strip()

@@ -25,7 +25,7 @@ RECORDED = [page for page, record in RECORDS.items() if record.exists()]
 
 
 def files_of(page):
-    """The files that a page names or links."""
+    """Return the files that a page names or links."""
     text = page.read_text()
     named = re.findall(r"`((?:dasksc|tests|benchmarks|examples)/[\w./]*)`", text)
     return [ROOT / name for name in named] + [page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]

@@ -31,7 +31,7 @@ ROOMS = [
     "platforms",
     "config",
     "displays",
-    "_compat",  # the door to what is private in other libraries
+    "_compat",  # adapters to private names of other libraries
     "kernels",
     "multiindexable",
     "sampling",
@@ -52,11 +52,11 @@ ROOMS = [
     "inference",
     "dashboard",
     "integrations",
-    "dataset",  # modules that users know by these names
+    "dataset",  # modules that users import by these names
     "experimental",
     "tokens",
     "train",
-    "cli",  # the way in to all programs
+    "cli",  # entry point of all programs
     "__main__",
     "__init__",
 ]
@@ -85,7 +85,7 @@ LIBRARIES = {
         set(),
     ),
 }
-# What pip calls a library that is imported by another name.
+# Distribution names of libraries that differ from their import names.
 PIP_NAMES = {
     "backports": "backports.zstd",
     "google_crc32c": "google-crc32c",
@@ -110,9 +110,9 @@ IN_EXTRAS = {
 }
 # Those that no extra brings, since they are used only where the user has them.
 USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
-# Rooms that are imported only by who asks for them.
+# Rooms that are imported only on request.
 OPTIONAL_ROOMS = {"train", "integrations"}
-# Chosen only once a Client is there, so it may import what a Client needs.
+# Chosen only when a Client exists, so it may import the dependencies of a Client.
 DISTRIBUTED_ONLY = "executor/cluster/"
 
 
@@ -137,7 +137,7 @@ class Import(NamedTuple):
 
 
 def imports_of(source: str, file: str) -> Iterator[Import]:
-    """Every import in a file of the package."""
+    """Return every import in a file of the package."""
 
     def walk(node: ast.AST, when: str) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -166,7 +166,7 @@ def package_files() -> dict[str, str]:
 
 
 def wrong_arrows(files: dict[str, str]) -> list[str]:
-    """Imports that point from a room to one above it."""
+    """Return the imports that point from a room to one above it."""
     rooms = {Path(file).parts[0].removesuffix(".py") for file in files}
     wrong = []
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
@@ -181,7 +181,7 @@ def wrong_arrows(files: dict[str, str]) -> list[str]:
 
 
 def wrong_libraries(files: dict[str, str]) -> list[str]:
-    """Imports of a library from a room that should not know it."""
+    """Return the imports of a library in rooms that may not use it."""
     wrong = []
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
         library = arrow.name.split(".")[0]
@@ -225,7 +225,7 @@ def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(files: dict[str, str]) -> list[str]:
-    """Return circles of imports between modules."""
+    """Return cycles of imports between modules."""
     try:
         list(TopologicalSorter(module_arrows(files)).static_order())
     except CycleError as circle:

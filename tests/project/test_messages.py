@@ -38,6 +38,7 @@ def test_messages_of_every_kind_are_collected_with_placeholders(tmp_path: Path) 
         "        'Give n=1'\n"
         "    )\n"
         "    print('no message')\n"
+        "    error.add_note(f'while {name} was opened')\n"
         "    raise StorageError(message_of(name)) from error\n"
     )
     (tmp_path / "two.py").write_text("raise ValueError('a' if odd else 'b')\nraise KeyError(name)\nraise TypeError\n")
@@ -48,6 +49,7 @@ def test_messages_of_every_kind_are_collected_with_placeholders(tmp_path: Path) 
         "warnings.warn: {n:,} cells are left out\n"
         "raise self.broken: {name!r} ends early\n"
         "InputError: n={n} must be positive. Give n=1\n"
+        "add_note: while {name} was opened\n"
         "StorageError: {message_of(name)}\n"
         "\n"
         f"[{name}/two.py]\n"

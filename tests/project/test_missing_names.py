@@ -61,7 +61,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def executed(name: str) -> Any:
-    """A module of ``_compat``, executed anew."""
+    """Return a module of ``_compat``, executed again."""
     spec = importlib.util.spec_from_file_location(f"anew_{name}", COMPAT / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -434,7 +434,7 @@ def test_without_scipys_flags_column_numbers_are_looked_at_each_time(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Other(sp.csr_matrix):
-        """What another version keeps under another name."""
+        """Matrix that keeps an attribute under another name, as another version of SciPy may."""
 
         def __setattr__(self, attribute: str, value: Any) -> None:
             super().__setattr__("other" if attribute == name else attribute, value)
@@ -457,7 +457,7 @@ def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCa
         assert distributed.n_threads_heard_of(Stub()) == 0
     (said,) = warnings_in(caplog)
     assert "._scheduler_identity, which dasksc needs" in said
-    assert said.endswith("Until then the number of fetches under way does not follow that of workers.")
+    assert said.endswith("Until then the number of fetches in flight does not follow that of workers.")
 
 
 # What shows figures only: where an adapter is used, and the consequence that is warned about.

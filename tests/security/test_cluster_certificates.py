@@ -102,7 +102,7 @@ def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The store of a run of two ranks on this machine, of which this process is rank 0."""
+    """Return the store of a run of two ranks on this machine, with this process as rank 0."""
     import torch.distributed
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -129,11 +129,11 @@ def test_ranks_share_a_secret_that_never_goes_through_the_store(
         assert "PRIVATE KEY" not in said
         assert "CERTIFICATE" not in said
         assert cluster.address.startswith(f"tls://{host}:")
-        with rendezvous.join(store, security=secured(secret), timeout_s=60) as joined:
+        with rendezvous.join_cluster(store, security=secured(secret), timeout_s=60) as joined:
             assert joined.address == cluster.address
             assert joined.client.submit(os.getpid).result() == os.getpid()
         with pytest.raises(dasksc.StartError, match="every rank the same security="):
-            rendezvous.join(store, security=Security.temporary(), timeout_s=1)
+            rendezvous.join_cluster(store, security=Security.temporary(), timeout_s=1)
         gc.collect()
     finally:
         cluster.close(wait_s=0)
@@ -164,7 +164,7 @@ def test_a_rank_does_not_go_where_a_forged_address_leads(
     monkeypatch.setattr(rendezvous, "connected", lambda *_, **__: pytest.fail("it has connected"))
     store.set("address", json.dumps({"address": address, "dashboard": None, "token": "forged"}))
     with pytest.raises(dasksc.StartError, match=complaint):
-        rendezvous.join(store, security=security, timeout_s=5)
+        rendezvous.join_cluster(store, security=security, timeout_s=5)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])

@@ -30,7 +30,7 @@ from tests.support.hostile import (
     store_with_pickles,
 )
 
-# Of formats that are to come.
+# Future formats.
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),

@@ -59,7 +59,7 @@ from tests.support.hostile import (
 )
 from tests.support.servers import serving
 
-# Of formats that are to come.
+# Future formats.
 pytestmark = [
     pytest.mark.core,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
@@ -84,7 +84,7 @@ def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, format: str, where
         dasksc.open(path).X.compute()
 
 
-# One that is decoded here, and one that zarr-python decodes.
+# One codec is decoded by dasksc, the other by zarr-python.
 @pytest.mark.parametrize("codec", ["zstd", "bz2"])
 def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
     compressor, bomb = bomb_of(codec)
@@ -519,7 +519,7 @@ def test_memory_that_is_short_is_not_said_to_be_a_damaged_row(tmp_path: Path) ->
 
 
 class _Short:
-    """What needs more memory than there is, whatever is done with it."""
+    """Object that needs more memory than is available for any operation."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise MemoryError("no room")

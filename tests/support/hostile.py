@@ -30,7 +30,7 @@ from tests.support.data import write_store
 from tests.support.servers import serving
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
-# Twice the allowance of a chunk regardless of its array (swell.ROOM_BYTES).
+# Twice the allowance of a chunk regardless of its array (decompression_limits.ROOM_BYTES).
 BOMB_BYTES = 2**26
 
 

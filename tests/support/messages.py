@@ -1,8 +1,8 @@
 """Every error, warning and log message of the package as text, so that a review shows how a message changes.
 
 Messages are collected from the source: texts of ``raise X(...)``, of calls that make an exception, of
-``warnings.warn(...)`` and of ``logger.warning(...)``. Placeholders stand as in the source. A message that a function
-assembles from variables appears as the name of the variable only.
+``warnings.warn(...)``, ``error.add_note(...)`` and ``logger.warning(...)``. Placeholders stand as in the source. A
+message that a function assembles from variables appears as the name of the variable only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _of_module(tree: ast.Module) -> Iterator[tuple[tuple[int, int], str, str]]:
 
 
 def _kind_of(function: ast.expr) -> str | None:
-    """Return the class of an error, ``warnings.warn``, or ``logger`` with its level; None for another call."""
+    """Return the class of an error, ``warnings.warn``, ``add_note``, or ``logger`` with its level; else None."""
     if isinstance(function, ast.Name):
         return function.id if function.id in _ERRORS or function.id.endswith(("Error", "Warning")) else None
     if not isinstance(function, ast.Attribute):
@@ -64,6 +64,8 @@ def _kind_of(function: ast.expr) -> str | None:
         return f"logger.{function.attr}"
     if function.attr == "warn" and owner == "warnings":
         return "warnings.warn"
+    if function.attr == "add_note":
+        return "add_note"
     if owner == "click" and function.attr in ("echo", "secho"):
         return f"click.{function.attr}"
     return function.attr if function.attr in _ERRORS else None

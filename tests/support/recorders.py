@@ -20,7 +20,7 @@ __all__ = ["Reads", "recorded_reads"]
 
 @dataclass(frozen=True)
 class Reach:
-    """Call of `StoredArray.reach`: the array, and the number of elements or rows requested."""
+    """Call of `StoredArray.locate`: the array, and the number of elements or rows requested."""
 
     label: str
     n_runs: int

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 
 class Hostile:
-    """An object of the user, none of whose code runs in a display."""
+    """Object of the user whose code must not run in a display."""
 
     def __repr__(self) -> str:
         raise AssertionError("the repr of the user was called")

@@ -15,7 +15,7 @@ from dasksc.executor.cluster.security import refuse_untrusted
 from dasksc.executor.cluster.started_cluster import POLL_S, StartedCluster
 from dasksc.executor.schedulers import connected, remember_security
 
-__all__ = ["attempt", "join", "tell"]
+__all__ = ["attempt", "join_cluster", "tell"]
 
 # Timeout of the first attempt to connect to a scheduler that may be gone; it doubles with each further
 # attempt.
@@ -33,7 +33,7 @@ def tell(store: Any, answer: dict[str, Any]) -> None:
         store.set("address", json.dumps(answer))
 
 
-def join(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
+def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
     """Connect to the cluster of rank 0.
 
     The store of torchrun's agent outlives the ranks that it restarts, so the first address read may be that of a

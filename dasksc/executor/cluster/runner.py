@@ -43,7 +43,7 @@ __all__ = ["ClusterRunner"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
-_CLOSE_S = 30.0  # Maximum wait for transfers under way when a window closes.
+_CLOSE_S = 30.0  # Maximum wait for running transfers when a window closes.
 
 # Clients whose scheduler has a `Janitor`.
 _tidied: weakref.WeakSet[distributed.Client] = weakref.WeakSet()

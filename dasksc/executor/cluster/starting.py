@@ -15,7 +15,7 @@ from dasksc._compat.distributed import ensure_ip, listening_at
 from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
-from dasksc.executor.cluster.rendezvous import attempt, join, tell
+from dasksc.executor.cluster.rendezvous import attempt, join_cluster, tell
 from dasksc.executor.cluster.security import LOOPBACK, SECRET_FILE, is_loopback, secured, temporary_certificates
 from dasksc.executor.cluster.started_cluster import StartedCluster
 from dasksc.executor.schedulers import connected, cpu_count, remember_security
@@ -122,7 +122,7 @@ def start_cluster(
         )
 
     def check_arguments() -> None:
-        _check(
+        _validate_arguments(
             host=host,
             port=port,
             n_workers=n_workers,
@@ -135,7 +135,7 @@ def start_cluster(
 
     if world.rank != 0:
         check_arguments()
-        return join(store, security=secured(security), timeout_s=timeout_s)
+        return join_cluster(store, security=secured(security), timeout_s=timeout_s)
     token = uuid.uuid4().hex
     with contextlib.ExitStack() as started:
         try:
@@ -180,7 +180,7 @@ def start_cluster(
     )
 
 
-def _check(
+def _validate_arguments(
     *,
     host: object,
     port: object,

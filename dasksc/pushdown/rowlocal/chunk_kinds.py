@@ -13,10 +13,10 @@ from dask.task_spec import TaskRef
 from dasksc.pushdown.rowlocal.graph import Key, flat
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Take
 
-__all__ = ["kinds_of"]
+__all__ = ["kinds_of_chunks"]
 
 
-def kinds_of(blocks: list[list[Node]]) -> list[int]:
+def kinds_of_chunks(blocks: list[list[Node]]) -> list[int]:
     """Assign the same kind number to row chunks that undergo the same computation.
 
     Each row chunk is compared with the three latest kinds only, so row chunks of different kinds may still be alike.

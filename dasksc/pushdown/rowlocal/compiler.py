@@ -52,14 +52,21 @@ class Compiler:
             nodes = [self._node((self._array.name, i, j)) for j in range(n_column_chunks)]
             for node in nodes:
                 if node.n_rows != self._array.chunks[0][i]:
-                    raise NotRowLocalError(f"its row chunk {i} is made of {node.n_rows} rows")
+                    raise NotRowLocalError(
+                        f"row chunk {i} has {self._array.chunks[0][i]} rows and is computed from {node.n_rows} stored "
+                        "rows, but each row must come from one stored row. Select or combine rows before opening the "
+                        "data set, or write the array to a file"
+                    )
             blocks.append(nodes)
         return blocks
 
     def _node(self, key: Key) -> Node:
         if key not in self._nodes:
             if not self._graph.reaches(key):
-                raise NotRowLocalError(f"{layer_of(key)!r} comes from no array that dasksc opened")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} does not come from an array that dasksc opened. Open the file with "
+                    "dasksc.open and apply the array code to its X, layers or obsm"
+                )
             self._nodes[key] = self._compiled(key, self._graph.node(key))
         return self._nodes[key]
 
@@ -69,7 +76,10 @@ class Compiler:
         if isinstance(node, DataNode) and isinstance(node.value, MatrixRows):
             return Read(node.value.matrix, range(node.value.shape[0]))
         if not isinstance(node, Task):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} has a task of the unsupported type {type(node).__name__}")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} has a task of type {type(node).__name__}, where a function call or an alias "
+                "is expected. Build the array with dask.array, for example with map_blocks"
+            )
         if _is_one_of(node.func, GETITEMS) and node.args and isinstance(node.args[0], TaskRef):
             source, index = _checked(key, node.args[:2], TaskRef, object)  # further arguments do not select rows
             return self._taken(key, source.key, self._literal(key, index))
@@ -81,7 +91,10 @@ class Compiler:
             if axis == 0:
                 keys = keys_in(blocks)
                 if len(keys) != len(blocks.args if isinstance(blocks, Task) else blocks):
-                    raise NotRowLocalError(f"layer {layer_of(key)!r} concatenates something other than chunks")
+                    raise NotRowLocalError(
+                        f"layer {layer_of(key)!r} concatenates values that are not chunks of an array. Use "
+                        "dask.array.concatenate on Dask arrays only"
+                    )
                 whole = self._concatenated([self._node(block) for block in keys])
                 order = np.argsort(shuffled_index(self._literal(key, sorter)))
                 return Take(whole, order.astype(np.int64))
@@ -89,7 +102,10 @@ class Compiler:
             pieces, shape = _checked(key, node.args, (Task, list, tuple), (list, tuple))
             keys = keys_in(pieces)
             if not shape:
-                raise NotRowLocalError(f"layer {layer_of(key)!r} concatenates chunks without a shape")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} concatenates chunks in a grid of unknown shape, where a grid of rows "
+                    "and columns is expected. Build the array with dask.array.concatenate or dask.array.block"
+                )
             if len(keys) == shape[0] > 1:
                 return self._concatenated([self._node(piece) for piece in keys])
         return self._applied(key, node)
@@ -100,14 +116,18 @@ class Compiler:
             value = self._graph.node(value.key)
         if isinstance(value, GraphNode):
             if value.dependencies:
-                raise NotRowLocalError(f"layer {layer_of(key)!r} takes rows by computed numbers")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} selects rows by numbers that are not computed yet. Compute them first: "
+                    "X[rows.compute()]"
+                )
             if isinstance(value, DataNode):
                 return value.value
             try:
                 return value({})
             except Exception as error:  # a function in the graph may raise any exception
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} takes rows by numbers that raised {error!r}"
+                    f"layer {layer_of(key)!r} selects rows by numbers whose computation raised {error!r}. Compute the "
+                    "numbers first, and index with the NumPy array"
                 ) from error
         return value
 
@@ -120,7 +140,10 @@ class Compiler:
         elif isinstance(first, list | np.ndarray):
             rows = _selected(np.arange(child.n_rows, dtype=np.int64), first)
         if rows is None or (not isinstance(rows, range) and rows.ndim != 1):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} indexes rows with {first!r}")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} indexes rows with {first!r}, where a slice, a mask or row numbers that exist "
+                "are expected. Use X[10:20] or X[np.array([...])]"
+            )
         whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
         known = isinstance(rest[0], slice | list | np.ndarray) if rest else True
         if not isinstance(child, Read) or len(rest) > 1 or not known:
@@ -131,7 +154,10 @@ class Compiler:
         every = np.arange(child.matrix.shape[1], dtype=np.int64)
         columns = _selected(every if child.columns is None else child.columns, rest[0])
         if columns is None:
-            raise NotRowLocalError(f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}, where a slice, a mask or column numbers "
+                "that exist are expected. Use X[:, 10:20] or genes= of the data set"
+            )
         return Read(child.matrix, rows, None if np.array_equal(columns, every) else columns)
 
     def _concatenated(self, children: list[Node]) -> Node:
@@ -147,7 +173,10 @@ class Compiler:
         constants = {dep: aligned[dep] for dep in dependencies if dep not in inputs}
         lengths = {node.n_rows for node in inputs.values()}
         if not all(aligned[dep] for dep in inputs) or len(lengths) != 1:
-            raise NotRowLocalError(f"layer {layer_of(key)!r} combines rows with other rows")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} combines rows with other rows, as a mean over cells or a sort does, but each "
+                "row must come from one stored row. Compute such a value first, with .compute(), and use the result"
+            )
         if type(task) is Task and (function := without_copies(task.func)) is not task.func:
             task = Task(task.key, function, *task.args, **task.kwargs)
         return Apply(task, inputs, constants, self._graph, lengths.pop(), is_believed)
@@ -162,27 +191,42 @@ class Compiler:
         for dep in task.dependencies:
             same = isinstance(dep, tuple) and isinstance(key, tuple) and dep[1:2] == key[1:2] != ()
             if not same or not self._graph.reaches(dep):
-                raise NotRowLocalError(f"layer {layer_of(key)!r} combines chunks of rows")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} combines several row chunks, as rechunking or a reduction over cells "
+                    "does, but each row must come from one stored row. Leave out rechunk, and compute reductions "
+                    "first, with .compute()"
+                )
             aligned[dep] = True
         return aligned
 
     def _blockwise_alignment(self, key: Key, task: Task, layer: Blockwise) -> dict[Key, bool]:
         if block_locations(layer):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} depends on the position of its block (block_info or block_id)"
+                f"layer {layer_of(key)!r} passes block_info or block_id to its function, so a row depends on its "
+                "chunk. Use a function of the values alone"
             )
         axes = output_indices(layer)
         if not axes or axes[0] in new_axes(layer):
-            raise NotRowLocalError(f"layer {layer_of(key)!r} does not return one row for each row that it takes")
+            raise NotRowLocalError(
+                f"layer {layer_of(key)!r} does not return one row for each input row, as a reduction or a new axis "
+                "does. Keep rows as the first axis, and compute reductions over cells first, with .compute()"
+            )
         row = axes[0]
         by_name: dict[Key, bool] = {}
         for name, indices in blockwise_inputs(layer):
             name = name.key if isinstance(name, TaskRef) else name
             if not _is_hashable(name):
-                raise NotRowLocalError(f"layer {layer_of(key)!r} is given a {type(name).__name__} besides its blocks")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} has an argument of type {type(name).__name__} among its blocks, where a "
+                    "Dask array is expected. Use dask.array.from_array, or bind the argument: "
+                    "X.map_blocks(functools.partial(function, other=...))"
+                )
             places = [place for place, index in enumerate(indices or ()) if index == row]
             if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
-                raise NotRowLocalError(f"layer {layer_of(key)!r} turns rows into columns")
+                raise NotRowLocalError(
+                    f"layer {layer_of(key)!r} uses the rows of an array as columns, as a transposition or a product "
+                    "of cells with cells does. Keep cells as the first axis of every array"
+                )
         return {dep: by_name.get(dep, by_name.get(layer_of(dep), False)) for dep in task.dependencies}
 
     def _check_functions(self, key: Key, task: Task) -> bool:
@@ -194,10 +238,15 @@ class Compiler:
         for function, keywords in calls(task):
             trust = trust_in(function, keywords)
             if trust is None or (trust == "believed" and self._strict):
-                who = "only you know whether" if trust is None else "dasksc.array-code: strict does not believe that"
+                name = getattr(function, "__qualname__", function)
+                unknown = (
+                    "dasksc cannot know whether it treats"
+                    if trust is None
+                    else "the setting dasksc.array-code: strict does not assume that it treats"
+                )
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} applies {getattr(function, '__qualname__', function)!r}, and {who} it "
-                    "treats each row independently; if it does, declare it with dasksc.row_local(function)"
+                    f"layer {layer_of(key)!r} applies {name!r}, and {unknown} each row independently. If it does, "
+                    "declare it with dasksc.row_local(function)"
                 )
             is_believed |= trust == "believed"
         return is_believed
@@ -206,7 +255,10 @@ class Compiler:
 def _checked(key: Key, arguments: tuple[Any, ...], *kinds: Any) -> tuple[Any, ...]:
     """Return the arguments of one of Dask's functions; raise `NotRowLocalError` if their classes are not Dask's."""
     if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
-        raise NotRowLocalError(f"layer {layer_of(key)!r} does not call a function of Dask's as Dask does")
+        raise NotRowLocalError(
+            f"layer {layer_of(key)!r} passes unexpected arguments to an internal function of Dask. Build the array "
+            "with the public functions of dask.array"
+        )
     return arguments
 
 

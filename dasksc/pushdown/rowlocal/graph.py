@@ -52,7 +52,10 @@ class Graph:
             If the key has no task. Computing whole chunks then raises the actual error.
         """
         if key not in self.nodes:
-            raise NotRowLocalError(f"{key!r} is not in its graph")
+            raise NotRowLocalError(
+                f"its graph has no task {key!r}, to which another task refers. Build the array with the public "
+                "functions of dask.array"
+            )
         return self.nodes[key]
 
     def reaches(self, key: Key) -> bool:

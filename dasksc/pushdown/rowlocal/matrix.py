@@ -14,9 +14,9 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from dasksc._compat.unsupported import UnsupportedVersionError, say_once
-from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, runs_by_block, stack
+from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, concatenate_blocks, runs_by_block
 from dasksc.pushdown.elementwise import Elementwise
-from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of
+from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of_chunks
 from dasksc.pushdown.rowlocal.compiler import Compiler
 from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
@@ -64,9 +64,12 @@ class RowLocalMatrix(DaskMatrix):
         super().__init__(array, label)
         try:
             self._blocks = Compiler(self.array, strict=strict).blocks()
-            self._kinds = kinds_of(self._blocks)
+            self._kinds = kinds_of_chunks(self._blocks)
         except RecursionError as error:
-            raise NotRowLocalError(f"its graph could not be followed ({error!r})") from error
+            raise NotRowLocalError(
+                f"its graph is nested too deeply to be followed ({error!r}). Combine the steps in one function with "
+                "map_blocks"
+            ) from error
         except UnsupportedVersionError as error:
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
             say_once(error, without="array code is computed by whole chunks")
@@ -149,7 +152,7 @@ class RowLocalMatrix(DaskMatrix):
             return super().fetch(rows)
         blocks = self._computed(rows)
         if len({tuple(array.dtype for array in _arrays(block)) for block in blocks}) != 1:
-            blocks = [stack(blocks, self.layout, self.shape[1], self.dtype)]
+            blocks = [concatenate_blocks(blocks, self.layout, self.shape[1], self.dtype)]
         # The blocks stay separate: copying them into one costs as much as a layer of the graph.
         return join([_all_rows(block, self.label) for block in blocks])
 
@@ -205,7 +208,7 @@ class RowLocalMatrix(DaskMatrix):
         # Every other row, because all rows of a small block in one piece would be the whole block itself.
         for places in (slice(0, None, 2), slice(1, None, 2)):
             wanted = self._bounds[number] + need[places]
-            rows = stack(self._computed(wanted), self.layout, self.shape[1], self.dtype)
+            rows = concatenate_blocks(self._computed(wanted), self.layout, self.shape[1], self.dtype)
             for first in range(0, len(wanted), N_COMPARED):
                 piece = slice(first, first + N_COMPARED)
                 if not are_equal(as_layout(rows[piece], "dense"), as_layout(whole[places][piece], "dense")):

@@ -44,7 +44,7 @@ class H5File:
 
     def open(self) -> h5py.File:
         """Return the file opened in this process, after a check that it has not changed."""
-        self.file.check()
+        self.file.require_unchanged()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # A race between threads opens the file more than once, which is harmless. A lock could be held by

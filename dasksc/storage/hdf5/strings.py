@@ -7,6 +7,7 @@ follow the HDF5 File Format Specification, version 3.0 (sections III.E and VIII.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import h5py
@@ -17,7 +18,7 @@ from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, maps
 
-__all__ = ["read_strings"]
+__all__ = ["read_strings", "strings_in_pieces"]
 
 _REFERENCE_BYTES = 16
 # Number of strings created at a time.
@@ -39,6 +40,18 @@ def read_strings(dataset: h5py.Dataset, path: str) -> NDArray[Any] | None:
     ndarray or None
         Objects of type str, shape (n,), equal to ``dataset.asstr()[:]``.
     """
+    result = np.empty(len(dataset), dtype=object)
+    start = 0
+    for piece in strings_in_pieces(dataset, path, _PIECE):
+        if piece is None:
+            return None
+        result[start : start + len(piece)] = piece
+        start += len(piece)
+    return result
+
+
+def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iterator[list[str] | None]:
+    """Yield the strings of `read_strings`, `n_together` at a time; yield None at one that must be read through h5py."""
     offset = dataset.id.get_offset()
     kind = h5py.check_string_dtype(dataset.dtype)
     if (
@@ -52,26 +65,27 @@ def read_strings(dataset: h5py.Dataset, path: str) -> NDArray[Any] | None:
         or dataset.id.get_storage_size() != _REFERENCE_BYTES * len(dataset)
         or not os.path.samefile(dataset.file.filename, path)
     ):
-        return None
+        yield None
+        return
     file = LocalFile(FileIdentity.of(path))
     if not (file.can_map and maps("auto")) or offset + _REFERENCE_BYTES * len(dataset) > file.identity.size:
-        return None
+        yield None
+        return
     data = file.mapped()
-    result = np.empty(len(dataset), dtype=object)
-    for first in range(0, len(dataset), _PIECE):
-        n = min(_PIECE, len(dataset) - first)
+    for first in range(0, len(dataset), n_together):
+        n = min(n_together, len(dataset) - first)
         references = data[offset + first * _REFERENCE_BYTES :][: n * _REFERENCE_BYTES].reshape(n, _REFERENCE_BYTES)
         starts, sizes = np.empty((2, n), dtype=np.int64)
         if kernels.locate_strings(references, data, starts, sizes) >= 0:
-            return None
+            yield None
+            return
         packed = np.empty(int(sizes.sum()), dtype=np.uint8)
         is_ascii = kernels.copy_strings(data, starts, sizes, packed)
         ends = np.cumsum(sizes)
         places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
         if is_ascii:
             text = packed.tobytes().decode("ascii")
-            result[first : first + n] = [text[start:end] for start, end in places]
+            yield [text[start:end] for start, end in places]
         else:
             raw = packed.tobytes()
-            result[first : first + n] = [raw[start:end].decode("utf-8", "surrogateescape") for start, end in places]
-    return result
+            yield [raw[start:end].decode("utf-8", "surrogateescape") for start, end in places]

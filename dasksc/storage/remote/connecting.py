@@ -26,7 +26,7 @@ def split_url(url: str) -> tuple[str, str]:
     if parts.scheme not in SCHEMES:
         from dasksc.storage.remote import fsspec_client
 
-        return fsspec_client.split_url(url)
+        return fsspec_client.split_fsspec_url(url)
     if parts.scheme in ("http", "https"):
         # The query, for example a token, belongs to every request.
         return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")

@@ -31,7 +31,7 @@ from dasksc.storage.remote.client import (
     url_of,
 )
 
-__all__ = ["FsspecClient", "split_url"]
+__all__ = ["FsspecClient", "split_fsspec_url"]
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def _class_of(url: str) -> Any:
         ) from error
 
 
-def split_url(url: str) -> tuple[str, str]:
+def split_fsspec_url(url: str) -> tuple[str, str]:
     """Split a URL into the root of its file system and the path in it, whose concatenation is the URL."""
     path = path_in(_class_of(url), url).strip("/")
     url = url.rstrip("/") if path else url

@@ -23,7 +23,7 @@ from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "parts_of", "ranges_of"]
+__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ranges", "ranges_of"]
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class RangeRequest:
     after: int
 
 
-def parts_of(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
+def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
     """Merge ranges into few parts, preserving their order.
 
     Parameters
@@ -139,7 +139,7 @@ class RemoteFile:
         """Path of the object without credentials, for display."""
         return self.identity.path
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Do nothing, since every request checks the version of the object."""
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
@@ -181,8 +181,8 @@ class RemoteFile:
     def parts(self, ranges: Sequence[tuple[int, int]]) -> list[RangeRequest]:
         """Return the requests needed for ranges."""
         if self._cache is None:
-            return parts_of(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
-        return parts_of(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
+            return merged_ranges(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
+        return merged_ranges(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
 
     def _verify(self) -> None:
         self.identity.compare(self.location.client.stat(self.location.key))

@@ -43,7 +43,7 @@ class Objects(Protocol):
     def can_map(self) -> bool:
         """True if the calling thread may memory-map the objects."""
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, unless that is known only when objects are read."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
@@ -88,9 +88,9 @@ class _Chunks:
         """See `ChunkSource.working_bytes`."""
         return self._objects.working_bytes
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise an error if the array was replaced."""
-        self._objects.check()
+        self._objects.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -125,9 +125,9 @@ class _Shards:
         """See `ChunkSource.working_bytes`."""
         return self._objects.working_bytes
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise an error if the array was replaced."""
-        self._objects.check()
+        self._objects.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""

@@ -102,11 +102,11 @@ class Files:
         """True if the calling thread may memory-map the files."""
         return maps(self._use_mmap)
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, or objects were added, removed or replaced."""
-        self._metadata.check()
+        self._metadata.require_unchanged()
         if self._folder is not None:
-            self._folder.check()
+            self._folder.require_unchanged()
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole files, in a buffer that is reused."""
@@ -151,7 +151,7 @@ class Files:
     def file(self, at: At, identity: FileIdentity) -> LocalFile:
         """Return a file that `indexed` has read before; it stays open for some time."""
         file = self._files.pop(at, None) or LocalFile(identity)
-        file.check()
+        file.require_unchanged()
         self._files[at] = file
         # Another thread may still use a file removed here; it stays open while that thread refers to it.
         for oldest in list(self._files)[:-_OPEN_FILES]:
@@ -176,7 +176,7 @@ class Files:
             except FileNotFoundError:
                 seen = self._seen.get(at)
                 if seen is not None:
-                    seen.check()
+                    seen.require_unchanged()
                 self._check_absent(path)
                 yield None
                 return

@@ -117,7 +117,7 @@ class ZarrArray(SlicedArray):
 
     def reader(self) -> ReadSlice:
         """Return a function that reads slices, after a check that the array was not replaced."""
-        self._identity.check()
+        self._identity.require_unchanged()
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:

@@ -62,7 +62,7 @@ class RemoteMetadata:
             return cls(location=location, identity=identity), bytes(content)
         raise UnknownLayoutError("it has no metadata of its own")
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise an error if the array was replaced since it was opened; makes one request."""
         self.identity.compare(self.location.client.stat(self.location.key))
 
@@ -118,7 +118,7 @@ class StoreObjects:
         # Identities when this process first read the objects.
         self._seen = Seen[At, ObjectIdentity]()
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
@@ -153,7 +153,7 @@ class StoreObjects:
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
         """Return an iterator over the results of calls; see `in_order`."""
-        answers = in_order([(self._metadata.check, 0), *calls])
+        answers = in_order([(self._metadata.require_unchanged, 0), *calls])
         # The result of the check comes first, so that no data of a replaced array are returned.
         next(answers)
         return answers

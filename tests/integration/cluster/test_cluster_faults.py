@@ -36,7 +36,7 @@ from tests.support.programs import PROGRAMS, TORCHRUN, run
 
 pytestmark = pytest.mark.faults
 
-WAIT_S = 60.0  # for what must happen soon; only a failing test waits so long
+WAIT_S = 60.0  # timeout of events that must happen soon; only a failing test waits this long
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -84,10 +84,10 @@ def local(n_workers: int, *, processes: bool = True, **options: Any) -> distribu
 
 
 def watched(cluster: distributed.LocalCluster) -> list[int]:
-    """Workers that their nannies have started: one that dies while it starts is not started again."""
+    """Return the process ids of started workers; nannies do not restart a worker that dies while starting."""
 
     def started() -> list[int]:
-        # A nanny itself is "running" while it starts a worker anew.
+        # The status of a nanny is "running" even while it restarts its worker.
         processes = [nanny.process for nanny in cluster.workers.values()]
         return [one.pid for one in processes if one and one.status == distributed.Status.running and one.pid]
 
@@ -96,7 +96,7 @@ def watched(cluster: distributed.LocalCluster) -> list[int]:
 
 
 def nothing_is_left(client: distributed.Client) -> bool:
-    """Whether scheduler, workers and Client have forgotten every task, key, future and plugin."""
+    """Return True if scheduler, workers and Client have released every task, key, future and plugin."""
 
     def left(dask_scheduler: Any) -> list[str]:
         return [*map(str, dask_scheduler.tasks), *(set(dask_scheduler.worker_plugins) - {"shuffle"})]
@@ -200,7 +200,11 @@ def status_of(dask_worker: Any) -> str:
 
 def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
     limit = 2**31
-    memory = {"monitor-interval": "20ms", "pause": 0.5, "terminate": False}  # that a nanny ends it is another test
+    memory = {
+        "monitor-interval": "20ms",
+        "pause": 0.5,
+        "terminate": False,
+    }  # another test covers termination by a nanny
     with (
         dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
         local(2, memory_limit=limit) as cluster,
@@ -365,10 +369,10 @@ def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
     assert known.silent(heard(a=0, b=4), asked_at=start) == {}
     assert known.silent(heard(a=0, b=7), asked_at=start) == {"a": 7}
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
-    # All of them, and the scheduler that was asked long ago but has only now answered is not to blame them.
+    # The scheduler answers an old request only now, so that silence must not be attributed to the workers.
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
     assert known.silent(heard(a=8, b=8), asked_at=time.perf_counter() + 6).keys() == {"a", "b"}
-    # Many send heartbeats less often.
+    # In large clusters, workers send heartbeats less often.
     many = {str(i): {"last_seen": early + 20} for i in range(1000)} | heard(late=0)
     assert known.silent(many, asked_at=start) == {}
 
@@ -412,18 +416,18 @@ def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap:
             mmap=mmap,
             seed=0,
         )
-        with busy(client):  # results wait on the workers
+        with busy(client):  # results accumulate on the workers
             n_values = sum(len(batch.values()) for _ in range(3) for batch in data)
-        assert 6 * n_values > 2 * limit  # what was sent: more than both workers may hold
+        assert 6 * n_values > 2 * limit  # the bytes sent exceed the memory limits of both workers
         assert sum(client.run(n_spilled).values()) == 0
         assert max(client.run(peak).values()) < limit
-        assert set(client.run(os.getpid).values()) == pids  # no nanny had to end one
+        assert set(client.run(os.getpid).values()) == pids  # no nanny killed a worker
         assert eventually(lambda: nothing_is_left(client))
 
 
 @contextlib.contextmanager
 def busy(client: distributed.Client) -> Iterator[None]:
-    """Let the Client take results now and then only."""
+    """Make the Client receive results only occasionally."""
     done = threading.Event()
 
     async def stall() -> None:
@@ -475,7 +479,7 @@ for i, batch in enumerate(dataset):
             assert not [name for name in on_scheduler if name.startswith("dasksc-Client")]
 
 
-# A finder that knows of no dasksc, given to `dask worker` as a preload.
+# Import finder that hides dasksc, passed to `dask worker` as a preload.
 WITHOUT_DASKSC = """
 import sys
 
@@ -559,7 +563,7 @@ def processes(tmp_path: Path) -> Iterator[DaskProcesses]:
 def read_until_lost(
     data: dasksc.scDataset, lose: Callable[[], None]
 ) -> tuple[list[torch.Tensor], dasksc.FetchError | None]:
-    """Batches until an error, and that error."""
+    """Return the batches before an error, and the error."""
     batches = []
     try:
         for i, batch in enumerate(data):
@@ -607,7 +611,7 @@ def test_a_scheduler_that_restarts_is_an_error_and_then_goes_on(processes: DaskP
 
 
 def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> None:
-    """The store of torchrun's agent outlives the ranks, and with it the address of a scheduler that is gone."""
+    """The store of torchrun's agent outlives the ranks, and so does the address of a scheduler that has ended."""
     path = write_store(make_adata(n_obs=101), tmp_path, "h5ad")
     program = [PROGRAMS / "restarted_cluster.py", path, tmp_path]
     run([*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", *program])

@@ -45,7 +45,7 @@ def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_coul
 
 @pytest.fixture
 def two_machines() -> Iterator[list[tuple[list[str], str]]]:
-    """Two network namespaces with a wire between them: what goes before a command there, and its address."""
+    """Connect two network namespaces; yield the command prefix and the address of each."""
     names = [f"dasksc-{os.getpid()}-{i}" for i in range(2)]
     wires = [f"w{os.getpid()}-{i}" for i in range(2)]
 

@@ -84,7 +84,7 @@ def test_an_address_that_is_out_of_date_is_given_up_for_the_one_that_follows() -
         new = {"address": cluster.scheduler_address, "dashboard": None, "token": "new"}
         timer = threading.Timer(0.5, store.set, ("address", json.dumps(new)))
         timer.start()
-        with rendezvous.join(store, security=None, timeout_s=60) as joined:
+        with rendezvous.join_cluster(store, security=None, timeout_s=60) as joined:
             assert joined.address == cluster.scheduler_address
         timer.join()
         assert store.add("left/new", 0) == 1
@@ -96,14 +96,14 @@ def test_a_failure_of_the_attempt_before_is_not_taken_for_this_ones(monkeypatch:
     store.set("address", json.dumps({"error": "OSError: of old", "attempt": "0"}))
     threading.Timer(0.3, store.set, ("address", json.dumps({"error": "OSError: of now", "attempt": "1"}))).start()
     with pytest.raises(dasksc.StartError, match="OSError: of now"):
-        rendezvous.join(store, security=None, timeout_s=60)
+        rendezvous.join_cluster(store, security=None, timeout_s=60)
 
 
 def test_a_scheduler_without_answer_is_named() -> None:
     store = _store_on_loopback()
     store.set("address", json.dumps({"address": "tcp://127.0.0.1:9", "dashboard": None, "token": "old"}))
     with pytest.raises(dasksc.StartError, match=r"tcp://127\.0\.0\.1:9.*host=") as caught:
-        rendezvous.join(store, security=None, timeout_s=1)
+        rendezvous.join_cluster(store, security=None, timeout_s=1)
     assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -121,7 +121,7 @@ def test_ranks_on_several_machines_need_another_host_than_loopback(monkeypatch: 
 
 
 class Store:
-    """The part of a process group's store that is used."""
+    """Subset of the store interface of a process group."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
@@ -153,7 +153,7 @@ def test_rank_0_waits_for_the_others_but_not_for_ever(caplog: pytest.LogCaptureF
     assert "1 of 2 other ranks have not closed theirs" in caplog.text
 
 
-# What cannot work
+# Invalid settings
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
     assert "host='node7' is 127.0.1.1" in caplog.text
 
 
-# One that is there already
+# Existing clusters
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_column_numbers_take_two_bytes_where_that_is_enough(n_vars: int, expecte
     assert compact.block[1].max() == n_vars - 1
 
 
-# Pairwise: every type with every width that it can take, and both sides of each bound.
+# Pairwise: every type with every possible width, and both sides of each bound.
 @pytest.mark.parametrize(
     ("dtype", "largest", "expected"),
     [
@@ -249,13 +249,13 @@ def test_tasks_that_return_nothing_of_size_run_side_by_side_on_a_worker() -> Non
 
 
 class Meeting:
-    """A task that, but for the first time, ends when another runs beside it."""
+    """Task that ends only while another runs concurrently; task 0 ends at once."""
 
     def __init__(self) -> None:
         self.barrier: threading.Barrier | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.barrier = threading.Barrier(2, timeout=8)  # a worker that gives up waiting for room does so after 10 s
+        self.barrier = threading.Barrier(2, timeout=8)  # a worker stops waiting for memory after 10 s
 
     def __call__(self, k: int) -> int | None:
         if k == 0:
@@ -266,7 +266,7 @@ class Meeting:
 
 
 class Returning:
-    """A task that returns a value, None for one."""
+    """Task that returns a given value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -327,7 +327,7 @@ def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
 
 
 def hide(path: str) -> None:
-    """In this process, `path` is not there."""
+    """Hide `path` from this process."""
     from dasksc.executor.cluster import file_visibility
 
     of = file_visibility.Fingerprint.of
@@ -342,7 +342,7 @@ def hide(path: str) -> None:
 
 
 def show() -> None:
-    """In this process, everything is there again."""
+    """Make all paths visible to this process again."""
     from dasksc.executor.cluster import file_visibility
 
     if hasattr(file_visibility.Fingerprint, "_of"):

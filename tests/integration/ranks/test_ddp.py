@@ -20,7 +20,7 @@ N_OBS = 1009
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """What two ranks print, what each saw of two epochs in which they train, and the atlas and what they predict."""
+    """Return the output of two ranks, the rows each read in two training epochs, the atlas and the predictions."""
     folder = tmp_path_factory.mktemp("two")
     path = write_store(make_adata(n_obs=N_OBS), folder, "h5ad")
     # srun torchrun: one task per node, which starts the node's ranks.

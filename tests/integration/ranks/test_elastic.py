@@ -29,7 +29,7 @@ Batches = dict[tuple[int, int], list[int]]
 def torchrun(*options: str, folder: Path, killed: int, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*(sys.executable, "-m", "torch.distributed.run"), *options, str(PROGRAM), str(folder), str(killed), *more],
-        # By default torch keeps one store for all attempts, and gloo then dials ranks of those before.
+        # By default torch keeps one store for all attempts, and gloo then connects to ranks of earlier ones.
         env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -37,14 +37,14 @@ def torchrun(*options: str, folder: Path, killed: int, more: tuple[str, ...] = (
 
 
 def notes(folder: Path, attempt: int) -> list[Batches]:
-    """For each rank of an attempt, its batches by epoch and step."""
+    """Return the batches of each rank of an attempt, by epoch and step."""
     files = sorted(folder.glob(f"batches-{attempt}-*"))
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [{(epoch, step): rows for epoch, step, rows in of_rank} for of_rank in lines]
 
 
 def last_attempt(folder: Path) -> int:
-    """The last attempt that came as far as training: finding each other may take ranks more than one."""
+    """Return the last attempt that reached training: the rendezvous may take more than one attempt."""
     return max(int(file.name.split("-")[1]) for file in folder.glob("batches-*"))
 
 
@@ -55,7 +55,7 @@ def assert_covered(batches: list[list[int]], *, n_padded: int) -> None:
 
 
 def unbroken(n_ranks: int) -> tuple[list[Batches], float]:
-    """What each rank of a training reads that nothing happens to, and the weight that is learnt, by a plain loop."""
+    """Return the rows that each rank reads in an uninterrupted training, and the weight learned by a plain loop."""
     options = {"batch_size": 7, "fetch_factor": 2, "seed": 3, "world_size": n_ranks}
     ranks = [
         dasksc.scDataset(np.arange(float(N_OBS)), dasksc.BlockShuffling(4), rank=rank, **options)
@@ -83,7 +83,7 @@ def test_a_training_whose_rank_was_killed_reads_the_same_batches_as_one_that_was
     (expected, weight), first, second = unbroken(2), notes(tmp_path, 0), notes(tmp_path, 1)
     assert len(first) == len(second) == 2
     for rank in range(2):
-        # The checkpoint after step 4 was the last; step 5 of the epoch was never made by all.
+        # The last checkpoint is that after step 4, since not all ranks completed step 5.
         assert min(second[rank]) in {(0, 3), (0, 5)}
         assert {**first[rank], **second[rank]} == expected[rank]
         for step in first[rank]:
@@ -92,7 +92,7 @@ def test_a_training_whose_rank_was_killed_reads_the_same_batches_as_one_that_was
 
 
 def test_a_machine_that_is_lost_leaves_the_rest_to_the_other(tmp_path):
-    # The store is nobody's whose machine may be lost.
+    # The store runs in this process, since either machine may be lost.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = (
         *("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=elastic"),
@@ -109,7 +109,7 @@ def test_a_machine_that_is_lost_leaves_the_rest_to_the_other(tmp_path):
             machine.kill()
             machine.wait()
     codes = [machine.returncode for machine in machines]
-    # Which machine the last rank was on is for torchrun to say.
+    # torchrun decides which machine runs the last rank.
     assert sorted(codes) == [-9, 0], "".join(complaints)
     _, n_before = min(notes(tmp_path, last_attempt(tmp_path))[0])
     check_after_loss(tmp_path, n_before=n_before, n_ranks=2 if codes[0] == 0 else 1)

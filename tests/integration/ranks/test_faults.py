@@ -58,7 +58,7 @@ def test_what_ends_one_rank_ends_all_and_is_told(how, told):
         assert not os.path.exists(f"/proc/{pid}")
 
 
-# Rank 0 holds the store. One that raises still tells the store, whosever it is.
+# Rank 0 hosts the store. A rank that raises still reports this to the store.
 @pytest.mark.parametrize(("how", "whom"), [("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1)])
 def test_without_a_launcher_that_watches_the_other_rank_ends_too(how, whom):
     with socket.socket() as server:
@@ -87,7 +87,7 @@ def test_without_a_launcher_that_watches_the_other_rank_ends_too(how, whom):
         assert f"in batch 3 of 63 (epoch 0, rank {whom} of 2)" in printed[whom][1]
     else:
         assert ranks[whom].returncode == -signal.SIGKILL
-    # The other's own error is what its collective said, not what the data set met when it closed.
+    # The other rank reports the error of its collective, not one from closing the data set.
     last = printed[1 - whom][1].strip().splitlines()[-1]
     assert "Error" in printed[1 - whom][1], last
     assert "all_reduce" in printed[1 - whom][1]
@@ -103,7 +103,7 @@ def path(tmp_path_factory):
 
 # A worker that is killed while it hands over a tensor may leave a socket of torch's queue open.
 @pytest.mark.filterwarnings("ignore:.*socket:pytest.PytestUnraisableExceptionWarning")
-# Every signal and every start; a signal does not know how its process was started.
+# Every signal and every start method, not every pair: the effect of a signal does not depend on the start method.
 @pytest.mark.parametrize(
     ("how", "start"),
     [(signal.SIGKILL, "fork"), (signal.SIGTERM, "fork"), (signal.SIGSEGV, "fork"), (signal.SIGKILL, "spawn")],

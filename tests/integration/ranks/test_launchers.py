@@ -36,7 +36,7 @@ def start(command: list[object], environment: dict[str, str] | None = None) -> s
 
 
 def launched(folder: Path, command: list[object], environment: dict[str, str] | None = None) -> list[dict]:
-    """What each rank of a launched program wrote, after checking that together they read an epoch."""
+    """Return the output of each rank of a launched program; fail unless together they read an epoch."""
     start([*command, LAUNCHED, folder], environment)
     ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
     assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
@@ -106,7 +106,7 @@ def test_deepspeed_trains_two_ranks_and_goes_on_from_its_checkpoint(tmp_path):
 
 
 class Repeating:
-    """A loader that begins again, as DeepSpeed's `RepeatingLoader` does: nobody ever says which epoch it is."""
+    """Loader that restarts without setting the epoch, as DeepSpeed's `RepeatingLoader` does."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -138,7 +138,7 @@ def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monk
     # Horovod itself has no wheels; what is faked is its module, and what horovodrun sets is set here.
     program = PROGRAMS / "horovod_program.py"
     monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
-    monkeypatch.setitem(sys.modules, "horovod.torch", None)  # taken out again in the end
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)  # removed again at the end
     for rank in range(2):
         told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
         for name, value in {**told, "HOROVOD_LOCAL_SIZE": "2"}.items():

@@ -49,7 +49,7 @@ def test_processes_that_share_a_cache_may_be_killed_at_any_moment(tmp_path: Path
             assert event.wait(60)
         time.sleep(rng.random() * 0.3)
         for worker in workers:
-            # A wrong value would have ended it by itself.
+            # A wrong value would have raised and ended the process.
             assert worker.is_alive()
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()

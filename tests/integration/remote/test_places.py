@@ -41,7 +41,7 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three atlases, and what is none; and a collection as annbatch writes it, of eleven."""
+    """Write three atlases, other files, and a collection of eleven as annbatch writes it."""
     folder = tmp_path_factory.mktemp("places")
     parts = folder / "parts"
     parts.mkdir()
@@ -66,7 +66,7 @@ def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
     bucket = s3("places")
     for name in ("parts", "collection.zarr"):
         bucket.put(folder / name)
-    # As programs do that make folders.
+    # Some programs create empty objects for folders.
     bucket.client.put_object(Bucket=bucket.name, Key="parts/", Body=b"")
     bucket.put(folder / "parts/part0.h5ad", "odd/a[1].h5ad")
     return bucket
@@ -74,7 +74,7 @@ def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
 
 @pytest.fixture(scope="module")
 def memory(folder: Path) -> Iterator[str]:
-    """The same in fsspec's memory."""
+    """Write the same files to the memory file system of fsspec."""
     system = fsspec.filesystem("memory")
     system.put(str(folder), "/places", recursive=True)
     yield "memory://places"
@@ -83,7 +83,7 @@ def memory(folder: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def places(folder: Path, bucket: Bucket, memory: str) -> dict[str, tuple[str, dict[str, Any] | None]]:
-    """Where the same atlases are, by kind, and the options to read them there."""
+    """Return the locations of the same atlases by kind, and the options to read them."""
     return {
         "file": (folder.as_uri(), None),
         "memory": (memory, None),
@@ -260,7 +260,7 @@ def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) 
 
 
 class Counted(AbstractBufferedFile):
-    """A file of `Faulty`, which counts what is read."""
+    """File of `Faulty`, which counts the bytes read."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         self.fs.asked(start, end)
@@ -268,7 +268,7 @@ class Counted(AbstractBufferedFile):
 
 
 class Faulty(AbstractFileSystem):
-    """A file system as a package may register one: a connection each, of one thread, which fails now and then."""
+    """File system as other packages register them, with single-threaded connections that fail occasionally."""
 
     protocol = "faulty"
     folder: Path

@@ -21,7 +21,7 @@ from dasksc.errors import InputError, StorageError
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, parts_of
+from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, merged_ranges
 from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving
@@ -120,7 +120,7 @@ def test_dask_workers_in_processes_read_for_themselves(s3_stores: Bucket, two_pr
         for one, other in zip(batches(data), expected, strict=True):
             np.testing.assert_array_equal(one, other)
         logs = [client.get_scheduler_logs(), client.get_worker_logs(), client.story(), repr(data), str(data.X.dask)]
-        # Each worker can, also one that was given no fetch of these.
+        # Every worker can read, even one that received none of these fetches.
         for rows in client.run(_first_rows, matrix_of(data.X)).values():
             np.testing.assert_array_equal(rows, dense(data.X[:5].compute()))
     assert SECRET not in repr(logs)
@@ -181,7 +181,7 @@ def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, pla
             reader.seek(location * 2**18 + 500)
             assert reader.read(1000) == content[location * 2**18 + 500 :][:1000]
         assert len(server.faults.requests) <= most
-        # What is scattered is not worth the bytes around it.
+        # For scattered reads, the surrounding bytes are not worth reading.
         wanted = len(places) * 2**18
         assert server.faults.sent_bytes <= wanted * 1.5
 
@@ -202,7 +202,7 @@ ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=2
 def test_parts_cover_their_ranges_and_no_more_than_they_may(
     ranges: list[tuple[int, int]], gap: int, longest: int, block: int
 ) -> None:
-    parts = parts_of(ranges, gap=gap, longest=longest, block=block)
+    parts = merged_ranges(ranges, gap=gap, longest=longest, block=block)
     assert [number for part in parts for number in range(part.first, part.after)] == list(range(len(ranges)))
     for part in parts:
         inside = ranges[part.first : part.after]

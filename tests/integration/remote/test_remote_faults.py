@@ -83,7 +83,7 @@ def test_answers_that_always_break_off_end_in_an_error_that_names_them(opened: A
 
 @pytest.fixture
 def relay(s3_stores: Bucket) -> Iterator[HTTPServer]:
-    """A server before the bucket, which fails as it is told to."""
+    """Start a server in front of the bucket that fails on demand."""
     with relaying(s3_stores.options["endpoint"]) as server:
         yield server
 

@@ -19,7 +19,7 @@ N_OBS = 60
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> list[dict[str, dict[str, list[list[int]]]]]:
-    """What each of two ranks read, by case."""
+    """Return the rows that each of two ranks read, by case."""
     folder = tmp_path_factory.mktemp("accelerated")
     torchrun(2, "accelerated.py", write_store(make_adata(N_OBS), folder, "h5ad"), folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
@@ -41,5 +41,5 @@ def test_preparing_the_data_set_itself_leaves_it_as_it_is(found):
 
 
 def test_a_prepared_loader_loses_cells_as_the_documentation_warns(found):
-    # If this fails, Accelerate has learnt better: take the warning out of docs/guides/trainers.md.
+    # If this fails, Accelerate has fixed the problem: remove the warning from docs/guides/trainers.md.
     assert set(rows([rank["dispatched"] for rank in found])) < set(range(N_OBS))

@@ -104,7 +104,7 @@ def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
         report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json"], cwd=tmp_path, environment=environment))
         assert report["device"] == device
-    # Sums in another order, and TF32 is not asked for.
+    # The order of sums differs, and TF32 is not requested.
     np.testing.assert_allclose(figures(tmp_path / "cuda"), figures(tmp_path / "cpu"), rtol=1e-3)
 
 

@@ -29,11 +29,11 @@ TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.filterwarnings(
-        # Lightning warns of much: of programs that are installed, of few workers, of short epochs.
+        # Lightning warns of installed programs, few workers and short epochs.
         "ignore",
-        # What must not be there is a word against the loaders.
+        # It must not warn about the loaders.
         "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
-        # But for these, which are true: the shuffling of training is turned off, and there is no validation set.
+        # Two warnings are correct: training is not shuffled, and there is no validation set.
         "ignore:You requested to overfit",
         "ignore:Total length of `list` across ranks is zero",
     ),
@@ -41,7 +41,7 @@ pytestmark = [
 
 
 class Recorder(pl.LightningModule):
-    """A small model that remembers which rows it saw, in which stage."""
+    """Small model that records the rows of each stage."""
 
     def __init__(self, *, ask_for_steps: bool = False) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path,
     for epoch in range(2):
         rows = [*chain(*(chain(*rank["train"][4 * epoch : 4 * epoch + 4]) for rank in whole))]
         assert sorted(rows) == TRAINING.tolist()
-    # Held-out cells: once each over both ranks, after each epoch.
+    # Each held-out cell is read once over both ranks after each epoch.
     assert Counter(chain(*(chain(*rank["validate"]) for rank in whole))) == dict.fromkeys(HELD_OUT.tolist(), 2)
     assert [rank["train"] for rank in rest] == [rank["train"][3:] for rank in whole]
     alone = Recorder()
@@ -365,7 +365,7 @@ def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(p
     model.n_predicted = 0
     trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
     assert (writer.report.n_predicted, writer.report.is_complete) == (0, True)
-    # Without the callback the data set is what it was.
+    # Without the callback the data set is unchanged.
     assert len(trainer(tmp_path).predict(model, datamodule=data)) == 1
 
 

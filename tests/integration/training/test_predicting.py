@@ -58,7 +58,7 @@ def by_hand(model: nn.Module, adata: Any, genes: list[str]) -> np.ndarray:
 
 
 def embed(*arguments: Any) -> str:
-    """Run ``dasksc embed`` to its end; return what it prints."""
+    """Run ``dasksc embed`` to completion; return its output."""
     done = CliRunner().invoke(group, ["embed", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.output
@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
     with torch.inference_mode():
         expected = np.concatenate([model.embed(batch).numpy() for batch in dataset])
     np.testing.assert_allclose(read(tmp_path / "trained.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
-    # Another order of genes is another order of columns, and the same tokens but for ties.
+    # Another order of genes permutes the columns; the tokens are equal except for ties.
     other = tmp_path / "other.h5ad"
     read(atlas)[:, list(reversed(adata.var_names))].copy().write_h5ad(other)
     embed(other, "--model", report.model, "--out", tmp_path / "emb.zarr", "--batch-size", 16)

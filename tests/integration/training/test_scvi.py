@@ -16,7 +16,7 @@ import scvi
 
 from dasksc.integrations.scvi import SCVIDataModule
 
-# scvi-tools, and what it imports, warn of much that is theirs.
+# scvi-tools and its dependencies emit warnings of their own.
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]
 
 N_OBS, N_VARS = 300, 40
@@ -24,7 +24,7 @@ N_OBS, N_VARS = 300, 40
 
 @pytest.fixture(scope="module")
 def adata() -> ad.AnnData:
-    """Two cell types in two batches; type decides which half of the genes is high."""
+    """Return two cell types in two batches; the type determines which half of the genes is high."""
     rng = np.random.default_rng(0)
     types = np.arange(N_OBS) % 2
     donors = np.arange(N_OBS) // 2 % 2

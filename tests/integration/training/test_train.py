@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ def raw(atlas, tmp_path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unbroken(atlas, tmp_path_factory) -> list[float]:
-    """The losses of a training, with dropout, that nothing happened to."""
+    """Return the losses of an uninterrupted training with dropout."""
     folder = tmp_path_factory.mktemp("unbroken")
     return losses(train_fragile(atlas, folder, at=0))
 
@@ -128,7 +129,7 @@ def test_a_run_that_goes_on_in_other_sizes_ends_its_learning_rate_with_its_steps
     rates = [row["lr"] / 1e-3 for row in rows_of(tmp_path / "run") if "lr" in row][16:]
     assert len(rates) == steps - 16
     assert steps != 26
-    # The step after the last would have the rate that is left.
+    # The schedule reaches its final learning rate one step after the last.
     np.testing.assert_allclose(rates, [0.1 + 0.9 * (1 - step / steps) for step in range(16, steps)])
 
 
@@ -390,6 +391,20 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
     assert line.splitlines()[-1].startswith("all ")
 
 
+def test_the_table_of_one_column_names_it_and_validation_passes_are_labelled(raw, caplog):
+    raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
+    told: list[str] = []
+    with caplog.at_level(logging.INFO, "dasksc.dataset"):
+        fit(Config.of(raw, changes=["training.max_epochs=2"]), say=told.append)
+    (table,) = [line for line in told if "held out" in line]
+    header = table.splitlines()[1].split()
+    assert header == ["train", "plate", "train", "cells", "test", "plate", "test", "cells"]
+    lines = [record.getMessage() for record in caplog.records if " rows in " in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{what} {number}, rank 0 of 1" for number in range(2) for what in ("epoch", "validation pass")
+    ]
+
+
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
     adata = dasksc.open(atlas)
     raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
@@ -406,7 +421,7 @@ def test_another_atlas_validates(raw, atlas):
 
 @pytest.fixture
 def other(atlas, tmp_path) -> Path:
-    """The atlas with its genes in another order and two more, one cell type less, and one that is new."""
+    """Write the atlas with reordered genes and two more, one cell type fewer, and a new one."""
     adata = ad.read_h5ad(atlas)
     extra = ad.AnnData(
         np.full((adata.n_obs, 2), 7, np.float32), obs=adata.obs, var=pd.DataFrame(index=["new", "newer"])
@@ -642,7 +657,7 @@ def test_cells_without_a_label_do_not_count():
 
 @pytest.fixture
 def half_labelled(atlas, tmp_path) -> Path:
-    """The atlas without the labels of its first 16 cells, and of half of the others."""
+    """Write the atlas without the labels of its first 16 cells and of half of the others."""
     adata = ad.read_h5ad(atlas)
     has_label = np.random.default_rng(0).random(adata.n_obs) < 0.5
     has_label[:16] = False
@@ -652,7 +667,7 @@ def half_labelled(atlas, tmp_path) -> Path:
 
 
 def assert_two_halves_are_one_batch(raw: dict[str, Any], folder: Path) -> None:
-    """Train with batches of 16, and of 8 of which two make a step, and compare."""
+    """Compare batches of 16 with batches of 8 accumulated over two per step."""
     raw["data"]["strategy"] = "streaming"
     raw["training"] |= {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "gradient_clip": 100.0}
     raw["model"]["dropout"] = 0.0

@@ -96,7 +96,7 @@ def test_a_run_that_trains_no_further_sets_nothing_aside(raw, folder):
 def test_going_on_from_the_latest_sets_nothing_aside(raw, folder, monkeypatch):
     train(raw)
     monkeypatch.chdir(folder.parent)
-    # The same folder by another name.
+    # The same folder under another name.
     train(raw, training__resume_from=f"{folder.name}/step-00000006", training__max_steps=8)
     train(raw, training__resume_from="auto", training__max_steps=10)
     assert checkpoints(folder) == [2, 4, 6, 8, 10]

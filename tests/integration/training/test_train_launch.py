@@ -152,7 +152,7 @@ def test_a_rank_that_fails_shows_its_traceback_once_and_nothing_else_is_said(sma
 
 
 def fragile(atlas: Path, folder: Path, *, how: str) -> Path:
-    """Write a training whose rank 1 ends at its third batch."""
+    """Write a training whose rank 1 fails at its third batch."""
     path = write(folder, atlas)
     raw = yaml.safe_load(path.read_text())
     raw["data"]["batch_size"] = 8
@@ -163,7 +163,7 @@ def fragile(atlas: Path, folder: Path, *, how: str) -> Path:
 
 
 def configurations() -> dict[str, str]:
-    """Every configuration in examples/ and on the page, by name."""
+    """Return every configuration in examples/ and on the page, by name."""
     page = (ROOT / "docs" / "guides" / "training.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert blocks
@@ -173,7 +173,7 @@ def configurations() -> dict[str, str]:
 @pytest.mark.parametrize("name", configurations())
 def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than all the rest
+    monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than everything else
     Path("c.yaml").write_text(configurations()[name])
     Path("atlas.h5ad").symlink_to(atlas)
     demo_data("demo")

@@ -57,7 +57,7 @@ def atlas(training_atlas) -> Path:
 
 @pytest.fixture(scope="module")
 def half_labelled(atlas, tmp_path_factory) -> Path:
-    """The atlas, where half of the cells have no label."""
+    """Write the atlas with labels for only half of the cells."""
     adata = ad.read_h5ad(atlas)
     adata.obs["cell_type"] = adata.obs["cell_type"].where(np.random.default_rng(0).random(N_CELLS) < 0.5)
     path = tmp_path_factory.mktemp("half") / "half.h5ad"
@@ -105,7 +105,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
-    """A training, one that goes on from an older step with another optimizer, and two that go on with that branch."""
+    """Run a training, a branch from an older step with another optimizer, and two that resume the branch."""
     start = six_steps(atlas, folder, **section)
     optimizer = {"weight_decay": 0.0}
     changes: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
-    """The folder of all trainings of two ranks, made in one start."""
+    """Return the folder of all trainings of two ranks, run in one launch."""
     folder = tmp_path_factory.mktemp("two")
     trainings = {
         name: training(atlas, folder / name, **changes)
@@ -187,7 +187,7 @@ def test_half_precision_follows_the_losses_of_full_precision(name, two_ranks, at
 
 def test_float16_leaves_out_the_same_steps_on_all_ranks_and_goes_on(two_ranks, atlas):
     ddp, fsdp = (figures(two_ranks / f"{strategy}_16-mixed") for strategy in ("ddp", "fsdp"))
-    # Gradients that overflow at the scale it begins with move nothing.
+    # Gradients that overflow at the initial scale change no weights.
     np.testing.assert_allclose(ddp, fsdp, rtol=0.01)
     expected = alone(atlas, 2, clip=1.0)["loss"]
     assert np.mean(ddp[-12:]) == pytest.approx(np.mean(expected[-12:]), rel=0.1)
@@ -237,7 +237,7 @@ def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(na
 
 @pytest.fixture(scope="module")
 def four_ranks(atlas, two_ranks, tmp_path_factory) -> Path:
-    """The folder of all trainings of four ranks, made in one start; one of them goes on where two ranks stopped."""
+    """Return the folder of all trainings of four ranks, run in one launch; one resumes where two ranks stopped."""
     folder = tmp_path_factory.mktemp("four")
     fsdp = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2, "min_num_params": 300}
     part = json.loads((two_ranks / "trainings.json").read_text())["part"]
@@ -323,6 +323,6 @@ def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told:
         told.put((rank, "nothing"))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))
-    # A rank that ended would end the waiting of the other one, too.
+    # If one rank exited, the other would stop waiting, too.
     done.wait(120)
     dist.destroy_process_group()

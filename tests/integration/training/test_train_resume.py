@@ -54,7 +54,7 @@ two_ranks_group = pytest.mark.xdist_group("train_resume")
 
 @pytest.fixture(scope="module")
 def two_ranks(training_atlas, tmp_path_factory) -> Path:
-    """The folder of trainings of two ranks that stop inside an epoch and go on to its end, all in one start."""
+    """Return the folder of trainings of two ranks that stop within an epoch and resume, run in one launch."""
     folder = tmp_path_factory.mktemp("two")
     trainings: dict[str, Any] = {}
     for name, section in SHARDED.items():
@@ -122,7 +122,7 @@ def test_hyperparameters_are_what_constructors_take():
 
 
 class Wide(nn.Module):
-    """A model whose code is changed by setting `width`."""
+    """Model whose code a test changes by setting `width`."""
 
     width = 4
 

@@ -24,7 +24,7 @@ Seen = dict[str, list[list[int]]]
 
 
 def run(folder: Path, n_ranks: int, trainings: dict[str, dict[str, object]]) -> dict[str, list[Seen]]:
-    """Train several times in one start of some ranks; what each of them saw, by the name of the training."""
+    """Run several trainings in one launch; return the rows that each rank read, by the name of the training."""
     path = write_store(make_adata(N_OBS), folder, "h5ad")
     given = json.dumps([{"folder": str(folder / name), "path": str(path), **trainings[name]} for name in trainings])
     if n_ranks > 1:
@@ -39,7 +39,7 @@ def run(folder: Path, n_ranks: int, trainings: dict[str, dict[str, object]]) -> 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, Seen]:
-    """What one process saw: unbroken, from some of its checkpoints, and of accumulated batches."""
+    """Return the rows of one process: uninterrupted, from checkpoints, and with accumulated batches."""
     folder = tmp_path_factory.mktemp("alone")
     trainings: dict[str, dict[str, object]] = {"whole": {}}
     trainings |= {f"from-{step}": {"checkpoint": str(folder / f"whole/checkpoint-{step}")} for step in (3, 7, 9)}

@@ -16,7 +16,7 @@ N_OBS = 103
 
 pytestmark = [
     pytest.mark.programs,
-    # Of torchdata itself, with newer versions of torch.
+    # Warnings of torchdata itself with newer versions of torch.
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
     # More workers than this machine has cores, and forks of a process with threads, are what is tested.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -37,7 +37,7 @@ def rows(batches) -> list[list[int]]:
 
 
 def unbroken(num_workers: int, **options) -> list[list[list[int]]]:
-    """Three epochs."""
+    """Return the batches of three epochs."""
     one = loader(num_workers, **options)
     return [rows(one) for _ in range(3)]
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
-from dasksc.loader import parts_of
+from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 
 N_OBS = 203
@@ -43,7 +43,7 @@ def rows(batches) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def epochs(path) -> list[list[tuple[int, ...]]]:
-    """Batches of the first epochs, read without workers."""
+    """Return the batches of the first epochs, read without workers."""
     one = dataset(path)
     return [rows(one) for _ in range(3)]
 
@@ -58,7 +58,7 @@ def test_epochs_differ_and_the_same_seed_gives_them_again(path, epochs):
     assert rows(other) != epochs[0]
 
 
-# Every start method, spawning below; with workers that stay and with such that each epoch starts anew.
+# Every start method except spawn, which is below; with persistent workers and with new ones each epoch.
 @pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("forkserver", True)])
 def test_workers_read_the_same_epochs_as_none_do(path, epochs, start, persistent):
     one = dataset(path)
@@ -80,7 +80,7 @@ def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epoch
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-# Pairwise: layouts with and without workers, and with little and much that is prefetched.
+# Pairwise: layouts with and without workers, and with small and large prefetch factors.
 @pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "layout"),
     [(0, None, "dense"), (0, None, "csr"), (2, 1, "csr"), (2, 8, "dense")],
@@ -109,7 +109,7 @@ def test_batches_handed_over_as_they_come_are_the_same_ones(path, epochs):
 
 def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(path, epochs, caplog):
     one = dataset(path)
-    projection = parts_of(one).projection
+    projection = components_of(one).projection
     projection.limit = 3 * one.projected_bytes
     alone = projection.depth()
     seen = {}

@@ -27,19 +27,19 @@ pytestmark = pytest.mark.core
 GENES, PROTEINS = "Gene Expression", "Antibody Capture"
 TYPES = [GENES] * 14 + [PROTEINS] * 4 + ["CRISPR Guide Capture"] * 2
 GENOMES = ["GRCh38"] * 8 + ["mm10"] * 6 + [""] * 6
-# Two genes of one name, and one name beyond ASCII that scanpy does not decode is in a test of its own.
+# Two genes share a name. Non-ASCII names have a separate test, because scanpy does not decode them.
 NAMES = ["twice" if i in (3, 11) else f"gene {i}" for i in range(20)]
 
 
 def scanpys(path: Path, kept: Any = slice(None), **options: Any) -> AnnData:
-    """What scanpy reads, of the features `kept`."""
+    """Read the features `kept` with scanpy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # names repeat
         return sc.read_10x_h5(path, **{"gex_only": False} | options)[:, kept].copy()
 
 
 def same(opened: AnnData, expected: AnnData) -> None:
-    """Values are equal, and so are both tables."""
+    """Check that X, obs and var are equal."""
     assert opened.shape == expected.shape
     assert list(opened.obs_names) == list(expected.obs_names)
     assert list(opened.var_names) == list(expected.var_names)
@@ -151,7 +151,7 @@ def test_any_type_of_counts_and_of_places_is_read(tmp_path: Path, dtype: str, in
     path = write_v3(tmp_path / "a.h5", counts, types=types)
     opened = dasksc.open(path)
     np.testing.assert_array_equal(opened.X.compute().toarray(), counts.toarray())
-    # Arithmetic in the type of counts would wrap.
+    # Narrow integers would overflow in arithmetic, so X is opened as a floating type.
     assert opened.X.dtype == ("float32" if np.dtype(dtype).itemsize <= 2 or dtype == "float32" else "float64")
 
 
@@ -400,7 +400,7 @@ def test_a_truncated_file_is_refused(v3: Path, kept: float) -> None:
 def test_names_that_would_fill_memory_are_refused(v3: Path, name: str) -> None:
     with h5py.File(v3, "r+") as file:
         del file[f"matrix/{name}"]
-        # Chunks that were never written take no room in the file.
+        # Chunks that were never written occupy no space in the file.
         file.create_dataset(f"matrix/{name}", shape=(2**33,), chunks=(2**20,), dtype="S18")
     with pytest.raises((CorruptDataError, StorageError), match="bytes beside its matrices"):
         dasksc.open(v3)
@@ -412,7 +412,7 @@ def test_a_shape_in_a_chunk_that_would_fill_memory_is_refused(v3: Path) -> None:
         shape = file.create_dataset(
             "matrix/shape", (2,), dtype=np.int64, chunks=(2**28,), maxshape=(None,), compression="gzip"
         )
-        # The chunk claims 2 GiB, which nobody compresses or decodes.
+        # The chunk shape implies 2 GiB; the stored data are tiny.
         shape.id.write_direct_chunk((0,), zlib.compress(np.array([20, 60]).tobytes()))
     with pytest.raises(CorruptDataError, match="chunks of"):
         dasksc.open(v3)

@@ -41,7 +41,7 @@ from tests.support.data import (
 )
 from tests.support.recorders import recorded_reads
 
-# What AnnData 0.13 asks of pandas 3 when it subsets.
+# AnnData 0.13 sets this deprecated pandas option when it subsets.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
 
 ALIGNED = ("layers", "obsm", "obsp", "varm", "varp")
@@ -52,7 +52,7 @@ def computed(array: Any) -> Any:
 
 
 def assert_same(got: ad.AnnData, expected: ad.AnnData) -> None:
-    """Every part of `got`, computed, is that of `expected`."""
+    """Compute every element of `got`, and check that it equals that of `expected`."""
     assert got.shape == expected.shape
     if expected.X is None:
         assert got.X is None
@@ -82,7 +82,7 @@ def assert_same(got: ad.AnnData, expected: ad.AnnData) -> None:
 
 
 def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
-    """Read with AnnData itself, which warns of every element of an old file; `dasksc.open` does not."""
+    """Read with AnnData, without the warnings that it issues for every element of an old file."""
     with warnings.catch_warnings():
         for message in ("Moving element from", ".*was written with", "Element .* was written"):
             warnings.filterwarnings("ignore", message)
@@ -547,7 +547,7 @@ def test_a_column_without_tensor_form_is_refused_by_name(values: Any) -> None:
 
 
 def assert_same_table(got: pd.DataFrame, expected: pd.DataFrame) -> None:
-    """The same values; AnnData drops the categories that no row has."""
+    """Check that the values are equal; AnnData drops unused categories."""
     pd.testing.assert_frame_equal(got, expected, check_categorical=False)
     assert [str(value) for value in got.to_numpy().ravel()] == [str(value) for value in expected.to_numpy().ravel()]
 
@@ -705,3 +705,16 @@ def test_many_names_are_looked_at_by_their_hashes(monkeypatch, tmp_path, caplog)
     adata.obs_names = [*adata.obs_names[:-1], adata.obs_names[0]]
     dasksc.open(write_store(adata, tmp_path, "zarr3"))
     assert "obs_names repeat" in caplog.text
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_names_of_an_open_atlas_are_used_without_opening_it_again(
+    names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    adata = dasksc.open(path, names=names)
+    expected = list(adata.obs_names) if names else None
+    view = dasksc.scDataset(adata, batch_size=4).collection
+    monkeypatch.setattr(ad.AnnData, "__init__", lambda *_, **__: pytest.fail("the atlas was opened again"))
+    pieces = view.name_pieces()
+    assert (None if pieces is None else [name for piece in pieces for name in piece]) == expected

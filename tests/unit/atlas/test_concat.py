@@ -34,8 +34,8 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:Observation names are not unique",
         "ignore:.*has (several )?data types?.* and becomes",
-        "ignore:The behavior of DataFrame concatenation with empty",  # pandas', of AnnData's way to join
-        "ignore:Only some AnnData objects have `.raw`",  # AnnData's own, where it makes what is expected
+        "ignore:The behavior of DataFrame concatenation with empty",  # issued by pandas when AnnData joins
+        "ignore:Only some AnnData objects have `.raw`",  # issued by AnnData for the expected result
     ),
 ]
 
@@ -105,7 +105,7 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
     pd.testing.assert_frame_equal(got.var, expected.var)
     assert set(got.layers) == set(expected.layers)
     assert set(got.obsm) == set(expected.obsm)
-    # An AnnData drops a raw without cells when it is made.
+    # AnnData drops raw on construction if it has no cells.
     assert (got.raw is None) == (expected.raw is None) or expected.n_obs == 0
     pairs = {
         f"layers/{name}": (got.layers[name], expected.layers[name]) for name in expected.layers if name is not None
@@ -119,10 +119,10 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
             pd.testing.assert_frame_equal(lazy, eager)
             continue
         np.testing.assert_array_equal(dense(lazy), dense(eager), err_msg=name)
-        # Of parts without rows, and of obsm of several widths, AnnData 0.13 may make float64.
+        # AnnData 0.13 may return float64 for parts without rows and for obsm arrays of different widths.
         is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
-        # Files are computed on in a floating type, whatever integers they hold; what is in memory keeps its own.
-        # AnnData widens integers to float64 where it fills in NaN; the type raw's int16 computes in holds NaN already.
+        # Integers in files are converted to a floating type; arrays in memory keep their type. AnnData widens integers
+        # to float64 where it fills in NaN; raw's int16 is already converted to a type that holds NaN.
         types = {eager.dtype, logical_dtype(eager.dtype)} | (
             {logical_dtype(np.dtype(np.int16))} if name == "raw/X" else set()
         )
@@ -158,7 +158,7 @@ def test_several_are_what_anndata_makes_of_them(
     has,
 ) -> None:
     folder = tmp_path_factory.mktemp("several")
-    # From one gene to all; in no order, of which one may be common.
+    # Each atlas has one gene to all genes, in random order; one gene may be common to all atlases.
     chosen = [set(range(30))] * 3 if genes is None else [one | {7} if has_common else one for one in genes]
     adatas = [
         atlas(
@@ -185,10 +185,10 @@ def test_several_are_what_anndata_makes_of_them(
         return
     expected = anndata.concat(adatas, **options)
     got = dasksc.open(parts, **options)
-    # What is filled needs no wider type; AnnData makes one where a part lacks all of a matrix.
+    # Filling needs no wider type in dasksc; AnnData widens the type if a part lacks the whole matrix.
     assert_same(got, expected, same_types=0 not in sizes and "fill_value" not in options)
 
-    # Batches, of all variables and of some, are rows of the same.
+    # Batches with all variables, and with some, contain rows of the concatenated matrix.
     n_obs = expected.n_obs
     if n_obs == 0:
         return
@@ -271,7 +271,7 @@ def to_memory(adata: AnnData) -> AnnData:
 def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) -> None:
     import zarr
 
-    parts = [atlas(i, 20, GENES, has=[]) for i in range(11)]  # the eleventh would sort before the third
+    parts = [atlas(i, 20, GENES, has=[]) for i in range(11)]  # sorted as text, part 10 would precede part 2
     zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
     for i, part in enumerate(parts):
         write(part, tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
@@ -391,7 +391,7 @@ def test_nan_for_what_some_lack_is_warned_of_when_it_is_opened_and_when_it_reach
 @pytest.mark.parametrize(("fill_value", "wider"), [(0, None), (-1, "int16"), (0.5, "float64")])
 def test_types_stay_as_narrow_as_what_fills_them_allows(dtype: str, fill_value: float, wider: str | None) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype=dtype, layout="dense", has=[]) for i in range(2)]
-    parts[0].layers["twice"] = parts[0].X  # which the other lacks
+    parts[0].layers["twice"] = parts[0].X  # the other part lacks this layer
     with warnings.catch_warnings():
         if fill_value == 0:
             warnings.simplefilter("error", UserWarning)
@@ -541,7 +541,7 @@ def test_many_files_are_opened_and_read_without_keeping_them_open(
     def n_handles() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    # What the libraries open once is open before anything is counted.
+    # Let the libraries open their own files before handles are counted.
     for _ in dasksc.scDataset(paths[:2], dasksc.Streaming(), 8, seed=0):
         pass
     before = n_handles()
@@ -551,7 +551,7 @@ def test_many_files_are_opened_and_read_without_keeping_them_open(
     for batch in dasksc.scDataset(opened, dasksc.BlockShuffling(2), 48, 4, seed=0):
         most, n_rows = max(most, n_handles()), n_rows + len(batch)
     assert n_rows == 192
-    # Ten, and one for each thread that opens another.
+    # The limit of ten, and one for each thread that opens another file.
     assert most <= before + 10 + 4
 
 
@@ -570,7 +570,7 @@ def test_files_of_any_kind_stand_in_one_list(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
 class TestAnnCollection:
-    """What an AnnCollection says of cells is what the atlas says that it opens to."""
+    """Cells of an AnnCollection, equal to those of the atlas that it opens as."""
 
     @pytest.mark.parametrize("join_obs", ["inner", "outer", None])
     @pytest.mark.parametrize("backed", [False, True])
@@ -633,7 +633,7 @@ class TestAnnCollection:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Atlases at three depths, a hidden one, and a Zarr store with what looks like one inside."""
+    """Atlases at three depths, a hidden atlas, and a Zarr store that contains a file named like an atlas."""
     tmp_path = tmp_path_factory.mktemp("tree")
     for name in ("A", "sub/C", "sub/deep/D", ".hidden/E"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -25,7 +25,7 @@ CONTROL = {"gene": "non-targeting"}
 def screen(n: int = 3000, n_genes: int = 20, seed: int = 0) -> pd.DataFrame:
     rng = np.random.default_rng(seed)
     genes = np.array(["non-targeting", *(f"G{i}" for i in range(n_genes))])
-    # Every condition has a cell at least.
+    # Every condition has at least one cell.
     every = pd.MultiIndex.from_product([LINES, genes], names=BY).to_frame(index=False)
     more = pd.DataFrame({"line": rng.choice(LINES, n), "gene": rng.choice(genes, n)})
     obs = pd.concat([every, more], ignore_index=True).sample(frac=1, random_state=seed).reset_index(drop=True)
@@ -40,7 +40,7 @@ def conditions_of(obs: pd.DataFrame, rows: np.ndarray) -> set[tuple[str, str]]:
 
 
 def check_parts(obs: pd.DataFrame, parts: dict[str, np.ndarray], rows: np.ndarray) -> None:
-    """Every row is in one part, every condition too, and all controls are in the first."""
+    """Check that each row and each condition is in exactly one part, and all controls in the first."""
     assert all((np.diff(part) > 0).all() and part.dtype == np.int64 and len(part) for part in parts.values())
     np.testing.assert_array_equal(np.sort(np.concatenate(list(parts.values()))), rows)
     seen = [conditions_of(obs, part) for part in parts.values()]
@@ -66,7 +66,7 @@ def test_a_context_held_out_is_tested_on_but_for_a_share_and_its_controls(
     assert sum(line == "K562" for line, _ in conditions_of(obs, parts["train"])) == n_seen
     if share is not None:
         held = conditions_of(obs, parts["validation"])
-        # Twenty conditions of each of the two other lines, of each less than one off.
+        # The two other lines have 20 conditions each; the number held out deviates by less than one in each line.
         for line in LINES[1:]:
             assert abs(sum(one == line for one, _ in held) - 20 * share) < 1
         assert not any(line == "K562" for line, _ in held)
@@ -94,7 +94,7 @@ def test_conditions_are_dealt_by_fractions_of_each_context(seed: int, fractions:
 
 
 def test_every_condition_is_held_out_as_often_as_another() -> None:
-    # 300 seeds hold out 6 of 20 conditions: 90 times each, give or take five standard deviations of 7.9.
+    # 300 seeds hold out 6 of 20 conditions: 90 times each, within five standard deviations of 7.9.
     obs = screen(n=0)
     counts = dict.fromkeys([f"G{i}" for i in range(20)], 0)
     for seed in range(300):

@@ -57,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_read(dataset: dasksc.scDataset) -> np.ndarray:
-    """The rows of an epoch: X holds their numbers, from 1."""
+    """Return the row numbers of an epoch; X holds them, starting from 1."""
     return np.concatenate([batch.numpy()[:, 0] for batch in dataset]).astype(int) - 1
 
 
@@ -67,7 +67,7 @@ CASES: dict[str, Any] = {
     "cell_type == 'T cell' & n_genes > 500 | n_genes < 10": (OBS.cell_type == "T cell") & (OBS.n_genes > 500)
     | (OBS.n_genes < 10),
     "cell_type in ['T cell', 'NK'] and not `is doublet`": OBS.cell_type.isin(["T cell", "NK"]) & ~OBS["is doublet"],
-    "cell_type != 'NK'": OBS.cell_type != "NK",  # missing ones too, as in pandas
+    "cell_type != 'NK'": OBS.cell_type != "NK",  # includes missing values, as in pandas
     "cell_type.isna()": OBS.cell_type.isna(),
     "score > 3": (OBS.score > 3).fillna(False),
     "score != 3": (OBS.score != 3).fillna(False),
@@ -77,13 +77,13 @@ CASES: dict[str, Any] = {
     'note == "it\'s `so`"': OBS.note == "it's `so`",
     "note.str.startswith('a')": OBS.note.str.startswith("a"),
     "`is doublet`": OBS["is doublet"],
-    # A missing text neither begins with anything nor does not: `not` selects it no more than the question does.
+    # For missing text, neither the condition nor its negation is true.
     "cell_type.str.startswith('T')": OBS.cell_type == "T cell",
     "not cell_type.str.startswith('T')": OBS.cell_type.isin(["B cell", "NK"]),
     "~cell_type.str.endswith('cell') or n_genes > 900": (OBS.cell_type == "NK") | (OBS.n_genes > 900),
     "cell_type.str.contains('T|B') and n_genes > 500": OBS.cell_type.isin(["T cell", "B cell"]) & (OBS.n_genes > 500),
     "cell_type.str.startswith(('T', 'N'))": OBS.cell_type.isin(["T cell", "NK"]),
-    # pandas binds | looser than comparisons, which Python does not: brackets stay where they were.
+    # In pandas, | has lower precedence than comparisons; in Python, higher. The brackets must be preserved.
     "(note.str.startswith('a') | n_genes > 500) == `is doublet`": (OBS.note.str.startswith("a") | (OBS.n_genes > 500))
     == OBS["is doublet"],
     "'ü' != note and not note.str.contains('`so`')": OBS.note == "a b",
@@ -159,9 +159,9 @@ def test_a_missing_text_is_no_match_and_no_mismatch_whatever_its_type(kind: str)
         ("not kind.str.startswith('T')", [2]),
         ("~(kind.str.contains('cell|reg'))", []),
         ("not kind.str.endswith('cell') or n == 0", [0, 3]),
-        ("not (kind.str.endswith('cell') and n < 2)", [2, 3, 4]),  # whatever it is, n says no
+        ("not (kind.str.endswith('cell') and n < 2)", [2, 3, 4]),  # n >= 2 decides, even if kind is missing
         ("kind.isna() or kind.str.contains('reg')", [0, 3, 4]),
-        ("kind.str.contains('t', False, 0, True)", [0, 1, 3, 4]),  # what pandas is told of missing ones
+        ("kind.str.contains('t', False, 0, True)", [0, 1, 3, 4]),  # pandas receives na=True for missing values
     ):
         assert dasksc.rows_where(obs, expression).tolist() == expected, expression
 
@@ -213,7 +213,7 @@ def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: 
     adata.obs = adata.obs[["n_genes", "score"]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # Cells that one of them lacks are in a MuData, and not in what is read of it.
+        # A MuData contains cells that one modality lacks; batches do not.
         data = mudata.MuData({"rna": adata[20:].copy(), "prot": adata[::-1][:90].copy()})
         data.write(tmp_path / "cite.h5mu")
     opened = dasksc.Modalities(data)
@@ -265,7 +265,7 @@ def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_
     every = np.arange(N)
     chosen = every if indices is None else np.asarray(every[indices])
     fits = OBS.n_genes.to_numpy() > 400
-    # What is drawn must depend on the row alone, wherever its weight or label was given.
+    # Draws must depend on the row alone, whether weights and labels are given per row or per index.
     values = chosen % 3 if per_entry else every % 3
     strategy: Any = {
         "streaming": dasksc.Streaming(indices),

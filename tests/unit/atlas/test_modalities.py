@@ -32,7 +32,7 @@ N = 60
 
 
 def modality(seed: int, n_vars: int, cells: np.ndarray, *, is_sparse: bool) -> AnnData:
-    """An atlas whose X, in its first column, holds the number of the cell."""
+    """Return an atlas with the number of the cell in the first column of X."""
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 5, (len(cells), n_vars)).astype(np.float32)
     x[:, 0] = cells + 1
@@ -58,7 +58,7 @@ COMMON = sorted(set.intersection(*(set(adata.obs_names) for adata in parts().val
 
 
 def store(folder: Path, kind: str, own: dict[str, Any] | None = None) -> Any:
-    """The same modalities, in one of the ways in which they come; `own` are more columns of their own obs."""
+    """Store the modalities in the format `kind`; `own` holds additional columns for their obs."""
     mod = parts()
     if kind == "dict":
         return mod
@@ -68,11 +68,11 @@ def store(folder: Path, kind: str, own: dict[str, Any] | None = None) -> Any:
             paths[name] = folder / f"{name}.h5ad"
             adata.write_h5ad(paths[name])
         return paths
-    # As MuData lays it out, on any cells that some modality has.
+    # MuData stores the union of the cells of all modalities.
     cells = sorted(set().union(*(adata.obs_names for adata in mod.values())))
     obs = pd.DataFrame({"site": pd.Categorical(["x", "y"] * (len(cells) // 2))}, index=cells)
     path = folder / f"atlas.{kind}"
-    # h5mu files begin with 512 bytes that are not HDF5's.
+    # h5mu files begin with a user block of 512 bytes.
     root = h5py.File(path, "w", userblock_size=512) if kind == "h5mu" else zarr.open_group(path, mode="w")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -89,7 +89,7 @@ def store(folder: Path, kind: str, own: dict[str, Any] | None = None) -> Any:
 
 
 def check_batches(dataset: dasksc.scDataset, mod: dict[str, AnnData], order: list[str]) -> None:
-    """Every row of every part of every batch is that of the cell it says it is."""
+    """Check that in every batch, each row of each modality belongs to the cell given by its index."""
     seen = []
     for batch in dataset:
         cells = [order[i] for i in batch.index.tolist()]
@@ -109,7 +109,7 @@ def check_batches(dataset: dasksc.scDataset, mod: dict[str, AnnData], order: lis
     assert sorted(seen) == COMMON
 
 
-# Every way in which modalities come, and both layouts in which batches do.
+# Every kind of input, and both layouts of batches.
 @pytest.mark.parametrize(("kind", "layout"), [("dict", "dense"), ("paths", "csr"), ("h5mu", "dense"), ("zarr", "csr")])
 def test_each_batch_holds_the_same_cells_of_every_modality(tmp_path: Path, kind: str, layout: Any) -> None:
     data = store(tmp_path, kind)
@@ -380,7 +380,7 @@ def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Pa
     expected = np.stack([np.asarray(mod[name].X.sum(axis=1)).reshape(-1) for name in ("rna", "prot")], axis=1)
     np.testing.assert_allclose(written.obsm["X_joint"], expected)
     assert list(written.obs_names) == list(data.obs_names)
-    # A modality is an atlas of the same cells.
+    # A modality can be opened as an atlas of the same cells.
     rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
     np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
 

@@ -24,7 +24,7 @@ FRACTIONS = st.lists(st.integers(1, 20), min_size=2, max_size=5).map(
 
 
 def check_parts(parts: dict[str, np.ndarray], rows: np.ndarray) -> None:
-    """Every row is in exactly one part, ascending."""
+    """Check that every row is in exactly one part, in ascending order."""
     assert all((np.diff(part) > 0).all() and part.dtype == np.int64 and len(part) for part in parts.values())
     np.testing.assert_array_equal(np.sort(np.concatenate(list(parts.values()))), rows)
 
@@ -77,7 +77,7 @@ def test_no_group_is_in_two_parts_and_none_is_over_by_more_than_the_largest(
 @given(n_donors=st.integers(20, 80), seed=st.integers(0, 2**64 - 1))
 def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    # One donor has most rows: it counts as one.
+    # Most rows belong to one donor, which still counts as one.
     donors = np.concatenate([np.arange(n_donors), np.zeros(2000, dtype=int), rng.integers(0, n_donors, 300)])
     status = (np.arange(n_donors) % 2)[donors]
     obs = pd.DataFrame({"donor": pd.Categorical(donors), "status": status})
@@ -92,7 +92,7 @@ def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["integers", "floats", "nullable", "strings", "categories"])
 def test_rows_without_a_label_are_split_and_do_not_outvote_those_with_one(kind: str) -> None:
-    # Of each donor 3 rows are labelled and 7 are not, half of these -1 and half missing where that can be.
+    # Each donor has 3 labeled and 7 unlabeled rows; half of these are -1, and half missing if the type allows it.
     donor = np.repeat(np.arange(40), 10)
     labels = np.where(np.tile(np.arange(10), 40) < 3, donor % 2, -1 - np.tile(np.arange(10) % 2, 40)).astype(float)
     numbers = pd.Series(labels)
@@ -108,7 +108,7 @@ def test_rows_without_a_label_are_split_and_do_not_outvote_those_with_one(kind: 
         parts = dasksc.split(obs, fractions=(0.5, 0.5), by="donor", stratify="status", seed=seed)
         check_parts(parts, np.arange(400))
         assert [int((np.unique(donor[part]) % 2).sum()) for part in parts.values()] == [10, 10]
-        # Those without a label are one class, whatever says so.
+        # Rows without a label form one class, regardless of how the missing label is stored.
         parts = dasksc.split(obs, fractions=(0.25, 0.75), stratify="status", seed=seed)
         check_parts(parts, np.arange(400))
         assert [int((labels[part] < 0).sum()) for part in parts.values()] == [70, 210]
@@ -125,7 +125,7 @@ def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
     rng = np.random.default_rng(0)
     batch = rng.integers(0, 40, 3000)
     donor = batch * 2 + rng.integers(0, 2, 3000)
-    lab = batch // 2  # 20 labs of two batches of two donors each
+    lab = batch // 2  # 20 labs with two batches each, and two donors in each batch
     obs = pd.DataFrame({"batch": batch, "donor": donor, "lab": lab})
     for more in ({"groups": ["donor", "batch", "lab"]}, {"by": "donor", "groups": ["batch", "lab"]}):
         parts = dasksc.split(obs, fractions=(0.6, 0.2, 0.2), **more, seed=1)
@@ -153,7 +153,7 @@ def test_every_row_is_as_likely_to_be_in_a_part() -> None:
     n_seeds = 2000
     for seed in range(n_seeds):
         counts[dasksc.split(obs, fractions=(0.75, 0.25), stratify="kind", seed=seed)["test"]] += 1
-    # Binomial(2000, 1/4) within five standard deviations: 40 rows fail once in 40,000 choices of the seeds.
+    # Binomial(2000, 1/4) within five standard deviations: for 40 rows, one in 40,000 choices of seeds fails.
     assert np.abs(counts - n_seeds / 4).max() < 5 * np.sqrt(n_seeds * 3 / 16)
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_split_is_refused() -> None:
 
 
 class _Untouched:
-    """What would be opened, were the other arguments not looked at first."""
+    """Data that must not be opened before the other arguments are checked."""
 
     @property
     def obs(self) -> pd.DataFrame:

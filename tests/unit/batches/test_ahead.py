@@ -94,7 +94,7 @@ def test_a_job_that_is_not_ready_is_asked_for_only_when_nothing_else_is_left() -
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_jobs_are_run_by_the_threads_alone(n_threads: int) -> None:
-    # A transform may not be safe to be called by several, and PyTorch's modes are each thread's own.
+    # A transform may not be thread-safe, and PyTorch's modes are thread-local.
     at_once, most, names = 0, 0, set()
 
     def job() -> None:
@@ -119,7 +119,7 @@ def test_without_its_threads_the_consumer_runs_the_jobs(monkeypatch: pytest.Monk
 
     results = run_ahead(iter([job] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2)
     next(results)
-    # As the interpreter does when the main thread has ended.
+    # The interpreter calls this when the main thread has ended.
     _close_all()
     for thread in gather_threads():
         thread.join(timeout=10)
@@ -128,7 +128,7 @@ def test_without_its_threads_the_consumer_runs_the_jobs(monkeypatch: pytest.Monk
     assert len(list(results)) == 19
     assert len(names) >= 15
     assert set(names) == {threading.current_thread().name}
-    # And from the start, where it begins when the interpreter is about to exit.
+    # An iteration that begins at interpreter exit runs all jobs in the calling thread.
     names.clear()
     assert len(list(run_ahead(iter([job] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2))) == 20
     assert set(names) == {threading.current_thread().name}
@@ -215,5 +215,5 @@ print("main ends", flush=True)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    # A thread that outlives the main one gets all of its results.
+    # A thread that outlives the main thread receives all results.
     assert done.stdout.split("\n")[:-1] == ["main ends", *["300"] * (where != "main")]

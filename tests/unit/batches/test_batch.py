@@ -69,7 +69,7 @@ def test_collating_batches_keeps_the_type() -> None:
 
 
 def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The scattering of single tensors needs GPUs; what is tested is how their container is rebuilt.
+    # Scattering tensors needs GPUs; this test covers only the reconstruction of the container.
     monkeypatch.setattr(
         "torch.nn.parallel.scatter_gather.Scatter.apply", lambda devices, _, dim, x: x.chunk(len(devices), dim)
     )

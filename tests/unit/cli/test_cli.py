@@ -1,4 +1,4 @@
-"""Command `dasksc` as a whole; its subcommands have tests of their own."""
+"""Command `dasksc` as a whole; separate modules test its subcommands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def assert_examples_are_on_lines_of_their_own(runner: CliRunner, *command: str) 
     assert len(examples) >= 2, page.output
     for line in examples:
         assert line.startswith("  "), line
-        # What is rewrapped has several commands in a line, or a line without one.
+        # Rewrapped text would have several commands in a line, or none.
         words = line.split()
         following = [after for before, after in pairwise(words) if before == "dasksc"]
         assert sum(word in names for word in following) == 1, line
@@ -70,7 +70,7 @@ def test_errors_of_dasksc_are_one_line_and_exit_code_1(monkeypatch: pytest.Monke
 def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None:
     path = tmp_path / "atlas.h5ad"
     AnnData(np.ones((50, 3), dtype=np.float32)).write_h5ad(path)
-    # It would take a day, and says when it has begun.
+    # The benchmark would run for a day; it prints a line when it begins.
     arguments = ["bench", str(path), "--seconds", "86400"]
     with subprocess.Popen(
         [sys.executable, "-m", "dasksc", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -78,7 +78,7 @@ def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None
         assert run.stderr is not None
         try:
             assert run.stderr.readline().startswith("round 1")
-            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
             _, told = run.communicate(timeout=120)
         finally:
             run.kill()
@@ -119,7 +119,7 @@ def test_every_help_is_whole_and_on_one_line_of_80_columns(name: str, command: c
 @click.option("--drop-last", is_flag=True)
 @click.option("--storage-option", "storage_options", multiple=True)
 def reads(**given: object) -> None:
-    """Warn of four files and of one more problem."""
+    """Log warnings about four files and about one other problem."""
     with collected_warnings():
         logger = logging.getLogger("dasksc.storage")
         for i in range(4):

@@ -129,7 +129,7 @@ def test_info_tells_of_what_is_on_a_web_server_what_can_be_known(folder: Path, n
         found = matrices(run_json("info", f"{server.url}/{name}", "--seconds", 0))
         text = run("info", f"{server.url}/{name}", "--seconds", 0).output
     if name.endswith(".zarr"):
-        # A web server does not tell what it has, nor how large that is.
+        # A web server lists neither its files nor their sizes.
         assert {one["stored_bytes"] for one in found.values()} == {None}
         assert "uncompressed, stored size unknown" in text
         assert {key: {**one, "stored_bytes": expected[key]["stored_bytes"]} for key, one in found.items()} == expected
@@ -323,7 +323,7 @@ def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypa
 
 @pytest.fixture(scope="module")
 def cite(folder: Path) -> Path:
-    """An .h5mu file as MuData writes it, among whose cells are some that a modality lacks."""
+    """Write an .h5mu file with MuData; each modality lacks some of its cells."""
     path = folder / "other" / "cite.h5mu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -378,7 +378,7 @@ def flags(bucket: Bucket) -> list[str]:
 def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Without what is told, there would be no way to it.
+    # The bucket can be reached only with the endpoint in --storage-option.
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     one, every = f"s3://{bucket.name}/plates/plain.h5ad", f"s3://{bucket.name}/plates"
     for number, (arguments, local) in enumerate(
@@ -470,7 +470,7 @@ def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
         shown = run("suggest", *paths, "--batch-size", 16, "--join", join).stdout
         code = shown.partition("Code to paste:\n\n")[2]
         named: dict[str, Any] = {}
-        exec(compile(code, "suggested", "exec"), named)  # the loop in it reads an epoch
+        exec(compile(code, "suggested", "exec"), named)  # its loop reads an epoch
         dataset = named["dataset"]
         report = run_json("suggest", *paths, "--batch-size", 16, "--join", join)
         assert dataset.batch_size == 16

@@ -46,14 +46,14 @@ def small_parts(monkeypatch):
 
 
 def few_columns(n_obs: int, n_vars: int, **options: Any) -> ad.AnnData:
-    """`make_adata` with less of the same kinds, where it is not in question that all of it comes out."""
+    """Return `make_adata` with fewer columns, for tests that do not check the completeness of the output."""
     source = make_adata(n_obs, n_vars, **options)
     source.obs = source.obs[["cell_type", "cell_type_missing", "float32"]]
     del source.layers["counts"], source.obsm["sparse"], source.obsm["table"], source.varm, source.obsp
     return source
 
 
-# Each format and each layout of X; in all of them there are layers of both.
+# Each format and each layout of X; the layers include both layouts.
 @pytest.mark.parametrize(("format", "layout"), [("h5ad", "csr"), ("zarr2", "dense"), ("zarr3", "csr")])
 @pytest.mark.usefixtures("small_parts")
 def test_every_cell_is_there_once_with_all_that_belongs_to_it(tmp_path, format, layout):
@@ -144,7 +144,7 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
         ([1, 256], "float64", "uint16"),
         ([1, 65_535], "int32", "uint16"),
         ([1, 65_536], "int64", "uint32"),
-        # Just what it holds; float32 has no such number.
+        # The largest uint32, which float32 cannot represent exactly.
         ([1, 2**32 - 1], "float64", "uint32"),
         ([1, 2**32 - 1], "int64", "uint32"),
         ([1, 2**32 - 1], "uint64", "uint32"),
@@ -197,7 +197,7 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
 def test_values_at_one_place_are_added_up_before_they_are_narrowed(
     tmp_path, stored, values, written, compression, narrow
 ):
-    # Row 0 has two values in column 3, row 1 has columns that do not ascend.
+    # Row 0 has two values in column 3; the columns of row 1 are not sorted.
     data = np.array([*values[:2], values[2], 1, 2], dtype=stored)
     X = sp.csr_matrix((data, np.array([3, 3, 5, 4, 1]), np.array([0, 2, 3, 5])), shape=(3, 10))
     assert not X.has_canonical_format
@@ -255,7 +255,7 @@ def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_t
             tmp_path / "out.zarr", dasksc.Streaming(), batch_size=2, layout=layout, scheduler="synchronous"
         )
         assert np.array_equal(batch.to_dense().numpy(), X.toarray())
-    # What is narrow is converted again, too: kept, and made wide.
+    # Convert the narrow store again: keep the narrow types, and widen them.
     dasksc.convert(tmp_path / "out.zarr", tmp_path / "wide.zarr", narrow=False, verify=True)
     assert zarr.open_array(tmp_path / "wide.zarr" / "X" / "indices").dtype == np.int32
     assert abs(read(tmp_path / "wide.zarr")[["a", "b"]].X - X).max() == 0
@@ -411,7 +411,7 @@ def test_what_joining_leaves_out_is_named(tmp_path, join):
     expected = {"raw", "obsp/neighbours", "uns/source"}
     if join == "inner":
         expected |= {"obs/text", "layers/scaled", "obsm/X_pca"}
-    # As AnnData merges: what only one has is not the same in all.
+    # As in AnnData's merge="same": a column of only one part is not the same in all parts.
     expected.add("var/other")
     assert set(report.left_out) == expected
     assert len(report.left_out) == len(expected)
@@ -448,7 +448,7 @@ def test_it_runs_on_a_cluster(tmp_path, in_process_client):
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
-    # Many tasks of each kind, those of Staging too, which sizes that travel with them make.
+    # Create many tasks of each kind, including those of Staging, whose sizes are sent to the workers.
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     source = few_columns(60, 17)
     path = tmp_path / "atlas.h5ad"
@@ -504,7 +504,7 @@ def test_what_is_behind_a_url_is_read_in_runs(tmp_path, monkeypatch, with_cache,
     assert (tmp_path / "cache").exists() == with_cache
 
 
-# --- What goes wrong --------------------------------------------------------------------------------
+# --- Failures ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -632,7 +632,7 @@ def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, 
         with pytest.raises(InputError, match=r"out.zarr appeared .*out.zarr.partial. Move .*overwrite=True"):
             dasksc.convert(gzipped, target)
     assert contents(target) == before
-    # What is there is what is put in place then.
+    # The complete partial store is then put in place; no shard is written again.
     monkeypatch.setattr(shards.ShardWriter, "append", lambda *args: 1 / 0)
     with pytest.raises(InputError, match="exists"):
         dasksc.convert(gzipped, target)
@@ -679,7 +679,7 @@ def test_nor_is_it_gone_on_with_by_other_arguments(tmp_path, monkeypatch):
     ):
         with pytest.raises(InputError, match=f"conversion that differs from this one in .*{name}.*--overwrite"):
             dasksc.convert(data, target, **{**begun, name: other})
-    # What changes no content may be another.
+    # Options that do not affect the content may differ.
     dasksc.convert(data, target, **begun, memory_limit="1GiB", scheduler="synchronous", verify=True)
     assert set(read(target).obs["of"]) == {"one", "two"}
 
@@ -715,7 +715,7 @@ def test_a_target_may_not_be_an_input(tmp_path):
 
 @pytest.fixture
 def plates(tmp_path, monkeypatch):
-    """A folder of two atlases, one a store."""
+    """Folder with two atlases: an h5ad file and a Zarr store."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "plates"
     folder.mkdir()
@@ -767,7 +767,7 @@ def test_nor_may_it_be_what_an_opened_atlas_is_read_from(tmp_path, plates):
     for data in (dasksc.open(store), code, view, several, [small(3), dasksc.open(f"file://{store}")]):
         with pytest.raises(InputError, match="is, or lies in, the input .*plate1.zarr"):
             dasksc.convert(data, store, overwrite=True)
-    # What is in memory was read from there, and is not any more.
+    # Data in memory no longer depend on the store that they were read from.
     dasksc.convert(read(store), store, overwrite=True)
 
 
@@ -900,7 +900,7 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     assert not (tmp_path / "out.zarr").exists()
 
 
-# What went wrong, and whether it is verified the second time, do not interact: each once.
+# The kind of damage and the verification of the second run do not interact, so that each value occurs once at least.
 @pytest.mark.parametrize(("what", "verify"), [("shard", True), ("scan", False), ("table", True)])
 def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gzipped, monkeypatch, verify, what):
     from dasksc.conversion import tables
@@ -919,10 +919,10 @@ def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gz
         if what == "shard":
             patched.setattr(shards.ShardWriter, "append", wrong)
         elif what == "scan":
-            # Wrong in the first pass only, which is what the store is then compared with.
+            # Only the first pass is wrong; the store is later compared with its result.
             patched.setattr(scanning.Scan, "__call__", _with(scanning, "described", forgotten, scanning.Scan.__call__))
         else:
-            # Damage that no library expects.
+            # Damage that causes an unexpected exception in a library.
             patched.setattr(tables, "read_elem", lambda stored: stored["none"])
         with pytest.raises(CorruptDataError, match="The written data are removed; convert again"):
             dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="synchronous", verify=True)
@@ -932,7 +932,7 @@ def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gz
 
 
 def _with(module: Any, name: str, value: Any, function: Any) -> Any:
-    """The function, during whose calls something of a module is another."""
+    """Return a function that calls `function` while attribute `name` of `module` is replaced by `value`."""
 
     def call(*args: Any) -> Any:
         with pytest.MonkeyPatch.context() as patched:
@@ -956,7 +956,7 @@ def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp
         dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
-# What AnnData stores of each kind of column, and the name that the error gives it.
+# An array that AnnData stores for each kind of column, and its name in the error.
 @pytest.mark.parametrize(
     ("array", "named"),
     [
@@ -987,7 +987,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
     def damaged(adata: Any, folder: Path, store: Path, *more: Any) -> None:
         write(adata, folder, store, *more)
         stored = zarr.open_group(store / "obs", mode="r+")[array]
-        if isinstance(stored, zarr.Group):  # as AnnData 0.13 writes strings
+        if isinstance(stored, zarr.Group):  # AnnData 0.13 writes strings as a group
             stored = stored["values"]
         value = stored[-1:]
         stored[-1:] = np.array(["other"]) if value.dtype.kind in "OT" else ~value if value.dtype == bool else value + 1
@@ -1000,7 +1000,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
     assert not (tmp_path / "out.zarr").exists()
 
 
-# --- Its parts --------------------------------------------------------------------------------------
+# --- Components of a conversion ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "int64", "float64", "bool", "float16"])
@@ -1145,7 +1145,7 @@ def test_headers_of_arrays_are_parsed_one_at_a_time(tmp_path, monkeypatch):
         alone = parsing.acquire(blocking=False)
         together.append(not alone)
         try:
-            both.wait(0.2)  # a second thread, were it let in, would come here
+            both.wait(0.2)  # a second thread would arrive here if it were admitted
         except threading.BrokenBarrierError:
             both.reset()
         if alone:

@@ -50,7 +50,7 @@ def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     stores = sorted(tmp_path.glob("*.zarr"))
     whole = contents(stores[0])
     assert [store.name for store in stores if contents(store) != whole] == []
-    # A kill after the last step may leave the lock of a conversion that is done.
+    # A kill after the last step may leave the lock file of a completed conversion.
     assert [file for folder in tmp_path.glob("*.partial") for file in os.listdir(folder) if file != "lock"] == []
     same(read(stores[-1]), ad.read_h5ad(gzipped))
 
@@ -111,7 +111,7 @@ except dasksc.StorageError as error:
 
 @pytest.fixture(scope="module")
 def many_short_rows(tmp_path_factory):
-    """An atlas, mapped and compressed, of rows so short that what is known of them takes most of the room."""
+    """Atlas, mapped and compressed, whose rows are so short that their descriptions take most of the memory."""
     folder, rng = tmp_path_factory.mktemp("short"), np.random.default_rng(0)
     X = sp.random(20_000, 50, density=0.05, format="csr", rng=rng, dtype=np.float32)
     X.data[:] = rng.integers(1, 300, X.nnz)
@@ -154,7 +154,7 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
         assert told is not None, first.stdout
         assert told[1] == str(out)
         assert contents(out) == old
-        # As much as was asked for is enough.
+        # The space requested in the error is sufficient.
         assert resize(str(shutil.disk_usage(disk).used + parse_bytes(told[2]) + 2**16)).returncode == 0
         again = convert()
         assert again.returncode == 0, (kilobytes, again.stdout, again.stderr)
@@ -207,5 +207,5 @@ def test_memory_stays_within_the_limit_whatever_the_size_of_the_input(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     n_bytes = X.nnz * 8
-    # The interpreter and the tables take a little as well; what is not bounded would hold the matrix.
+    # The interpreter and the tables need some memory, too; an unbounded conversion would hold the whole matrix.
     assert int(done.stdout.splitlines()[-1]) < limit * 1.25 < n_bytes

@@ -1,4 +1,4 @@
-"""Loader page of the dashboard, the reports of ranks to it, and the metrics for Prometheus."""
+"""Loader page of the dashboard, reports that ranks send to it, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dasksc.executor import reporting
 
 pytestmark = pytest.mark.core
 
-WAIT_S = 30.0  # for what must happen soon; only a failing test waits so long
+WAIT_S = 30.0  # timeout in seconds; only a failing test waits this long
 LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 
@@ -50,7 +50,7 @@ def atlas(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# One for each test, and cheap: what a page adds to its scheduler stays there.
+# A new cluster for each test, because a page's additions to its scheduler are permanent.
 @pytest.fixture
 def cluster() -> Iterator[distributed.LocalCluster]:
     with (
@@ -116,7 +116,7 @@ def test_what_a_rank_reports_is_what_its_stats_say(cluster, client, atlas):
             assert report["n_batches"] + report["n_batches_left"] == len(data)
             seen.append(report["n_rows"])
     assert seen == [16, 21 * 16, 41 * 16]
-    (report,) = loaders(cluster)  # the last word is sent before the loop ends
+    (report,) = loaders(cluster)  # the final report is sent before the loop ends
     assert report["has_ended"]
     assert {name: value for name, value in report.items() if name not in LABELS | ADDED} == data.stats()
     assert (report["name"], report["worker"], report["pid"]) == ("atlas", None, os.getpid())
@@ -141,7 +141,7 @@ def test_the_progress_panel_of_dask_counts_the_whole_epoch(cluster, client, atla
     assert n_fetches > 8
     for i, _ in enumerate(data):
         if i == len(data) // 2:
-            # All that is consumed, in flight or to come, in one sum; released tasks are drawn as done.
+            # Consumed, running and pending fetches sum to n_fetches; the panel shows released tasks as done.
             assert eventually(lambda: sum(panel().values()) == n_fetches)
             assert eventually(lambda: panel()["released"] == sum(data.stats()[it] for it in ("n_fetched", "n_ready")))
             assert 2 < panel()["released"] < n_fetches
@@ -151,7 +151,7 @@ def test_the_progress_panel_of_dask_counts_the_whole_epoch(cluster, client, atla
 def test_recent_figures_are_those_between_reports(cluster, client, atlas):
     dashboard.install(client)
     for i, _ in enumerate(dataset(atlas, client)):
-        if i == 10:  # training pauses: no rows come, and nothing is waited for
+        if i == 10:  # training pauses: no rows are read, and no time is spent waiting
 
             def pausing() -> bool:
                 (report,) = loaders(cluster) or [{"n_batches": 0}]
@@ -317,7 +317,7 @@ def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):
             data, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60
         )
         batches = iter(loader)
-        n_rows = len(next(batches))  # the workers wait until more is taken
+        n_rows = len(next(batches))  # the workers wait until more batches are consumed
         assert eventually(lambda: len(loaders(cluster)) == 2)
         reports = loaders(cluster)
         assert [report["worker"] for report in reports] == [0, 1]
@@ -339,7 +339,7 @@ def test_an_epoch_outlives_a_page_that_fails(cluster, client, atlas, caplog):
     assert loaders(cluster) == []
 
 
-# What the scheduler keeps
+# State on the scheduler
 
 
 def page_by_itself(*clients: str) -> LoaderPage:
@@ -381,7 +381,7 @@ def test_rates_are_of_the_time_between_two_reports_and_start_anew_with_an_epoch(
     page.report("here", report_of("a", n_rows=400, clock_s=3.0, waited_s=1.5))
     page.report("here", report_of("a", n_rows=50, clock_s=0.5, waited_s=0.0, epoch=1))
     page.report("here", report_of("a", n_rows=60, clock_s=0.505, waited_s=0.0, epoch=1))  # too short
-    # The same epoch read again, as a validation is.
+    # The same epoch is read again, as in validation.
     page.report("here", report_of("a", n_rows=20, clock_s=0.1, waited_s=0.1, epoch=1))
     (loader,) = page.loaders
     assert [(rate, wait) for rate, wait, _ in loader.recent] == [
@@ -400,7 +400,7 @@ def test_a_running_epoch_is_diagnosed_from_its_last_reports_and_one_that_has_end
     figures = {"n_batches": 9, "n_batches_left": 5, "n_fetching": 1, "n_ready": 0, "n_fetched": 8}
     figures |= {"in_flight_bytes": 8, "limit_bytes": None, "fetch_s": 9.0, "read_s": 1.0, "decode_s": 7.0}
     figures |= {"transfer_s": 0.0, "gather_s": 1.0, "wait_share": 0.5, "has_ended": False}
-    # The first second was all waiting, as the first of an epoch is; the next three were not.
+    # The first second consists of waiting, as at the start of an epoch; the next three have no waiting.
     for clock_s in (1.0, 2.0, 3.0, 4.0):
         page.report("here", report_of("a", **figures, n_rows=int(clock_s), clock_s=clock_s, waited_s=1.0))
     (loader,) = page.loaders
@@ -427,7 +427,7 @@ def test_names_cannot_end_the_script_of_the_page(cluster, client, atlas, tmp_pat
 
 
 def metrics(text: str) -> dict[str, float]:
-    """Sums over what labels tell apart, by name."""
+    """Return the value of each metric, summed over its labels."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if line.startswith("dasksc_"):
@@ -510,7 +510,7 @@ def test_a_browser_shows_an_epoch_as_it_runs(cluster, client, atlas, browser):
     data = dataset(atlas, client)
     taken = []
     for i, _ in enumerate(data):
-        if i in (1, 60):  # training pauses, so that the page must come to tell what the data set does
+        if i in (1, 60):  # training pauses until the page shows the figures of the data set
             stats = data.stats()
             assert eventually(lambda: shown().get("n_batches") == str(data.stats()["n_batches"]))
             figures = shown()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 
 
 def figures(**changed: Any) -> dict[str, Any]:
-    """Figures of an epoch that has ended, which waited for 38% of its time and read for most of it."""
+    """Return the figures of a completed epoch that waited for 38% of the time, and whose fetches mostly read."""
     usual = {
         "wait_share": 0.38,
         "n_batches": 100,
@@ -54,12 +54,12 @@ def figures(**changed: Any) -> dict[str, Any]:
             {"gather_s": 9.0},
             'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
         ),
-        # Every fetch in flight is ready, and training waits all the same.
+        # Every fetch in flight is ready, but training still waits.
         (
             {"n_ready": 2, "in_flight_bytes": 200},
             'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
         ),
-        # Two fetches of 400 bytes leave no place for a third; three of 250 do, for one.
+        # Two fetches of 400 bytes leave no room for a third; three of 250 bytes leave room for a fourth.
         (
             {"n_fetching": 1, "n_ready": 1, "in_flight_bytes": 800},
             "limited by memory: 38% waiting; raise memory_limit or lower fetch_factor",
@@ -74,7 +74,7 @@ def figures(**changed: Any) -> dict[str, Any]:
         ),
         ({"n_batches": 0, "n_fetched": 0}, "starting: no batch has been read yet"),
         ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38% waiting for the first fetch"),
-        ({"n_fetched": 1}, "too short to read ahead: 38% waiting for the only fetch; lower fetch_factor"),
+        ({"n_fetched": 1}, "too short to read ahead: 38% waiting for the only fetch"),
     ],
 )
 def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sentence: str) -> None:
@@ -82,5 +82,5 @@ def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sen
 
 
 def test_times_that_do_not_add_up_are_no_negative_time() -> None:
-    # Threads may read and decode longer than the task of which they are a part.
+    # The summed time of a task's threads may exceed the duration of the task.
     assert diagnosis(figures(fetch_s=1.0)).startswith("limited by reading")

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.faults
 T = TypeVar("T")
 
 LIMIT = 1000
-UNNOTICED_S = 0.2  # what waits has not begun for so long
+UNNOTICED_S = 0.2  # time for which a waiting fetch must not begin
 
 
 class Worker:
-    """A worker whose process holds as many bytes as is said here."""
+    """Worker whose process memory is set by the test, in bytes."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ def test_a_fetch_begins_when_there_is_room_for_it() -> None:
     worker = Worker()
     admission = MemoryAdmission(worker)
     unsent = run(admission, lambda: Result(100))
-    worker.n_bytes = 500  # and 300 for the next one are more than 700
+    worker.n_bytes = 500  # plus 300 for the next fetch exceeds 700
     thread, has_begun = begun(admission, lambda: Result(1))
     assert not has_begun.wait(UNNOTICED_S)
     worker.n_bytes = 400
@@ -90,14 +90,14 @@ def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
 
 @pytest.mark.parametrize("size", [None, 150])
 def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int | None) -> None:
-    # 100 bytes and 3 * 150 for one; for two they are beyond 700.
+    # One fetch needs 100 bytes and 3 * 150; two exceed 700.
     admission = MemoryAdmission(Worker())
     go_on = threading.Event()
     first, first_has_begun = begun(admission, go_on.wait, size)
     assert first_has_begun.wait(30)
     second, second_has_begun = begun(admission, go_on.wait, size)
     assert not second_has_begun.wait(UNNOTICED_S)
-    # Another window's are smaller.
+    # The fetches of another window are smaller.
     other, other_has_begun = begun(admission, go_on.wait, 10)
     assert other_has_begun.wait(30)
     go_on.set()
@@ -196,7 +196,7 @@ def test_mapped_pages_are_released_before_they_count_as_too_much(monkeypatch: py
     unsent = run(admission, lambda: Result(100))
     assert worker.n_bytes == 100
     worker.n_bytes = 650
-    assert run(admission, lambda: Result(7))  # at once
+    assert run(admission, lambda: Result(7))  # begins immediately
     assert unsent
 
 

@@ -35,7 +35,7 @@ from dasksc.executor.window import Window
 
 pytestmark = pytest.mark.core
 
-WAIT_S = 20.0  # for what must happen soon; only a failing test waits so long
+WAIT_S = 20.0  # timeout in seconds; only a failing test waits this long
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
@@ -54,19 +54,19 @@ def any_scheduler(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(params=["threads", "in_process_client"])
 def here(request: pytest.FixtureRequest) -> Any:
-    """A scheduler that runs ahead and whose tasks share this process's memory."""
+    """Scheduler that runs ahead, and whose tasks share the memory of this process."""
     return request.getfixturevalue(request.param) if "client" in request.param else request.param
 
 
 def our_threads() -> list[threading.Thread]:
-    # Those that wait for disks and servers are the process's, and stay.
+    # Threads for disk reads and requests belong to the process, and persist.
     staying = ("dasksc-direct-read", "dasksc-request")
     names = {thread: thread.name for thread in threading.enumerate()}
     return [t for t, name in names.items() if name.startswith("dasksc") and not name.startswith(staying)]
 
 
 def nothing_is_left(scheduler: Any) -> bool:
-    """Whether no thread, task, future or key is left behind."""
+    """Return True if no thread, task, future or key remains."""
     if our_threads() or plugin.task_plugins:
         return False
     if not isinstance(scheduler, distributed.Client):
@@ -92,7 +92,7 @@ def fail_at_5(k: int) -> int:
 
 
 class Sized:
-    """A result of a known size."""
+    """Result of a known size."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -102,7 +102,7 @@ class Sized:
 
 
 class Gauge:
-    """A task that records how many of its results were in flight or waiting, at most."""
+    """Task that records the maximum number of its results in flight or waiting."""
 
     def __init__(self, n_bytes: int = 0) -> None:
         self.n_bytes = n_bytes
@@ -119,10 +119,10 @@ class Gauge:
 
     def drain(self, window: Window[Sized]) -> None:
         for _ in range(sys.maxsize):
-            # All that was asked for runs ahead.
+            # All submitted tasks run ahead.
             assert eventually(lambda: self.n_started == window.stats.n_submitted)
             with self.lock:
-                self.n_taken += 1  # taking one out makes room before the caller sees it
+                self.n_taken += 1  # taking a result makes room before the caller receives it
             if next(window, None) is None:
                 return
 
@@ -260,7 +260,7 @@ def test_the_window_holds_no_result_that_was_consumed(here: Any) -> None:
             _, result = next(window)
             gone = weakref.ref(result)
             del result
-            # The executor, or Dask's worker, lets go a moment after the result is here.
+            # The executor or the Dask worker releases its reference shortly after the result arrives.
             assert eventually(lambda gone=gone: gone() is None)
 
 
@@ -282,7 +282,7 @@ def test_bounds_must_be_positive(bad: dict[str, int]) -> None:
         Window(double, range(3), name="w", scheduler="threads", **bad)
 
 
-# Failing
+# Failures
 
 
 def test_an_error_comes_at_its_turn_and_says_what_failed(any_scheduler: Any) -> None:
@@ -431,7 +431,7 @@ def test_a_window_collected_in_one_of_its_own_threads_does_not_wait_for_itself()
     assert eventually(lambda: not our_threads())
 
 
-# Whole processes
+# Processes and forks
 
 
 def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
@@ -472,7 +472,7 @@ def test_threads_without_work_end_and_a_window_that_was_left_open_goes_on(monkey
     assert eventually(lambda: set(threading.enumerate()) <= before)
     taken += window
     assert taken == [(k, 2 * k) for k in range(20)]
-    for _ in range(20):  # threads that end just as work comes
+    for _ in range(20):  # threads that end just as a task is submitted
         with Window(double_late, range(3), name="w", depth=1, scheduler="threads", n_threads=2) as window:
             for k, result in window:
                 assert result == 2 * k
@@ -558,7 +558,7 @@ assert begun.wait(20)
 
 @pytest.mark.parametrize(("scheduler", "expected"), [("'threads'", "20"), ("cluster('inproc')", "FetchError")])
 def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str, expected: str) -> None:
-    # The executors that a Dask scheduler in this process needs end with the main thread; ours do not.
+    # The executors of an in-process Dask scheduler end with the main thread; those of dasksc do not.
     done = run_script(
         f"""
 def consume():
@@ -588,7 +588,7 @@ print("distributed" in sys.modules)
 
 
 def in_forked_child(check: Callable[[], bool]) -> bool:
-    """Run `check` in a forked child; a child that hangs is ended by an alarm and counts as failed."""
+    """Return the result of `check` in a forked child; an alarm ends a child that hangs, which counts as a failure."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -698,7 +698,7 @@ def test_figures_tell_running_from_ready_and_weigh_both() -> None:
 
     with Window(fetch, range(5), name="w", depth=3, scheduler="threads", n_threads=3, max_bytes=10_000) as window:
         first.set()
-        next(window)  # only one fetch is let through until a size is known
+        next(window)  # only one fetch is admitted until a size is known
         figures = window.figures()
         assert (figures.n_fetching, figures.n_ready, figures.n_fetched) == (3, 0, 1)
         assert (figures.in_flight_bytes, figures.limit_bytes) == (300, 10_000)
@@ -746,7 +746,7 @@ def test_a_callback_that_fails_is_dropped_and_the_epoch_goes_on(caplog: pytest.L
 
 
 def test_the_callbacks_of_other_computations_stay_in_place() -> None:
-    # Concurrent scheduler calls that swap the global callbacks in and out lose some of them.
+    # Concurrent scheduler calls that set and restore global callbacks can lose some of them.
     counted: list[Any] = []
     with Callback(pretask=lambda key, *rest: counted.append(key)) as callback:
         with Window(double_late, range(20), name="w", depth=4, scheduler="threads") as window:
@@ -792,7 +792,7 @@ def test_an_in_process_cluster_serialises_neither_task_nor_result(
     in_process_client: distributed.Client,
 ) -> None:
     made: list[Sized] = []
-    lock = threading.Lock()  # does not pickle
+    lock = threading.Lock()  # cannot be pickled
 
     def make(k: int) -> Sized:
         with lock:
@@ -804,7 +804,7 @@ def test_an_in_process_cluster_serialises_neither_task_nor_result(
 
 
 class CountsPickling:
-    """A large task that counts how often it is pickled here."""
+    """Large task that counts how often it is pickled in this process."""
 
     n_pickled = 0
 
@@ -973,8 +973,8 @@ def test_an_address_without_a_scheduler_is_refused() -> None:
         pytest.raises(InputError, match="does not answer") as caught,
     ):
         resolve_scheduler("tcp://127.0.0.1:9")
-    # Its Client, which the error still holds, has nothing left to end when it is collected: that may be in a thread
-    # that another Client is starting, and waits for.
+    # The error still references its Client. The Client must be closed before garbage collection, which may run in a
+    # thread for which another Client waits while it starts.
     error = caught.value.__cause__
     assert error is not None
     frames = [frame.f_locals.get("client") for frame, _ in traceback.walk_tb(error.__traceback__)]

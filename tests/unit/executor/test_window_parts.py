@@ -12,7 +12,7 @@ import pytest
 import dasksc
 from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.loader import parts_of
+from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage import as_matrix, join
 from tests.support.data import make_values
@@ -61,7 +61,7 @@ def test_joined_fetches_gather_as_one(layout: str) -> None:
 
 
 class FakeWindow:
-    """Results that arrive when told."""
+    """Window whose results arrive when the test says so."""
 
     def __init__(self, results: list[Any]) -> None:
         self.results = deque(results)
@@ -130,7 +130,7 @@ def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monke
         first = [batch.clone() for batch in islice(dataset, 4)]
         state = dataset.state_dict()
         dataset.load_state_dict({**state, "epoch": 0})
-        return parts_of(dataset).projection.n_parts, first + [batch.clone() for batch in dataset]
+        return components_of(dataset).projection.n_parts, first + [batch.clone() for batch in dataset]
 
     (one, expected), (several, batches) = epoch(2**25), epoch(500)
     assert one == 1

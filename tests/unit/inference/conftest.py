@@ -13,7 +13,7 @@ from tests.support.data import make_adata
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make units of 16 rows, of which the atlas has 13."""
+    """Set the unit size to 16 rows, so that the atlas has 13 units."""
     monkeypatch.setattr(work, "_LEAST_ROWS", 16)
     monkeypatch.setattr(work, "_MOST_ROWS", 16)
     monkeypatch.setattr(shards, "sync", lambda file: None)

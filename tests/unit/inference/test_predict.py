@@ -25,7 +25,7 @@ import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.atlas.cell_names import stored_names
 from dasksc.inference import Predictions, targets
-from dasksc.inference.digests import digest_of
+from dasksc.inference.digests import model_digest
 from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
 from tests.support.data import make_adata
@@ -53,7 +53,7 @@ class Embedder(nn.Module):
 
 
 def plain(model: nn.Module, data: Any, **options: Any) -> np.ndarray:
-    """The same by a plain loop."""
+    """Return the predictions of a plain loop over batches."""
     model.eval()
     with torch.no_grad():
         dataset = dasksc.scDataset(data, dasksc.Streaming(), BATCH, rank=0, world_size=1, **options)
@@ -72,7 +72,7 @@ def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.Predicti
     return dasksc.predict(model, data, out, **options)
 
 
-# --- What is written ------------------------------------------------------------------------------------
+# --- Written predictions --------------------------------------------------------------------------------
 
 
 def test_predictions_are_those_of_the_plain_loop(atlas, tmp_path):
@@ -171,7 +171,7 @@ def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
 
 def test_the_last_of_ranks_at_work_together_publishes(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
-    # Opened once: AnnData's warnings cannot be suppressed in several threads at a time.
+    # Open the atlas once, because AnnData's warnings cannot be suppressed in several threads at a time.
     adata = dasksc.open(atlas)
     reports = on_ranks(
         3, lambda rank, store: predict(first_columns, adata, out, rank=rank, world_size=3, scheduler="synchronous")
@@ -220,7 +220,7 @@ def test_the_same_again_does_nothing(atlas, tmp_path):
 
 
 def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options: Any) -> None:
-    """Leave predictions unfinished."""
+    """Interrupt a prediction after `n_batches` batches."""
     run = Predictions(model, atlas, out, options={"batch_size": BATCH, **options})
     share = run.begin()
     assert share is not None
@@ -304,7 +304,7 @@ def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
 
 @pytest.mark.parametrize("ending", ["h5ad", "zarr"])
 def test_names_may_be_stored_as_nullable_strings(ending, tmp_path):
-    # AnnData 0.13 writes the index of pandas 3 so.
+    # AnnData 0.13 writes the index of pandas 3 as nullable strings.
     adata = ad.AnnData(make_adata(50, N_VARS).X)
     adata.obs.index = adata.obs.index.astype("string")
     path = tmp_path / f"nullable.{ending}"
@@ -315,7 +315,7 @@ def test_names_may_be_stored_as_nullable_strings(ending, tmp_path):
         adata.write_h5ad(path) if ending == "h5ad" else adata.write_zarr(path)
     with h5py.File(path) if ending == "h5ad" else contextlib.nullcontext(zarr.open(path, mode="r")) as root:
         assert root["obs/_index"].attrs["encoding-type"] == "nullable-string-array"
-        assert [*itertools.chain(*stored_names(root["obs"]))] == list(adata.obs_names)
+        assert [*itertools.chain(*stored_names(root["obs"], path))] == list(adata.obs_names)
     predict(Embedder(), path, path, in_place=ending == "h5ad")
     written = read(path)
     assert np.array_equal(written.obsm["X_emb"], plain(Embedder(), path))
@@ -383,7 +383,7 @@ def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder", "text.h5ad"]
 
 
-# --- What models may not return ---------------------------------------------------------------------------
+# --- Invalid outputs of models ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_what_is_attached_must_be_of_the_same_cells(atlas, store, tmp_path):
         dasksc.open(atlas, attach={"X_emb": out})
     with pytest.raises(MissingPathError):
         dasksc.open(atlas, attach={"obsm/X_emb": tmp_path / "none.zarr"})
-    # Any AnnData store or file may be attached: the names of its cells are compared.
+    # Any AnnData store or file can be attached; its cell names are compared with those of the atlas.
     adata = dasksc.open(store, attach={"obs/other": _with_column(store, tmp_path)})
     assert "other" in adata.obs
 
@@ -556,7 +556,7 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
             self.beta = beta
 
     model = Embedder()
-    same = [digest_of(Embedder()), digest_of(model), digest_of(model.train()), digest_of(model.eval())]
+    same = [model_digest(Embedder()), model_digest(model), model_digest(model.train()), model_digest(model.eval())]
     assert len(set(same)) == 1
     different = [
         model, model.both, Embedder(6), Embedder(seed=1), Configured(1.0), Configured(2.0), scaled, others,
@@ -564,11 +564,11 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
         functools.partial(scaled, 1), functools.partial(scaled, 2), np.log1p, np.exp, torch.sum, torch.mean,
         nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"a": 1}, {"a": 2}, None,
     ]  # fmt: skip
-    digests = [digest_of(value) for value in different]
+    digests = [model_digest(value) for value in different]
     assert len(set(digests)) == len(different)
-    before = digest_of(scaled)
+    before = model_digest(scaled)
     scale = 3.0
-    assert digest_of(scaled) != before
+    assert model_digest(scaled) != before
 
 
 def test_a_marker_holds_plain_json(atlas, tmp_path):

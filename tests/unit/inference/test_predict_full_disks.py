@@ -49,12 +49,12 @@ def read(path: Path) -> ad.AnnData:
 def files(path: Path) -> dict[str, bytes]:
     return {
         str(one.relative_to(path)): one.read_bytes() for one in [path, *path.rglob("*")] if one.is_file()
-    }  # a file is its own
+    }  # a file is listed under its own path
 
 
 @pytest.fixture(params=["store", "file"])
 def written(request: Any, atlas: Path, tmp_path: Path) -> Path:
-    """The atlas as a store of ours or as a file."""
+    """Atlas as a store written by `dasksc.convert`, or as an h5ad file."""
     if request.param == "file":
         return atlas
     dasksc.convert(atlas, tmp_path / "atlas.zarr")
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_the_atlas_as_it_was_and_the_run_can_be_resumed(small
         assert os.listdir(disk) == [out.name]
 
     copy = shutil.copytree if written.is_dir() else shutil.copyfile
-    # A file is copied, too.
+    # For a file, disk space for a copy is needed as well.
     for kilobytes in range(4, 1000, 60) if written.is_file() else range(4, 400, 24):
         assert resize("64m").returncode == 0
         for path in disk.iterdir():
@@ -93,7 +93,7 @@ def test_a_full_disk_leaves_the_atlas_as_it_was_and_the_run_can_be_resumed(small
         assert told is not None, str(error)
         assert told[1] == str(out)
         assert "run the same prediction again to resume it" in str(error)
-        # Readers see what was there before. Of new keys there is nothing, or all.
+        # Readers see the previous content. New keys are either absent or complete.
         now = files(out)
         assert {name: now.get(name) for name in before if not name.endswith("zarr.json")} == {
             name: content for name, content in before.items() if not name.endswith("zarr.json")
@@ -106,6 +106,6 @@ def test_a_full_disk_leaves_the_atlas_as_it_was_and_the_run_can_be_resumed(small
         assert_whole()
     assert n_ended[True] > 0
     assert n_ended[False] > 5
-    # Full at every step: of units, and when only publishing was left.
+    # The disk fills up at every step: while units are written, and when only publishing remains.
     assert min(n_resumed) == 0
     assert len(set(n_resumed)) > 3

@@ -133,7 +133,7 @@ def test_numbers_of_more_than_64_bits_and_devices_that_are_none_are_refused(atla
         predict(two, atlas, tmp_path / "emb.zarr", device="cud")
 
 
-# --- Places ---------------------------------------------------------------------------------------------
+# --- Output locations -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inside", ["emb.zarr", "obsm/X_emb", "X/deep/emb.zarr"])
@@ -183,7 +183,7 @@ def test_a_second_key_for_a_file_is_refused_while_the_first_is_predicted(atlas, 
     def slow(batch: Any) -> Any:
         nonlocal n_called
         n_called += 1
-        if n_called > 8:  # two units of two batches are complete, and others begun
+        if n_called > 8:  # two units of two batches are complete, and others have begun
             is_inside.set()
             assert may_end.wait(60)
         return two(batch)

@@ -14,7 +14,7 @@ import dasksc
 from dasksc.errors import InputError
 from dasksc.inspection.dryrun_warnings import wanted_share
 from dasksc.kernels import sets as kernels
-from dasksc.loader import parts_of
+from dasksc.loader import components_of
 
 pytestmark = pytest.mark.core
 
@@ -98,21 +98,21 @@ def test_what_is_read_over_the_network_in_vain_is_of_runs_not_of_sets(is_sorted:
 
 
 def test_the_share_that_is_wanted() -> None:
-    # 100 single rows in chunks of 10 of an endless atlas: a tenth; runs of 10 rows touch 1.9 chunks each.
+    # 100 single rows use a tenth of each chunk of 10 rows in an infinite atlas; runs of 10 rows touch 1.9 chunks each.
     assert wanted_share(100, 1, 10**9, 10.0) == pytest.approx(0.1, rel=1e-3)
     assert wanted_share(100, 10, 10**9, 10.0) == pytest.approx(10 / 19, rel=1e-3)
     assert wanted_share(100, 1, 10, 10.0) == 1.0
 
 
 def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
-    # Sorted by gene, so that targets come in runs of 8; every other cell of another batch, so that controls do not.
+    # Cells are sorted by gene, so that targets form runs of 8. Batches alternate, so that controls are single rows.
     adata = screen(is_sorted=True)
     adata.obs["batch"] = pd.Categorical(np.arange(4000) % 2)
     matched = dataset(adata, set_size=64, batch_size=64, match="batch", n_controls=3)
     sampler = matched.plan(0).sampler
     assert (sampler.block_rows, sampler.controls.block_size) == (8, 1)
     assert sampler.run_rows == 4 / (1 / 8 + 3 / 1)
-    assert parts_of(matched).projection._run_rows == sampler.run_rows
+    assert components_of(matched).projection._run_rows == sampler.run_rows
     assert dataset(adata, set_size=64, batch_size=64).plan(0).sampler.run_rows == 8
     assert dataset(adata, set_size=64, batch_size=64, control=None).plan(0).sampler.run_rows == 8
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, InputError, Streaming, scDataset
-from dasksc.loader import parts_of
+from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
 
@@ -34,7 +34,7 @@ def dataset(data, strategy=None, **options) -> scDataset:
     return scDataset(data, strategy or BlockShuffling(4), **options)
 
 
-# Every pair, and of three ranks every combination.
+# Every pair of values, and every combination for three ranks.
 @pytest.mark.parametrize(
     ("world_size", "equal_ranks", "drop_last"),
     [
@@ -117,6 +117,18 @@ def test_labels_given_to_the_strategy_are_counted():
     assert {share.name: share.stored for share in found.classes} == {0: 0.9, 1: 0.1}
 
 
+@pytest.mark.parametrize("way", ["filter", "indices"])
+def test_stored_shares_are_those_of_the_chosen_cells(path, way):
+    kinds = make_adata(N_OBS).obs["cell_type"].astype(str).to_numpy()
+    chosen = {"filter": {"filter": "cell_type != 'B cell'"}, "indices": {}}[way]
+    indices = None if way == "filter" else np.flatnonzero(kinds != "B cell")
+    strategy = ClassBalancedSampling(label_key="cell_type", indices=indices)
+    found = dasksc.check(dataset(path, strategy, obs=["cell_type"], **chosen))
+    n_chosen = (kinds != "B cell").sum()
+    expected = {name: (kinds == name).sum() / n_chosen for name in ("T cell", "NK cell")}
+    assert {share.name: share.stored for share in found.classes} == pytest.approx(expected)
+
+
 def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     one = dataset(path)
     alone = dasksc.check(one)
@@ -170,7 +182,7 @@ def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     path = tmp_path / "atlas.h5ad"
     adata = ad.AnnData(X=X if layout == "csr" else X.toarray())
     adata.write_h5ad(path, compression="gzip")
-    chunk_rows = parts_of(dataset(path)).source.matrices["X"].cost.chunk_rows
+    chunk_rows = components_of(dataset(path)).source.matrices["X"].cost.chunk_rows
     assert 100 < chunk_rows < 3000
     (warning,) = dasksc.check(dataset(path)).warnings
     assert f"a fetch (32 rows) is smaller than a storage chunk of X (about {chunk_rows:,.0f} rows)" in warning

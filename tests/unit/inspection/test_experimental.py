@@ -38,7 +38,7 @@ def ten_gib(monkeypatch):
 
 
 class Unreadable:
-    """A 2-D array that may be looked at but not read."""
+    """2-D array whose shape and dtype may be inspected but whose values must not be read."""
 
     def __init__(self, n_rows, n_columns):
         self.shape, self.ndim, self.dtype = (n_rows, n_columns), 2, np.dtype(np.float32)
@@ -120,7 +120,7 @@ def test_hooks_on_an_anndata_are_run(tmp_path):
 def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
     result = suggest_parameters(np.zeros((10, 2048)), batch_size=64, verbose=False)
     assert set(result) == KEYS
-    # 16 KiB a row, 64 rows a batch: a batch is 1 MiB, and 20 % of 10 GiB holds 2,048.
+    # With 16 KiB per row and 64 rows per batch, a batch is 1 MiB, and 20% of 10 GiB holds 2,048 batches.
     assert result["fetch_factor"] == 256
     assert result["estimated_memory_per_fetch_mb"] == 256
     assert result["estimated_total_memory_mb"] == 512
@@ -146,7 +146,7 @@ def test_no_workers_are_suggested_unless_they_are_asked_for(bounds, expected):
     data = np.zeros((10, 8))
     result = suggest_parameters(data, 4, verbose=False, **bounds)
     assert result["num_workers"] == expected
-    # DataLoader refuses a prefetch_factor without workers.
+    # DataLoader rejects a prefetch_factor without workers.
     DataLoader(
         data,
         batch_size=None,
@@ -165,7 +165,7 @@ def test_verbose_recommends_no_workers_and_shows_what_it_returns(capsys):
 
 
 def rates_by(rates, monkeypatch):
-    """Let a block of each size read at a rate of its own."""
+    """Replace the measured rate of each block size by a given one."""
     measured = suggestions._rows_per_s
     seen = []
 
@@ -180,9 +180,9 @@ def rates_by(rates, monkeypatch):
 @pytest.mark.parametrize(
     ("rates", "expected"),
     [
-        ([1, 2, 4, 8, 16, 32], (4, 16, 64)),  # larger blocks read faster: the largest that mix well enough
-        ([100, 99, 98, 97, 96, 95], (1, 1, 1)),  # all read as fast: nothing speaks against the smallest
-        ([10, 100, 105, 109, 50, 10], (4, 4, 4)),  # none that mixes worse is worth its while
+        ([1, 2, 4, 8, 16, 32], (4, 16, 64)),  # larger blocks are faster: the largest that mix well enough
+        ([100, 99, 98, 97, 96, 95], (1, 1, 1)),  # all have similar rates: the smallest
+        ([10, 100, 105, 109, 50, 10], (4, 4, 4)),  # larger blocks do not gain enough speed
     ],
 )
 def test_blocks_are_chosen_by_diversity_and_throughput(rates, expected, monkeypatch):
@@ -192,7 +192,7 @@ def test_blocks_are_chosen_by_diversity_and_throughput(rates, expected, monkeypa
         for (block, share), rate in zip(shares.items(), rates, strict=True)
     ]
     assert tuple(suggestions._best_block(measured, least) for least in (0.99, 0.95, 0.8)) == expected
-    # Where none mixes well enough, the one that mixes best.
+    # If no block size mixes well enough, the one that mixes best is chosen.
     assert suggestions._best_block(measured[3:], 0.99) == 64
 
 

@@ -16,8 +16,8 @@ from tests.support import twins
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4  # that a test of a distribution fails by chance; keys are fixed, so it does once or never
-N_VARS = 70  # more than a word of the bitmaps
+ERROR = 1e-4  # probability that a distribution test fails by chance; keys are fixed, so results are deterministic
+N_VARS = 70  # more than one word of the bitmaps
 COUNTS = st.sampled_from([0, 0, 0, 1, 1, 1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 5000, 2**31, 2**40])
 ROWS = st.lists(st.lists(COUNTS, min_size=N_VARS, max_size=N_VARS), max_size=3)
 
@@ -28,7 +28,7 @@ def as_csr(dense: np.ndarray[Any, Any]) -> tuple[Any, Any, Any]:
 
 
 def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
-    """Whether whole numbers are distributed like this, in bins of 20 expected ones at least."""
+    """Return True if integers follow the distribution: chi-square test with at least 20 expected values per bin."""
     values = np.unique(found)
     ends = [int(values[0])]
     for value in values:
@@ -44,14 +44,14 @@ def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
 
 
 def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float, target: int) -> int:
-    """Thin CSR rows or, if `p` is 0, sample them; return where the first bad value is."""
+    """Thin CSR rows or, if `p` is 0, sample them; return the position of the first invalid value, or -1."""
     if p == 0:
         return augment.sample(np.uint64(key), number, rows, 0, *csr, target)
     return augment.downsample(np.uint64(key), number, rows, 0, *csr, p, *augment.steps_of(p))
 
 
 def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, target: int) -> np.ndarray[Any, Any]:
-    """Thinned or sampled rows."""
+    """Return the thinned or sampled rows as a dense array."""
     rows = np.arange(len(dense), dtype=np.int64) * 3
     indptr, columns, values = as_csr(dense)
     assert change(key, number, rows, (indptr, columns, values), p, target) == -1
@@ -117,7 +117,7 @@ def test_neighbours_and_rows_are_drawn_apart():
         assert abs((kept[:, lag:] * kept[:, :-lag]).sum()) < 4 * 0.25 * np.sqrt(n * (N_VARS - lag))
     for lag in (1, 2, 64):
         assert abs((kept[lag:] * kept[:-lag]).sum()) < 4 * 0.25 * np.sqrt((n - lag) * N_VARS)
-    # Numbers kept of each cell and of each gene vary as sums of independent draws do.
+    # The counts kept per cell and per gene have the variance of sums of independent draws.
     for axis, size in ((0, n), (1, N_VARS)):
         squares = (kept.sum(axis=axis) ** 2 / (size * 0.25)).sum()
         assert stats.chi2(kept.shape[1 - axis]).sf(squares) > ERROR
@@ -169,7 +169,7 @@ def test_samples_are_hypergeometric(target):
     assert (found.sum(axis=1) == target).all()
     for gene in (1, 2, 3, 4, 6):
         assert fits(found[:, gene], stats.hypergeom(cell.sum(), cell[gene], target))
-    # Genes compete for what is drawn, as independent ones would not.
+    # Counts of genes are negatively correlated, because the total per cell is fixed.
     n = cell.sum()
     covariance = -target * (cell[4] / n) * (cell[6] / n) * (n - target) / (n - 1)
     assert np.cov(found[:, 4], found[:, 6])[0, 1] == pytest.approx(covariance, rel=0.15)
@@ -205,7 +205,7 @@ def test_the_first_value_that_is_no_count_is_found(dtype, bad):
 def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
     rng = np.random.default_rng(n_vars)
     given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(dtype)
-    rows, key = rng.integers(0, 30, 43), np.uint64(3)  # some rows twice, and three before those given
+    rows, key = rng.integers(0, 30, 43), np.uint64(3)  # some rows repeat; three rows precede the given ones
     total = int(given.sum(axis=1).max())
     steps = augment.steps_of(0.4)
     for kernel, dense_kernel, arguments in (

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.core, pytest.mark.xdist_group("kernels_compiled")]
 
-# Compiles a small kernel for several types, in an order of its own, and checks what it computes.
+# Compile a small kernel for several types, in an order that depends on the process, and check its results.
 PROGRAM = """
 import sys
 import numpy as np
@@ -47,7 +47,7 @@ def n_hits_of(process: subprocess.Popen[str]) -> int:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that three processes filled at once, each of which computed right."""
+    """Cache that three processes filled at the same time, each with correct results."""
     cache = tmp_path_factory.mktemp("shared")
     for process in [run(cache, turn) for turn in range(3)]:
         n_hits_of(process)
@@ -75,6 +75,6 @@ def test_a_damaged_file_in_the_cache_is_compiled_again(shared, tmp_path):
 def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("a file where a folder should be")
-    # Numba falls back to a folder of its own, where an earlier run may have left the kernel.
+    # Numba falls back to its own folder, which may contain the kernel from an earlier run.
     assert n_hits_of(run(blocked, 0)) in (0, 3)
     assert blocked.read_text() == "a file where a folder should be"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.core
 
 N_VARS = 37
 
-# The first of each pair is what the files hold, the second what the user asked for.
+# Pairs of the stored dtype and the requested dtype.
 VALUE_DTYPES = [
     ("float32", "float32"),
     ("float64", "float32"),
@@ -37,7 +37,7 @@ def address(array: NDArray[Any]) -> int:
 
 
 class Rows:
-    """CSR rows at addresses, the matrix they stand for, and an order to gather them in."""
+    """CSR rows as addresses, the matrix that they represent, and an order in which to gather them."""
 
     def __init__(self, *, data_dtype: str = "float32", index_dtype: str = "int32", n_rows: int = 23) -> None:
         rng = np.random.default_rng(0)
@@ -61,12 +61,12 @@ class Rows:
 
 
 def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-    """An output array that shows every element that was not written."""
+    """Return an output array filled with a marker value, which reveals elements that were not written."""
     return np.full(shape, 77).astype(dtype)
 
 
 def lookup_of(columns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    """The same map for every row."""
+    """Return maps and lookups that select the same columns for every row."""
     lookup = np.full(N_VARS, -1, dtype=np.int32)
     lookup[columns] = np.arange(len(columns))
     return np.zeros(100, dtype=np.int32), lookup[None], Lookups.of(lookup[None]).kinds
@@ -211,7 +211,7 @@ def test_a_repeated_column_adds_up_as_in_scipy() -> None:
 
 
 def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any]) -> tuple[NDArray[Any], ...]:
-    """Lengths and addresses of rows that lie one after the other."""
+    """Return the lengths and addresses of rows that are contiguous in memory."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
     return (lengths, *(np.uint64(address(part)) + starts * np.uint64(part.itemsize) for part in (values, indices)))
@@ -351,7 +351,7 @@ def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go(width: int, un
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 64, 65, 131])
 def test_each_column_of_a_row_is_renumbered_and_judged(n: int, begins: int, unsigned: str) -> None:
-    # Columns are renumbered two at a time, wherever in memory the row begins.
+    # Columns are renumbered two at a time, at any memory alignment of the row.
     width = 200
     lookups = np.random.default_rng(n).permutation(width).astype(np.int32)[None]
     lookups[0, -1] = -2
@@ -402,7 +402,7 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     assert kernels.copy_columns_csr(positions, *where, maps, lookups, kinds, *to) == -1
     np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=(n, kept)).toarray(), twin[positions])
 
-    # A column that the row's own matrix does not have, though another has.
+    # The column does not exist in the matrix of this row, but in the other matrix.
     row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
     csr.indices[csr.indptr[row]] = widths[1]
     assert (
@@ -439,7 +439,7 @@ def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:
 @pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8"])
 def test_rows_of_any_width_are_squeezed_put_back_and_spread(n_vars: int, dtype: str) -> None:
     rng = np.random.default_rng(n_vars)
-    dense = rng.integers(0, 3, (3, n_vars)).astype(dtype)  # of odd widths rows are not aligned to vectors
+    dense = rng.integers(0, 3, (3, n_vars)).astype(dtype)  # rows with odd widths are not aligned to vectors
     expected = sp.csr_matrix(dense)
     indptr, indices, data = garbage((4,), "int64"), garbage((expected.nnz,), "int32"), garbage((expected.nnz,), dtype)
     assert kernels.squeeze(dense, indptr, indices, data) == expected.nnz
@@ -447,7 +447,7 @@ def test_rows_of_any_width_are_squeezed_put_back_and_spread(n_vars: int, dtype: 
     np.testing.assert_array_equal(indices, expected.indices)
     np.testing.assert_array_equal(data, expected.data)
     spread = garbage((3, n_vars), dtype)
-    kernels.spread(indptr, indices, data, spread)
+    kernels.densify(indptr, indices, data, spread)
     np.testing.assert_array_equal(spread, dense)
     kernels.put(indptr, indices, data + data.dtype.type(1), spread)
     np.testing.assert_array_equal(spread, dense + (dense != 0))
@@ -457,7 +457,7 @@ def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(0, 255, 200).astype(np.uint8)
     row_bytes, fill = 4, np.array([9, 8], dtype=np.uint8)
-    # Extents lie anywhere in the file, in any order; the third was never written.
+    # Extents are in any order in the file; the third was never written.
     firsts, ends, offsets = np.array([0, 5, 6, 13]), np.array([5, 6, 13, 20]), np.array([103, 7, -1, 40])
     pieces = [
         np.tile(fill, (end - first) * 2) if at < 0 else source[at : at + (end - first) * row_bytes]

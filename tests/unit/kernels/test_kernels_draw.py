@@ -33,7 +33,7 @@ Source = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]
 
 
 def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
-    """The three arrays that the kernels take weights from, and the weights as they should find them."""
+    """Return the three arrays from which the kernels compute weights, and the expected weights."""
     rng = np.random.default_rng(n)
     weights = rng.integers(0, 4, 2 * n).astype(np.float32)
     weights[n // 2] = 7
@@ -138,7 +138,7 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
     assert heads.min() >= 0
     assert heads.max() <= n
     law = stats.binom(n, p)
-    # At most 25 bins of about equal chance, at whole numbers.
+    # At most 25 bins with about equal probability and integer edges.
     edges = np.unique(law.ppf(np.linspace(0, 1, 26)[1:-1]))
     expected = np.diff(np.concatenate([[0], law.cdf(edges), [1]])) * len(heads)
     observed = np.bincount(np.searchsorted(edges, heads), minlength=len(expected))
@@ -164,7 +164,7 @@ def test_binomials_of_certain_coins_are_certain(n: int) -> None:
 
 
 def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int, split_levels: int) -> list[int]:
-    """All draws in storage order, by plain recursion; few at a node as the kernel promises them."""
+    """Return all draws in storage order by plain recursion, with the kernel's rule for nodes with few draws."""
     tree = tree_of(source, len(weights))
     n_leaves = len(tree) // 2
     padded = np.zeros(n_leaves * SEGMENT)
@@ -235,11 +235,11 @@ def test_twin_of_splitting(kind: str) -> None:
 def test_twin_of_single_draws(kind: str, n: int) -> None:
     source, weights = source_of(kind, n)
     rows = drawn("singly", range(500), 500, source, n)
-    # By inversion: the row whose span of the cumulative weights holds the draw's number.
+    # Inversion: each draw selects the row whose interval of the cumulative weights contains it.
     ends = np.cumsum(weights)
     numbers = np.array([twins.uniform(5, i) for i in range(500)]) * ends[-1]
     np.testing.assert_array_equal(rows, np.searchsorted(ends, numbers, side="right"))
-    # Ascending numbers fall on ascending rows.
+    # Ascending numbers select ascending rows.
     out = np.empty(500, dtype=np.int64)
     tree = tree_of(source, n)
     levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
@@ -319,7 +319,7 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
     assert out.tolist() == expected
 
 
-# --- As they are used -------------------------------------------------------------------------------
+# --- In actual use ----------------------------------------------------------------------------------
 
 
 def test_kernels_give_the_same_in_many_threads_at_once() -> None:

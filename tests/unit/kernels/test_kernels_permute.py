@@ -33,12 +33,12 @@ def keys_of(number: int, n: int = permute.N_ROUNDS) -> NDArray[np.uint64]:
 
 
 def half_bits_of(n: int) -> int:
-    """Bits of each half of the smallest network over `n`."""
+    """Return the number of bits of each half of the smallest network for `n` positions."""
     return max(1, -(-(n - 1).bit_length() // 2))
 
 
 def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """Where the Feistel network sends `positions` (default: all) of ``range(n)``."""
+    """Return the images of `positions` (default: all) under the Feistel network over ``range(n)``."""
     positions = np.arange(n, dtype=np.int64) if positions is None else positions
     out = np.empty(len(positions), dtype=np.int64)
     permute.permuted_many(positions, n, NO_TABLE, half_bits_of(n), keys_of(number), out)
@@ -80,7 +80,7 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
 
 
 def test_twin_of_below_where_most_words_are_rejected() -> None:
-    # Just above half of 2**32 nearly every other half-word is rejected: one draw in four needs spare words.
+    # Just above half of 2**32, almost half of the half-words are rejected: one draw in four needs additional words.
     n = 2**31 + 1
     assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
 
@@ -144,7 +144,7 @@ def n_cycles(order: NDArray[np.int64]) -> int:
 
 @pytest.mark.parametrize("n", [31, 32, 33, 500])
 def test_tables_have_the_cycles_and_parity_of_random_permutations(n: int) -> None:
-    # Cycles of a random permutation: mean H_n, variance H_n - sum 1/k^2. Odd and even ones are as many.
+    # Cycles of a random permutation: mean H_n, variance H_n - sum 1/k^2. Odd and even permutations are equally likely.
     counts = np.array([n_cycles(table(n, seed)) for seed in range(1500)])
     inverse = 1 / np.arange(1, n + 1)
     sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
@@ -170,7 +170,7 @@ def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
 
 
 LARGE = [65_537, 2**17 - 1, 2**17 + 1, 10**7]
-# As they are used: tables up to 65,536.
+# Sizes in actual use: tables up to 65,536, networks beyond.
 USED = [60_001, 2**16 - 1, 2**16, *LARGE]
 
 
@@ -180,7 +180,7 @@ def order(n: int, number: int, positions: NDArray[np.int64]) -> NDArray[np.int64
 
 @pytest.mark.parametrize("n", LARGE)
 def test_the_network_sends_any_position_anywhere(n: int) -> None:
-    # Over many keys the images of the first, a middle and the last position, each in 50 equal bins.
+    # Images of the first, a middle and the last position under many keys, each in 50 equal bins.
     positions = np.array([0, n // 2, n - 1])
     images = np.array([network(n, number, positions) for number in range(5_000)])
     for column in images.T:
@@ -193,7 +193,7 @@ def test_neighbours_are_scattered(n: int, step: int) -> None:
     positions = np.arange(60_000, dtype=np.int64)
     images = order(n, 3, positions)
     nexts = order(n, 3, (positions + step) % n)
-    # Where the image of a neighbour lies does not depend on where the first one's does.
+    # The image of a position and that of its neighbor are independent.
     pairs = np.bincount((images * 20 // n) * 20 + nexts * 20 // n, minlength=400)
     assert stats.chi2_contingency(pairs.reshape(20, 20)).pvalue > ERROR
     assert_uniform(np.bincount((nexts - images) % n * 100 // n, minlength=100))
@@ -280,7 +280,7 @@ def test_twin_of_deal(
     assert out.tolist() == sequence[start:stop]
 
 
-# --- As they are used -------------------------------------------------------------------------------
+# --- In actual use ----------------------------------------------------------------------------------
 
 
 def test_kernels_give_the_same_in_many_threads_at_once() -> None:

@@ -31,7 +31,7 @@ def order_of(key: int, n: int, block_size: int, first: int = 0, size: int | None
 
 
 def shuffled_forward(key: int, n: int) -> list[int]:
-    """Fisher-Yates from the front: its first entries need no others."""
+    """Shuffle ``range(n)`` by Fisher-Yates from the front, so that the first entries do not depend on later ones."""
     out = list(range(n))
     for i in range(n):
         j = i + twins.below(key, i, n - i)
@@ -76,7 +76,7 @@ def test_every_cell_is_as_likely_at_every_place(n: int, block_size: int, table: 
     for number in range(20_000):
         key = twins.stream(12345, number)
         counts[np.arange(n), order_of(key, n, block_size, table=table)] += 1
-    # Places of one order are not independent, so each is tested by itself.
+    # Positions within one order are not independent, so each is tested separately.
     pvalues = [stats.chisquare(place).pvalue for place in counts]
     assert min(pvalues) > ERROR / n
 

@@ -26,7 +26,7 @@ def test_floor_sums_are_those_of_every_term(n: int, m: int, a: int, b: int) -> N
 def test_floor_sums_of_many_batches_do_not_overflow() -> None:
     n = 10**9 + 7
     stride = 618_033_993
-    # Every residue comes once: of n * a(n-1)/2 less all residues, divided by n.
+    # Every residue occurs once, so the sum is (stride * n(n-1)/2 minus the sum of all residues) / n.
     assert kernels.floor_sum(n, n, stride, 0) == (stride * n * (n - 1) // 2 - n * (n - 1) // 2) // n
 
 

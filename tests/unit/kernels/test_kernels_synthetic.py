@@ -34,7 +34,7 @@ def test_an_alias_table_holds_the_distribution_it_was_filled_with(weights):
 
 
 def twin(first_cell, groups, depths, keep, other):
-    """Rows of the kernel as dicts of counts, one draw after the other."""
+    """Return the rows of the kernel as dicts of counts, computed draw by draw."""
     n_genes = keep.shape[1]
     for i, (group, depth) in enumerate(zip(groups, depths, strict=True)):
         key, counts, n = np.uint64(permute.stream(KEY, first_cell + i + 1)), {}, 0

@@ -1,4 +1,4 @@
-"""Operations on neighbouring elements, compared with NumPy."""
+"""Operations on neighboring elements, compared with NumPy."""
 
 from __future__ import annotations
 

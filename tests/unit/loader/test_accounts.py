@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
 from dasksc.executor.progress import EpochStats, merged
+from dasksc.loader import titled
+from dasksc.loader.row_range import over_range
 
 N_OBS = 103
 
@@ -34,7 +36,7 @@ def loaded(one: scDataset, num_workers: int) -> DataLoader:
 
 @pytest.fixture
 def log(tmp_path):
-    """The lines logged at the end of epochs; forked workers write to the same file."""
+    """Function that returns the lines logged at the end of epochs; forked workers write to the same file."""
     handler = logging.FileHandler(tmp_path / "log")
     logger = logging.getLogger("dasksc.dataset")
     logger.addHandler(handler)
@@ -45,7 +47,7 @@ def log(tmp_path):
     logger.setLevel(logging.NOTSET)
 
 
-# Every pair of values of any two of the four.
+# Every pair of values of any two of the four parameters.
 @pytest.mark.parametrize(
     ("world_size", "num_workers", "equal_ranks", "drop_last"),
     [
@@ -76,7 +78,7 @@ def test_seen_repeated_and_left_out_add_up_to_the_epoch(log, world_size, equal_r
     assert n_undealt == (N_OBS % world_size if equal_ranks and drop_last else 0)
     if equal_ranks:
         assert len({one["n_rows"] for one in stats}) == 1
-    # One line per epoch and rank, whoever read.
+    # One line per epoch and rank, whichever process reads.
     assert [line.split(";")[0] for line in log()] == [
         f"epoch 0, rank {one['rank']} of {world_size}: {one['n_rows']} rows in {one['n_batches']} batches, "
         f"{one['n_rank_padded']} padded, {one['n_rank_dropped']} dropped "
@@ -97,6 +99,17 @@ def test_an_epoch_that_is_left_early_is_counted_but_not_told_as_if_whole(log, nu
     (line,) = log()
     assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
     assert one.stats()["epoch"] == 1
+
+
+def test_the_line_of_a_pass_begins_with_its_title(caplog):
+    with caplog.at_level(logging.INFO, "dasksc.dataset"):
+        list(titled(dataset(), "validation pass {epoch}, rank {rank} of {world_size}"))
+        list(over_range(dataset(), 5, 20))
+    lines = [record.getMessage() for record in caplog.records if "rows in" in record.getMessage()]
+    assert [line.split(";")[0] for line in lines] == [
+        "validation pass 0, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped (0 and 0 over all ranks)",
+        "rows 5 to 20: 15 rows in 3 batches, 0 padded, 0 dropped (0 and 0 over all ranks)",
+    ]
 
 
 def test_a_resumed_epoch_tells_what_came_before(log):
@@ -148,7 +161,7 @@ def test_every_strategy_is_accounted_for(strategy):
     assert sum(n_rows) == ranks[0].plan(0).n_rows + stats[0]["n_padded"]
 
 
-# Every number of rows with every number of workers, and either with and without drop_last.
+# Every number of rows with every number of workers; each also occurs with and without drop_last.
 @pytest.mark.parametrize(
     ("n_obs", "num_workers", "drop_last"),
     [

@@ -55,7 +55,7 @@ def dataset(data, **options) -> scDataset:
 # --- Values -----------------------------------------------------------------------------------------
 
 
-# Pairwise: formats, how matrices are stored, and the layout of batches.
+# Pairwise combinations of format, storage of matrices and layout of batches.
 @pytest.mark.parametrize(
     ("format", "stored", "layout"),
     [
@@ -175,7 +175,7 @@ def test_workers_that_join_an_epoch_get_fetches_of_it(path, by):
     rows, n_rows = [], 100
     options = {"strategy": BlockShuffling(4, indices=range(n_rows)), "batch_size": 1, "fetch_factor": 1}
     with (
-        # So often an address hears of workers.
+        # Interval at which a client receives the list of workers.
         dask.config.set({"distributed.client.scheduler-info-interval": "100ms"}),
         LocalCluster(
             n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=":0"
@@ -237,7 +237,7 @@ def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
 
 def test_dtype_none_yields_the_type_in_which_each_matrix_computes(path):
     batch = next(iter(dataset(path, dtype=None, layers=["counts", "scaled"])))
-    # Stored as int32, whose squares would wrap.
+    # Stored as int32, whose squares would overflow.
     assert batch.layers["counts"].dtype == torch.float64
     assert batch.layers["scaled"].dtype == torch.float64
 
@@ -340,7 +340,7 @@ def test_an_error_in_a_fetch_reaches_the_loop_with_file_fetch_and_rows(path):
         FetchError, match=r"fetch 3 of 5 \(epoch 0, rank 0, 48 rows from 144 to 191\) of atlas"
     ) as caught:
         before.extend(one)
-    assert len(before) == 9  # all of the fetches before
+    assert len(before) == 9  # all batches of the preceding fetches
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -355,7 +355,7 @@ def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
     assert any("of 13 (epoch 0, rank 0 of 1), rows " in note for note in caught.value.__notes__)
 
 
-# --- Leaving early ----------------------------------------------------------------------------------
+# --- Early exit -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["break", "close", "exception", "drop"])
@@ -420,7 +420,7 @@ def test_an_interpreter_can_be_interrupted_and_end_in_the_middle_of_an_epoch(pat
 # --- Lengths, epochs and accounts ----------------------------------------------------------------------
 
 
-# Pairwise: numbers of ranks, and what becomes of rows that do not fill ranks and batches.
+# Pairwise combinations of the world size and the options for incomplete ranks and batches.
 @pytest.mark.parametrize(
     ("world_size", "equal_ranks", "drop_last"),
     [(1, False, False), (1, True, True), (3, False, True), (3, True, False), (7, False, False), (7, True, True)],
@@ -538,16 +538,16 @@ def test_a_chunk_of_to_dask_travels_with_its_own_rows_alone(kind):
     array = one.to_dask()
     expected = array.blocks[3].compute()
     np.testing.assert_array_equal(expected[:8, 0], values[one.plan(0).batch_rows(3 * 4), 0])
-    # What the chunk reads from is in memory here, and is sent as well.
+    # The source of the chunk is in memory here, and is sent with the graph.
     source = len(cloudpickle.dumps(one._source.matrices["X"]))
     key = (array.name, 3, 0)
-    # A client sends the graph of a delayed chunk as it is.
+    # A client sends the graph of a delayed chunk without optimization.
     for graph in (array.to_delayed()[3, 0].__dask_graph__(), array.dask.cull({key})):
         sent = cloudpickle.dumps(dict(graph))
         assert len(sent) - source < 8000
         there = pickle.loads(sent)
         np.testing.assert_array_equal(dask.get(there, key), expected)
-        # Sent on, as from a scheduler to another worker.
+        # Send the graph again, as a scheduler does to another worker.
         np.testing.assert_array_equal(dask.get(pickle.loads(cloudpickle.dumps(there)), key), expected)
 
 
@@ -659,12 +659,12 @@ def test_looking_changes_nothing(path, monkeypatch):
         assert one.state_dict() == other.state_dict()
     expected = [batch.index.tolist() for batch in other]
     for one in (looked, *copies):
-        one.set_epoch(0)  # copies count together
+        one.set_epoch(0)  # copies share the epoch counter
         assert [batch.index.tolist() for batch in one] == expected
 
 
 def test_a_spawned_worker_reads_the_share_of_its_rank(path):
-    # Which only the process that makes the workers knows.
+    # Only the process that spawns the workers knows the rank.
     one = dataset(path, obs=["cell_type"])
     with mock.patch("dasksc.loader.rank_session.get_spawning_popen", return_value=object()):
         with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
@@ -672,7 +672,7 @@ def test_a_spawned_worker_reads_the_share_of_its_rank(path):
         alone = pickle.dumps(dataset(path, obs=["cell_type"]))
     assert (pickle.loads(sent).rank, pickle.loads(sent).world_size) == (1, 2)
     with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
-        # A rank that is spawned by a process that is none.
+        # A rank spawned by a process that is not itself a rank.
         assert (pickle.loads(alone).rank, pickle.loads(alone).world_size) == (1, 2)
 
 
@@ -687,7 +687,7 @@ def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
     for loader in loaders:
         with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
             next(iter(loader))
-    # What undoes it is let be, and so is what hooks yield.
+    # A collate_fn that removes the stacking is accepted, as are rows yielded by hooks.
     undone = torch.utils.data.DataLoader(dataset(path), num_workers=num_workers, collate_fn=operator.itemgetter(0))
     assert next(iter(undone)).shape[0] == 16
     single = dataset(path, batch_size=1, batch_transform=_row_of)

@@ -49,7 +49,7 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
 
     with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=2):
         usual = made(fetch_factor=None)
-        if prefetch is not None:  # else fewer would be kept in flight
+        if prefetch is not None:  # by default, fewer fetches would be kept in flight instead
             with pytest.raises(InputError, match="memory_limit"):
                 made(fetch_factor=usual.fetch_factor * 2)
     with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=n_threads):
@@ -59,7 +59,7 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
 
 
 def test_memory_is_projected_for_the_threads_there_are_now(gzipped: Path) -> None:
-    # Workers join a cluster, and a Client becomes the active one, after the data set was made.
+    # Workers may join a cluster, and a Client may become active, after the data set is created.
     with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=1):
         dataset = dasksc.scDataset(gzipped, dasksc.BlockShuffling(8), 64, fetch_factor=8, seed=0, rank=0, world_size=1)
         before = dataset.projected_bytes
@@ -115,12 +115,12 @@ def test_array_code_is_projected_by_what_is_stored(gzipped: Path) -> None:
         dasksc.scDataset(adata, dasksc.BlockShuffling(64), 64, **options).projected_bytes for adata in (plain, changed)
     )
     row = 1500 * 0.3 * 8
-    # Every layer's rows, beside those that were read.
+    # Computed rows of every layer are held in addition to the rows read.
     assert computed - stored > 2 * 16 * 64 * row
 
 
 class WithoutLength:
-    """A collection that only a callback knows how to read."""
+    """Collection without a length, which only a callback can read."""
 
     def __getitem__(self, rows: Any) -> Any:
         return np.asarray(rows) * 10
@@ -154,7 +154,7 @@ def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> N
         options: dict[str, Any] = {"rank": rank, "world_size": 2, "equal_ranks": equal_ranks}
         dataset = dasksc.scDataset(np.arange(11), dasksc.Streaming(), batch_size=2, fetch_factor=1, **options)
         rows += np.concatenate(list(dataset)).tolist()
-        dataset.load_state_dict(dataset.state_dict() | {"seed": 7})  # as versions before drew it
+        dataset.load_state_dict(dataset.state_dict() | {"seed": 7})  # earlier versions drew a seed
     assert sorted(set(rows)) == list(range(11))
     with pytest.raises(dasksc.InputError, match="seed=None with world_size=2"):
         len(dasksc.scDataset(np.arange(11), dasksc.Streaming(shuffle=True), batch_size=2, rank=0, world_size=2))
@@ -339,7 +339,7 @@ def test_a_notebook_displays_shapes_memory_and_the_batches_of_each_rank() -> Non
         "obsm[&#x27;X_pca&#x27;]: (10, 3) float32<br>obs[&#x27;kind&#x27;]: (10,) int64, 2 classes<br>"
         "index: (10,) int64",
         "160 rows, 16 batches",
-        # 23 full blocks of 4 rows: 5 rounds, and 13 rows that are divided into 4, 3, 3 and 3
+        # 23 full blocks of 4 rows: 5 rounds, and 13 rows divided into 4, 3, 3 and 3
         "rank 0: 3 batches, 24 rows<br>ranks 1 to 3: 3 batches, 23 rows",
         "rank 1 of 4",
         "of page cache",

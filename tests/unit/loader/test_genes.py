@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
-from dasksc.loader import parts_of
+from dasksc.loader import components_of
 from dasksc.tokens import Vocabulary
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Variable names are not unique")]
@@ -50,7 +50,7 @@ def batch(adata: Any, **options: Any) -> Any:
 
 
 def expected(wanted: list[str], held: list[Any], dtype: str, *, drop: bool = False) -> np.ndarray:
-    """What NumPy says, in 64 bits."""
+    """Return the expected columns, computed by NumPy in float64."""
     wide = values(dtype).astype("f8")
     columns = [wide[:, [name == one for one in held]].sum(axis=1) for name in wanted if not drop or name in held]
     return np.stack(columns, axis=1)
@@ -105,7 +105,7 @@ def test_any_choice_of_names_is_what_numpy_selects(data: Any, stored: str, layou
 
 @pytest.mark.parametrize("stored", ["csr", "dense"])
 def test_atlases_that_lack_genes_are_aligned_like_one(stored: str, tmp_path: Path) -> None:
-    # The parts number their columns differently, and one of them lacks "d": 0 by fill_value, as all of "x" is.
+    # The parts order their columns differently. One lacks "d", and both lack "x"; fill_value sets these to 0.
     first, second = (
         atlas(stored, names=list("abcdefg")),
         atlas(stored, names=list("gfedcba"))[:, [0, 1, 2, 4, 5, 6]].copy(),
@@ -288,7 +288,7 @@ def test_memory_of_sums_and_of_columns_of_zeros_is_projected(layout: str) -> Non
             world_size=1,
             **options,
         )
-        return parts_of(dataset).source.batch_row_bytes
+        return components_of(dataset).source.batch_row_bytes
 
     wanted = ["c", *(f"x{i}" for i in range(99))]
     few, many = row_bytes(genes=["c"]), row_bytes(genes=wanted)

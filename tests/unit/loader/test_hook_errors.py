@@ -29,10 +29,10 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A loader waits 5 s for a worker whose epoch failed, which looks as seldom whether it is to end."""
+    """Reduce PyTorch's interval of 5 s at which a failed worker checks for its exit, and for which a loader waits."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
     yield
-    gc.collect()  # the loader, which the error held
+    gc.collect()  # collect the loader, which the error references
 
 
 def rows_of_batch(one: scDataset, i: int) -> list[int]:

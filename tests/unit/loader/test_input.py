@@ -32,7 +32,7 @@ def path(tmp_path_factory):
 
 
 def refuse(error, match, data, strategy=None, batch_size=8, **options):
-    """Making the data set raises `error`, reading nothing of any matrix."""
+    """Check that creating the data set raises `error` without reading any matrix."""
     with recorded_reads() as reads, pytest.raises(error, match=match):
         scDataset(data, strategy or Streaming(), batch_size, seed=0, **options)
     assert not reads.of("X/")

@@ -42,7 +42,7 @@ def cgroup() -> Iterator[Callable[[int], Cgroup]]:
 
 
 def forget(path: Path) -> None:
-    """Drop a file from the page cache: pages that other processes have read are not charged to a group."""
+    """Drop a file from the page cache, since pages read by other processes are not charged to a control group."""
     os.sync()
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -51,7 +51,7 @@ def forget(path: Path) -> None:
 def epoch(
     path: Path, group: Cgroup | None = None, *, meanwhile: Callable[[], None] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Read an epoch in a process of its own; call `meanwhile` after its first batches."""
+    """Read an epoch in a separate process; call `meanwhile` after its first batches."""
     forget(path)
     with subprocess.Popen(
         [sys.executable, PROGRAMS / "limited_epoch.py", path, json.dumps(FETCH | options)],
@@ -86,7 +86,7 @@ def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
     assert small.n_killed() == 0
     assert not limited["is_mapped"]
     assert limited["digest"] == expected["digest"]
-    # Pages at both ends of a block of rows are read for each of two blocks.
+    # A page on the boundary of two blocks is read twice.
     assert limited["read"] <= 1.2 * atlas.stat().st_size
 
 

@@ -36,15 +36,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     dense.write_h5ad(paths["dense.h5ad"], compression="gzip", compression_opts=1)
     shutil.copyfile(paths["plain.h5ad"], paths["scaled.h5ad"])
     with h5py.File(paths["scaled.h5ad"], "r+") as file:
-        # HDF5's own filter, which only h5py reads.
+        # The scale-offset filter can be read only through h5py.
         del file["X/indices"]
         file["X"].create_dataset("indices", data=csr.indices, chunks=(50_000,), scaleoffset=0)
     return paths | {"csr.zarr": write_store(sparse, folder, "zarr3", "csr")}
 
 
-# Every way to store rows, and mapped or not; both layouts of batches for rows that are mapped, read and decoded.
+# Every storage of rows, mapped or not, and both layouts of batches for rows that are mapped, read or decoded.
 CASES = [
-    # Mapped pages do not count: nothing but batches is held.
+    # Mapped pages do not count as anonymous memory; only batches are held.
     ("plain.h5ad", [], 0),
     ("plain.h5ad", ["--no-mmap", "--layout", "csr"], FETCH * N_VARS * 0.4 * 8),
     ("gzip.h5ad", [], FETCH * N_VARS * 0.4 * 8),
@@ -56,7 +56,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def reports(files: dict[str, Path]) -> list[dict[str, Any]]:
-    """What benchmarks/memory.py reports of each case."""
+    """Reports of benchmarks/memory.py for each case."""
     cases = [["--atlas", str(files[name]), "--fetch", str(FETCH), "--epochs", "2", *more] for name, more, _ in CASES]
     printed = run([sys.executable, PROGRAMS / "projections.py", json.dumps(cases)])
     return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]

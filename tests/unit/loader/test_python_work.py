@@ -21,7 +21,7 @@ N_BATCHES = 16
 
 
 def n_instructions(function: Callable[[], Any]) -> int:
-    """Count the Python instructions that a call runs in this thread, without finalizers of objects of earlier tests."""
+    """Count the Python instructions of a call in this thread, without finalizers of objects from earlier tests."""
     gc.collect()
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def _n_traced(function: Callable[[], Any]) -> int:
 
 
 def _n_monitored(function: Callable[[], Any]) -> int:
-    # From Python 3.12 on, tracing leaves out instructions of code that ran before it.
+    # From Python 3.12 on, tracing misses instructions of code that ran before tracing began.
     count, thread, tool = 0, threading.get_ident(), sys.monitoring.PROFILER_ID
 
     def note(code: CodeType, offset: int) -> None:

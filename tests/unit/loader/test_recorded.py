@@ -1,4 +1,4 @@
-"""Batches, states and public names of an earlier version: `tests/recorded/`, written by `tests/support/recorder.py`."""
+"""Batches, states and public names, compared with those recorded in `tests/recorded/` by an earlier version."""
 
 from __future__ import annotations
 

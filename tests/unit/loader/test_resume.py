@@ -34,7 +34,7 @@ pytestmark = pytest.mark.core
 
 
 class Backwards(SamplingStrategy):
-    """A user's strategy, in an order of its own."""
+    """Custom strategy that reads the rows in reverse order."""
 
     def get_len(self, data_collection):
         return len(data_collection)
@@ -119,7 +119,7 @@ def test_an_epoch_that_failed_before_its_first_batch_can_be_gone_on_with(n_read)
 
 
 def test_loading_then_iter_then_set_epoch_then_next_keeps_the_place():
-    # The order in which Lightning restores a loader.
+    # Lightning restores a loader in this order.
     one = dataset()
     iterator = iter(one)
     list(islice(iterator, 4))
@@ -192,7 +192,7 @@ SIZES = st.fixed_dictionaries({"batch_size": st.sampled_from([3, 7, 16]), "fetch
 
 
 def ranks_of(world_size: int, state=None, **options) -> list[scDataset]:
-    """The data sets of all ranks, resumed from `state`."""
+    """Return the data sets of all ranks, resumed from `state`."""
     ranks = [dataset(rank=rank, world_size=world_size, **options) for rank in range(world_size)]
     for rank in ranks:
         if state is not None:
@@ -201,7 +201,7 @@ def ranks_of(world_size: int, state=None, **options) -> list[scDataset]:
 
 
 def read(ranks: list[scDataset], n_steps: int | None = None) -> tuple[list[list[list[int]]], dict]:
-    """Batches of each rank's next `n_steps` (None: all), and the state after them, the same on all."""
+    """Return each rank's next `n_steps` batches (None: all), and the state after them, equal on all ranks."""
     batches, states = [], []
     for rank in ranks:
         iterator = iter(rank)
@@ -256,7 +256,7 @@ def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_
         seen, accounts = rows_in(head) + rows_in(tail), [rank.stats() for rank in ranks]
         assert [one["n_rows"] for one in accounts] == [sum(map(len, batches)) for batches in tail]
         after = accounts[0]
-        # Of the padding of those before, only what they came to is repeated.
+        # Only the part of the earlier segment's padding that was yielded repeats rows.
         assert 0 <= (seen - whole).total() - after["n_padded"] <= before[0].n_padded
         n_dropped = after["n_dropped"] + (before[0].n_dropped if step else 0)
         assert (whole - seen).total() == n_dropped
@@ -274,7 +274,7 @@ def test_an_epoch_can_be_stopped_three_times_and_resumed_elsewhere(data):
         ranks = ranks_of(world, state, **options, **size)
         n_steps = None if segment == 3 else data.draw(st.integers(0, 3), label="n_steps")
         if n_steps is not None:
-            # No rank can be asked for more than it has.
+            # No rank can yield more batches than it has.
             n_left = [sum(1 for _ in rank) for rank in ranks_of(world, state, **options, **size)]
             n_steps = min([n_steps, *n_left])
         batches, state = read(ranks, n_steps)
@@ -393,7 +393,7 @@ def test_a_state_taken_while_workers_read_says_what_it_leaves_out(caplog):
 
 
 def test_passes_of_workers_after_that_of_a_loaded_state_are_not_warned_of(tmp_path, monkeypatch):
-    # A file, since what workers log is captured in their processes.
+    # Log to a file, because caplog does not capture the log of worker processes.
     log = logging.FileHandler(tmp_path / "log")
     monkeypatch.setattr(logging.getLogger("dasksc"), "handlers", [log])
     half = dataset()

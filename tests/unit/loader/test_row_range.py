@@ -22,7 +22,7 @@ ROW_BYTES = 4 * N_VARS
 
 @pytest.fixture(scope="module", params=["plain", "chunked"])
 def atlas(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A dense atlas, and its rows of a chunk; 0 where any row is read alone."""
+    """Dense atlas, and its number of rows per chunk; 0 if rows can be read individually."""
     path = tmp_path_factory.mktemp("range") / "atlas.h5ad"
     adata = anndata.AnnData(np.arange(N_OBS * N_VARS, dtype=np.float32).reshape(N_OBS, N_VARS))
     adata.write_h5ad(path)
@@ -42,7 +42,7 @@ def test_fetches_hold_little_and_the_batches_are_those_of_large_ones(
     path, chunk_rows = atlas
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(8), BATCH, fetch_factor=fetch_factor, seed=0)
     one = over_range(dataset, 300, 1_950)
-    # 32 MiB, or eight chunks if they are more.
+    # 32 MiB or eight chunks, whichever is more.
     most = -(-max(2**25 // ROW_BYTES, 8 * chunk_rows) // BATCH)
     assert one.fetch_factor == min(fetch_factor, most)
     assert dataset.fetch_factor == fetch_factor

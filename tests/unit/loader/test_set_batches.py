@@ -61,7 +61,7 @@ def test_sizes_count_controls(path: Path) -> None:
     assert beside.projected_bytes > alone.projected_bytes
     assert next(iter(beside)).control.X.shape == (64, 30)
     assert beside.plan(0).n_control_rows == 2 * beside.plan(0).n_rows
-    # At half of the projection, the larger fetches do not fit.
+    # With a limit of half the projected memory, the larger fetches do not fit.
     with pytest.raises(InputError, match="memory_limit"):
         dataset(path, sets(n_controls=2), fetch_factor=64, memory_limit=2_000)
 
@@ -169,7 +169,7 @@ def test_expressions_and_filters(path: Path) -> None:
 
 
 def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
-    # As many rows as "cells" has letters, and as a mapping has groups.
+    # The number of rows equals the length of the string "cells", or the number of groups in the mapping.
     for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
         rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
         rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")

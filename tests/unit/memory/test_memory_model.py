@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 
 MIB = 2**20
 ROW = 11_600.0
-# An uncompressed X of 1,450 values in a row, and a compressed layer.
+# An uncompressed X with 1,450 values per row, and a compressed layer.
 MAPPED = {"X": FetchCost(row=ROW, held=32), "layers/raw": FetchCost(row=400, held=400, fixed=MIB)}
 READ = {"X": FetchCost(row=ROW, held=ROW), "layers/raw": FetchCost(row=400, held=400, fixed=MIB)}
 
@@ -46,7 +46,7 @@ def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
     assert mapped.pages == pytest.approx(1.1 * 2 * 64 * 256 * ROW, rel=0.05)
     read = one.demand(depth=one.n_parts({"X"}), n_threads=2, unmapped={"X"})
     assert read.anonymous - mapped.anonymous == pytest.approx(mapped.pages, rel=0.05)
-    # What is being read passes through the page cache.
+    # Reads in progress pass through the page cache.
     assert read.pages == pytest.approx(1.1 * 2 / one.n_parts({"X"}) * 64 * 256 * ROW, rel=0.01)
     assert read.total == read.anonymous + read.pages
 
@@ -70,7 +70,7 @@ def test_less_memory_is_read_then_less_at_a_time_and_at_last_does_not_fit(mib, u
 def test_what_was_promised_holds_whatever_the_machine_has() -> None:
     assert way(2**40, limit=300 * MIB).unmapped == set()
     assert way(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
-    # Less memory than fetches hold: mapped, as far as the pages of few of them stay.
+    # The limit is below the size of the fetches, so X is mapped, with few fetches whose pages stay in the cache.
     poor = way(1500 * MIB, limit=100 * MIB)
     assert (poor.unmapped, poor.fits) == (set(), True)
     assert poor.depth < 4

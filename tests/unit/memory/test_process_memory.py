@@ -16,7 +16,7 @@ from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, sha
 pytestmark = pytest.mark.core
 
 GIB = 2**30
-NO_LIMIT = 9223372036854771712  # as version 1 says it
+NO_LIMIT = 9223372036854771712  # "no limit" in version 1 of control groups
 
 
 def machine(root: Path, *, total: int = 64 * GIB, available: int = 48 * GIB) -> None:
@@ -104,10 +104,10 @@ def test_ranks_share_what_other_programs_leave() -> None:
     limit = Limit(n_bytes=8 * GIB, held=4 * GIB, source="a test")
     alone = share_of(limit, n_processes=1, own=4 * GIB)
     assert alone == 4 * GIB - CODE_BYTES
-    # Two ranks that hold 2 GiB each have 2 GiB more each; with a launcher of 1 GiB, half of that less.
+    # Two ranks that hold 2 GiB each can use 2 GiB more each; a launcher that holds 1 GiB reduces the shares.
     assert share_of(limit, n_processes=2, own=2 * GIB) == 2 * GIB - CODE_BYTES
     assert share_of(limit, n_processes=2, own=3 * GIB // 2) == (8 - 1) * GIB // 2 - 3 * GIB // 2 - CODE_BYTES
-    # Buffers that are used again are no loss; and there is never less than nothing.
+    # Reused buffers do not reduce the share, and the share is never negative.
     assert share_of(limit, n_processes=1, own=4 * GIB, reused=GIB) == 5 * GIB - CODE_BYTES
     assert share_of(limit, n_processes=64, own=GIB) == 0
 

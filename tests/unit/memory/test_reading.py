@@ -93,7 +93,7 @@ def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pyte
     assert [one.depth() for _ in range(2)] == [3, 3]
     assert (one.depth(), one.unmapped) == (4, {"X"})
     assert (one.depth(), one.unmapped) == (2, {"X"})
-    assert (one.depth(), one.unmapped) == (2, {"X"})  # mapped again only when an epoch begins
+    assert (one.depth(), one.unmapped) == (2, {"X"})  # mapping resumes only at the next epoch
     assert len([message for message in caplog.messages if "rather than mapped (X)" in message]) == 1
     assert one.depth() == 1
     assert "Request 1.00 GiB per rank" in caplog.messages[-1]
@@ -151,7 +151,7 @@ def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.Monk
     assert dasksc.open(path, names=False).obs.index.equals(dasksc.open(path, names=False).obs.index)
     assert read
     assert not [name for name in read if name.startswith("/obs/_index")]
-    # They are there when somebody asks.
+    # The names are read on request.
     names = dataset.collection.obs.index
     assert names.equals(dasksc.open(path).obs_names)
     assert dataset.collection[[3, 1]].obs_names.tolist() == [names[3], names[1]]

@@ -118,7 +118,7 @@ def test_workers_that_go_on_with_a_pass_read_its_epoch_and_the_pass_after_it_the
     counter.set(9)
     for worker in range(2):
         counter.resume(1234, worker, 2, epoch=4)
-    # Whether or not the resumed workers have begun.
+    # A new pass reads the next epoch, even if the resumed workers have not begun.
     assert counter.join(99, 0, 2) == 5
     assert [counter.join(1234, worker, 2) for worker in range(2)] == [4, 4]
     assert counter.join(99, 1, 2) == 5
@@ -142,7 +142,7 @@ def test_a_process_killed_at_any_moment_leaves_the_count_readable() -> None:
         child = context.Process(target=_count_for_ever, args=(counter,))
         child.start()
         while counter.peek() <= begun_at + i:
-            pass  # it counts
+            pass  # wait until the child counts
         child.kill()
         child.join()
         before = counter.peek()

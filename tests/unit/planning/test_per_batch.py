@@ -39,7 +39,7 @@ def ranks_of(plan: EpochPlan) -> list[EpochPlan]:
 
 
 def as_set(batches: list[NDArray[np.int64]]) -> Counter[tuple[int, ...]]:
-    """Batches whatever the order of their rows."""
+    """Return the multiset of batches, ignoring the order of their rows."""
     return Counter(tuple(sorted(batch.tolist())) for batch in batches)
 
 
@@ -126,7 +126,7 @@ def test_an_epoch_left_and_resumed_anywhere_by_other_ranks_yields_the_same_batch
             consumed = (*consumed, ConsumedSegment(n_batches=n, **sizes))
     units = units_of(plan_of(seed=seed, batch_size=batch_size))
     assert not units - found
-    # Ranks that stop in the middle may have repeated a batch, too: at most one each and segment.
+    # Ranks that stop in the middle may also have repeated a batch: at most one per rank and segment.
     assert (found - units).total() <= sum(world - 1 for world in worlds)
     if not equal_ranks:
         assert found == units
@@ -158,7 +158,7 @@ def test_rows_of_a_class_are_drawn_as_often_as_each_other(replace: bool) -> None
 
 
 def test_no_row_is_favoured_by_its_place() -> None:
-    # 2000 epochs draw some of the 37 rows of one class; every row as often, within five standard deviations.
+    # 2000 epochs draw some of the 37 rows of a class; each row is drawn equally often within five standard deviations.
     plan = plan_of(
         options={"smoothing": 1.0, "replace": False, "class_weights": {0: 0.4}, "total_size": 360}, batch_size=24
     )
@@ -176,7 +176,7 @@ def test_neighbours_of_a_class_are_read_together() -> None:
     labels = np.sort(LABELS)
     plan = plan_of(labels, options={"smoothing": 1.0, "replace": False}, batch_size=50, fetch_factor=16)
     rows = plan.fetch(0).rows
-    # Runs of four in a class sorted by class; a short one where its pass begins, and where groups cut one.
+    # With rows sorted by class, a class is read in runs of four; runs are shorter at the start of a pass and at groups.
     starts = np.count_nonzero(np.diff(rows) != 1) + 1
     assert len(rows) == 800
     assert starts < 800 / 3

@@ -30,7 +30,7 @@ ERROR = 1e-4
 
 
 class Backwards(dasksc.SamplingStrategy):
-    """A user's strategy: every other row, from the last to the first."""
+    """Custom strategy that reads every other row, from the last to the first."""
 
     def get_len(self, data_collection: Any) -> int:
         return -(-len(data_collection) // 2)
@@ -40,7 +40,7 @@ class Backwards(dasksc.SamplingStrategy):
 
 
 class Shuffled(dasksc.SamplingStrategy):
-    """A user's strategy that draws an order of its own."""
+    """Custom strategy that draws its own random order."""
 
     def get_len(self, data_collection: Any) -> int:
         return len(data_collection)
@@ -97,7 +97,7 @@ def yielded_by(plan: EpochPlan) -> NDArray[np.int64]:
 
 
 def drawn_in(plan: EpochPlan) -> NDArray[np.int64]:
-    """All rows of the epoch, in storage order of the draws."""
+    """Return all rows of the epoch, in the order of the draws."""
     return plan.sampler.draw(plan.seed, plan.epoch).rows(np.arange(plan.n_rows, dtype=np.int64))
 
 
@@ -137,7 +137,7 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     if not plan.equal_ranks or plan.drop_last:
         assert plan.n_padded == 0
     if plan.drop_last:
-        # Each rank loses less than a batch, and together with that at most one row a rank that does not divide.
+        # Each rank drops less than a batch; unequal division drops less than one more row per rank.
         assert plan.n_dropped < plan.world_size * plan.batch_size + plan.world_size
 
 
@@ -189,7 +189,7 @@ def test_any_fetch_is_the_same_computed_alone_elsewhere(name: str, n: int, block
     equal_ranks=st.booleans(),
 )
 def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size: int, **sizes: Any) -> None:
-    # A row is left out of an epoch with a probability of at most 7/8; that all of 50 leave it out: 0.1%.
+    # An epoch drops a row with a probability of at most 7/8; 50 epochs all drop it with a probability of 0.1%.
     seen: set[int] = set()
     for epoch in range(50):
         plan = plan_of(strategy_of(name, n, block_size), n, drop_last=True, seed=1, epoch=epoch, **sizes)
@@ -246,12 +246,12 @@ def test_drop_last_leaves_every_row_out_as_often_as_any_other(
 
 
 def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
-    # All that is left to deal out is the short block of one row, which does not divide by two ranks.
+    # After the full blocks, only the short block of one row remains, which cannot be divided between two ranks.
     left_out = []
     for epoch in range(900):
         plan = plan_of(dasksc.BlockShuffling(2), 17, batch_size=1, world_size=2, drop_last=True, epoch=epoch)
         left_out += set(range(17)) - {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
-    # It lies before any of the eight full blocks, or after them.
+    # The dropped row precedes one of the eight full blocks or follows the last, all with equal probability.
     assert stats.chisquare(np.bincount(left_out, minlength=17)[::2]).pvalue > ERROR
 
 
@@ -297,7 +297,7 @@ def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
 
 
 def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
-    # 1,000 rows are fewer than the 2,048 of one fetch: dealt by fetches, one rank would get them all.
+    # 1,000 rows are fewer than the 2,048 of one fetch: division by fetches would give all of them to one rank.
     ranks = ranks_of(plan_of(dasksc.BlockShuffling(8), 1000, batch_size=128, world_size=4))
     assert [rank.n_batches for rank in ranks] == [2, 2, 2, 2]
     assert [rank.n_rank_rows for rank in ranks] == [250] * 4
@@ -337,7 +337,7 @@ def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
             plan.batch_rows(i)
 
 
-# --- Who gets what ----------------------------------------------------------------------------------
+# --- Distribution to ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [64, 67])
@@ -365,7 +365,7 @@ def test_full_blocks_stay_whole() -> None:
 
 
 def test_rows_are_mixed_within_their_fetch_uniformly() -> None:
-    # Where in its fetch the row read first is yielded: 32 places, 2,000 epochs.
+    # Position at which the first row of a fetch is yielded: 32 positions, 2,000 epochs.
     places = [
         int(
             np.flatnonzero(
@@ -378,12 +378,12 @@ def test_rows_are_mixed_within_their_fetch_uniformly() -> None:
 
 
 def test_no_row_is_always_early_or_late() -> None:
-    # The rows that do not make a full round (here 8 to 10) come anywhere in the epoch, too.
+    # Rows outside full rounds (here 8 to 10) are also yielded anywhere in the epoch.
     firsts = []
     for epoch in range(1000):
         rows = yielded_by(plan_of(dasksc.BlockShuffling(4), 11, batch_size=1, fetch_factor=1, epoch=epoch))
         firsts.append(int(np.flatnonzero(rows == 10)[0]))
-    # The short block before, between or after the two full ones.
+    # The short block comes before, between or after the two full blocks.
     assert stats.chisquare(np.bincount(np.searchsorted([3, 7], firsts), minlength=3)).pvalue > ERROR
 
 
@@ -420,7 +420,7 @@ def test_the_digest_covers_every_rank_and_all_sizes() -> None:
 
 
 def test_consecutive_epochs_share_no_more_neighbours_than_chance() -> None:
-    # Blocks at the same place of two epochs' orders: Poisson(1) of them.
+    # The number of blocks at the same position in two epochs follows Poisson(1).
     n, epochs = 2000, 60
     orders = [BlockOrder.shuffled(n, seed=3, epoch=epoch).at(np.arange(n)) for epoch in range(epochs)]
     common = [np.count_nonzero(a == b) for i, a in enumerate(orders) for b in orders[:i]]
@@ -429,7 +429,7 @@ def test_consecutive_epochs_share_no_more_neighbours_than_chance() -> None:
     assert stats.chisquare(observed, expected).pvalue > ERROR
 
 
-# Plans of blocks are the same on every platform and with every version of every library.
+# Plans of blocks are identical on every platform and with every version of every library.
 GOLDEN: dict[str, tuple[dasksc.SamplingStrategy, int, dict[str, int], list[int]]] = {
     "a table of blocks": (
         dasksc.BlockShuffling(8),
@@ -484,7 +484,7 @@ def test_plans_of_blocks_are_the_same_everywhere(case: str) -> None:
     assert [*first[:4], *last[:4]] == expected
 
 
-# --- What is refused --------------------------------------------------------------------------------
+# --- Invalid arguments ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

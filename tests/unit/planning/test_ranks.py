@@ -25,7 +25,7 @@ RANKS = st.integers(1, 4)
 
 
 def raised(outcomes: list[object]) -> RankMismatchError:
-    """The one error of all outcomes."""
+    """Return the only error among the outcomes."""
     (error,) = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert isinstance(error, RankMismatchError)
     return error
@@ -81,7 +81,7 @@ def test_ranks_that_read_different_data_stop_before_the_first_batch_and_say_whic
         assert f" {name} is {first} on rank 0 and {second} on rank 1" in text or (
             f" {name} is {second} on rank 1 and {first} on rank 0" in text
         )
-    if "strategy" not in differing:  # strategies have other arguments, too
+    if "strategy" not in differing:  # a strategy has other arguments that differ, too
         assert text.count(" on rank 0") == len(differing)
 
 
@@ -135,7 +135,7 @@ def test_a_rank_that_stops_elsewhere_is_warned_of_once(n_batches, told, caplog):
         batches = iter(rank_of(rank, 2, store))
         next(batches)
         next(batches)
-        both.wait()  # neither has left yet
+        both.wait()  # neither rank has left yet
         if rank == 0:
             batches.close()
         both.wait()
@@ -166,7 +166,7 @@ def test_data_sets_meet_in_the_order_in_which_each_rank_makes_them():
 
     store = HashStore()
     assert on_ranks(2, act, store) == [22, 22]
-    # Others later in the same run are others, and a new store begins anew.
+    # Data sets created later in the same run get new keys; a new store starts from the beginning.
     assert on_ranks(2, act, store) == [22, 22]
     assert on_ranks(2, act) == [22, 22]
 

@@ -41,37 +41,37 @@ def bare(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "rank", "world_size", "local"),
     [
-        # Nothing set: alone.
+        # No variables: a single process.
         ({}, 0, 1, 1),
-        # torchrun, two nodes of two.
+        # torchrun, two nodes with two processes each.
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 3, 4, 2),
-        # deepspeed, whose launcher has its own name for it.
+        # deepspeed, whose launcher sets LOCAL_SIZE.
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, 3, 4, 2),
-        # Half of what torchrun sets is not torchrun.
+        # Part of torchrun's variables is not enough.
         ({"RANK": "3"}, 0, 1, 1),
-        # mpirun of Open MPI.
+        # mpirun from Open MPI.
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
             *(1, 2, 2),
         ),
-        # mpirun of MPICH and Intel MPI.
+        # mpirun from MPICH and Intel MPI.
         ({"PMI_RANK": "1", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, 1, 8, 4),
         # horovodrun, which may use mpirun underneath.
         ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}, 1, 2, 1),
         # srun.
         (SLURM, 3, 4, 1),
-        # srun says how many tasks are on which node, whether or not it was told.
+        # srun sets the number of tasks on each node, whether or not it was requested.
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4, 4),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "1"}, 3, 4, 1),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"}, 3, 4, 2),
-        # One task of an sbatch script: no rank of anything.
+        # A task of an sbatch script is not a rank.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
         # srun torchrun: torchrun started this process.
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 0, 16, 4),
-        # Kubeflow sets its own, mpirun inside it another: the first of the list wins.
+        # Kubeflow sets variables, and so does mpirun inside it: the first in the list takes precedence.
         ({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "5"}, 1, 2, 1),
-        # Spawned by hand on one machine.
+        # Started manually on one machine.
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, 1, 2, 2),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_rank_beyond_the_world_names_where_it_came_from(monkeypatch):
 
 
 def faked(module: str, **members: object) -> SimpleNamespace:
-    """A stand-in for a library that is not installed here; its conventions are what its documentation says."""
+    """Return a stand-in for a library that is not installed here, with the interface that its documentation states."""
     return SimpleNamespace(__name__=module, **members)
 
 
@@ -161,7 +161,7 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
 
     def agreement(attempt: int):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
-        # Data sets are counted anew, as in a new process.
+        # A new Agreement numbers data sets from the start, as in a new process.
         return Agreement(World(0, 2), dist.PrefixStore("run", store))
 
     first = agreement(0)
@@ -172,7 +172,7 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
     second.go_on(0, n_batches=1)
     with pytest.raises(RankMismatchError):
         agreement(1).begin(0, epoch=4, fingerprint="same")
-    # A seed may live on: it is as good as any, and the same for all.
+    # A seed may persist across restarts, because it is equal on all ranks.
     assert agreement(0).seed(5) == agreement(1).seed(6) == 5
 
 
@@ -197,5 +197,5 @@ def test_the_process_group_is_left_when_its_threads_have_had_the_interpreter():
     thread.join()
     assert group_was_up == [True]
     assert not distributed.is_initialized()
-    # Without a group there is nothing to leave.
+    # Without a process group, the call has no effect.
     leave_group()

@@ -22,7 +22,7 @@ def block(kind: Any = sp.csr_matrix, dtype: str = "float32") -> Any:
 
 
 def unordered() -> sp.csr_matrix:
-    """Two values at one place, and columns that do not ascend."""
+    """Return a matrix with two values at one position and unsorted columns."""
     return sp.csr_matrix((np.arange(1, 6, dtype=np.float32), [3, 1, 3, 0, 0], [0, 3, 3, 5]), shape=(3, 5))
 
 
@@ -121,7 +121,7 @@ def test_only_what_is_shared_is_copied() -> None:
 
 
 def test_arrays_are_left_to_scanpy() -> None:
-    # Which makes something of each of their values, as it has no way of its own for them.
+    # scanpy has no sparse implementation of this operation, and computes every value.
     options = {"axis": 0, "op": operator.truediv}
     result, expected = (
         f(block(sp.csr_array), np.full(7, 2.0, "float32"), **options) for f in (without_copies(scaled), scaled)
@@ -130,7 +130,7 @@ def test_arrays_are_left_to_scanpy() -> None:
 
 
 def test_the_same_function_is_returned_each_time() -> None:
-    # Tasks with it in them are told to be alike by that.
+    # Identity of the function makes tasks that contain it comparable.
     assert without_copies(np.log1p) is without_copies(np.log1p)
     assert without_copies(scaled) is without_copies(scaled)
     assert without_copies(np.log1p) is not without_copies(np.sqrt)

@@ -32,7 +32,7 @@ N_OBS, N_VARS = 60, 17
 
 @dataclass
 class Recorded:
-    """A matrix that records the rows of each fetch."""
+    """Matrix that records the rows of each fetch."""
 
     inner: Matrix
     fetches: list[list[int]] = field(default_factory=list)
@@ -80,7 +80,7 @@ def test_a_chunk_is_one_task_and_one_fetch_of_its_rows(layout: str) -> None:
     matrix, _ = recorded(layout)
     array = to_dask(matrix, chunk_rows=20)
     assert matrix.fetches == []
-    # The matrix itself is one node of the graph, shared by the three tasks.
+    # The matrix is one node of the graph, shared by the three tasks.
     assert len(dict(array.dask)) == 3 + 1
     array.blocks[1].compute(scheduler="synchronous")
     assert matrix.fetches == [list(range(20, 40))]
@@ -197,7 +197,7 @@ def test_elementwise_functions_keep_the_kind_of_chunk(layout: str) -> None:
 
 
 def computed_array(kind: str) -> tuple[da.Array, NDArray[Any]]:
-    """An array whose rows only computing its chunks can give."""
+    """Return an array whose rows are available only by computing its chunks, and its values."""
     rng = np.random.default_rng(0)
     values = np.where(rng.random((N_OBS, N_VARS)) < 0.3, rng.random((N_OBS, N_VARS)), 0)
     array = da.from_array(values, chunks=(13, 5))
@@ -233,13 +233,13 @@ def test_a_dask_matrix_computes_only_the_chunks_that_the_rows_touch() -> None:
     array, _ = computed_array("dense")
     matrix = DaskMatrix(array.map_blocks(seen, dtype=float, meta=np.empty((0, 0))))
     matrix.fetch(np.array([0, 1, 27, 27, 30]))
-    # Four chunks of columns each.
+    # Each row chunk has four column chunks.
     assert sorted(blocks) == [0] * 4 + [2] * 4
 
 
 def test_a_dask_matrix_trusts_the_values_more_than_the_meta() -> None:
     array, values = computed_array("dense")
-    # A map_blocks without meta= keeps that of its input.
+    # The meta is wrong: it says that blocks are dense.
     lying = array.map_blocks(sp.csr_matrix, meta=np.empty((0, 0)))
     np.testing.assert_array_equal(read(DaskMatrix(lying), np.arange(N_OBS)), values)
 

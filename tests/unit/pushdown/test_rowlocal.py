@@ -53,7 +53,7 @@ def leaf(layout: str, chunk_rows: int = 13) -> da.Array:
 
 
 def densified(array: da.Array) -> da.Array:
-    """The same values in dense chunks."""
+    """Return the array with dense chunks."""
     return to_dask(as_matrix(dense(array.compute(scheduler="synchronous")), "X"), chunk_rows=array.chunks[0][0])
 
 
@@ -95,7 +95,7 @@ ANY_LAYOUT: dict[str, Callable[[da.Array], da.Array]] = {
 
 WEIGHTS = np.arange(1.0, N_VARS + 1)
 
-# Dask cannot compute these where blocks are csr_matrix, which takes * for the matrix product.
+# Dask cannot compute these if blocks are csr_matrix, for which * is the matrix product.
 STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "row factors": lambda x: da.log1p(x * da.from_array(SIZES[:, None], chunks=(13, 1))),
     "row factors in other chunks": lambda x: x * da.from_array(SIZES[:, None], chunks=(20, 1)),
@@ -132,11 +132,11 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "whether any": lambda x: x != 0,
 }
 
-# What NumPy makes of zeros beside zeros, infinities and NaN.
+# Operands for stored zeros: zeros, infinities and NaN.
 UNUSUAL = np.where(np.arange(N_VARS) % 4 == 0, 0, np.where(np.arange(N_VARS) % 4 == 1, np.inf, 2.0))
 UNUSUAL[2] = np.nan
 
-# Code that makes something else of zeros.
+# Code that maps zeros to other values.
 DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
     "one more": lambda x: da.log2(x + 1),
     "one less": lambda x: 1 - x,
@@ -187,7 +187,7 @@ def rows_of(matrix: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
 
 @cache
 def local(layout: str, name: str) -> tuple[Any, NDArray[Any]]:
-    """The matrix of some code, and what the code computes."""
+    """Return the matrix of an array expression, and the values that the expression computes."""
     code = (ANY_LAYOUT | ELEMENTWISE | DENSE_ONLY)[name]
     array = code(leaf(layout))
     same = code(densified(leaf(layout))) if name in ELEMENTWISE else array
@@ -246,7 +246,7 @@ def test_code_that_mixes_rows_is_computed_by_whole_chunks_and_still_right(
 
 
 def believed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a library might have."""
+    """Mark a function as if it belonged to a library, whose functions are assumed to be row-local."""
     function.__module__ = "scipy.library"
     return function
 
@@ -271,7 +271,7 @@ def sorted_if_some_are_alike(block: Any) -> Any:
     return block[::-1] if len(np.unique(block[:, 0])) < len(block) > 45 else block
 
 
-# Whatever mixes rows only for some sizes, values or blocks: nothing that six made-up rows of the first block show.
+# Code that mixes rows only for some sizes, values or blocks, so that a trial with six made-up rows does not detect it.
 SLY: dict[str, Callable[[da.Array], da.Array]] = {
     **{f"rolled by {n}": (lambda x, n=n: x.map_blocks(np.roll, n, axis=0)) for n in (1, 6, 7, 12, 41, 42)},
     "scored in the lower part": lambda x: da.concatenate([x[:30], x[30:].map_blocks(scipy.stats.zscore)]),
@@ -293,7 +293,7 @@ def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) 
     values = array.compute(scheduler="synchronous")
     rows = np.sort(np.random.default_rng(0).integers(0, len(values), 30))
     np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
-    # A first fetch of whole chunks says nothing of the parts of chunks that come later.
+    # A first fetch of whole chunks does not validate later fetches of parts of chunks.
     matrix = matrix_of(array)
     for later in (np.arange(len(values)), rows):
         np.testing.assert_allclose(rows_of(matrix, later), values[later], rtol=1e-6)
@@ -314,7 +314,7 @@ def test_what_is_merely_believed_is_compared_with_one_whole_chunk_in_each_proces
     array = leaf("dense", 13).map_blocks(np.sort, axis=1)
     matrix, counts = read_rows(array, np.array([1, 17, 18, 40]), monkeypatch)
     assert type(matrix) is RowLocalMatrix
-    # The first time a row for the comparison, its whole chunk, and what was wanted.
+    # The first fetch reads one row for the comparison, its whole chunk, and the requested rows.
     assert counts == [1 + 13 + 4, 4, 4]
     assert matrix.cost.kept >= 3 * 13 * N_VARS * matrix.dtype.itemsize
 
@@ -345,7 +345,7 @@ def test_strictly_only_known_and_declared_code_runs_on_rows(name: str, caplog: p
     rows = np.array([0, 7, 30])
     np.testing.assert_allclose(rows_of(again, rows), array.compute()[rows], rtol=1e-6)
     if expected is DaskMatrix:
-        assert "dasksc.array-code: strict does not believe" in caplog.text
+        assert "dasksc.array-code: strict does not assume that it treats each row independently" in caplog.text
         assert "dasksc.row_local" in caplog.text
 
 
@@ -382,7 +382,7 @@ def test_only_the_rows_needed_are_read_and_each_matrix_once(tmp_path: Path, layo
     with recorded_reads() as reads:
         matrix.fetch(np.array([0, 3, 3, 28]))
     stored = [reach for reach in reads.reached if reach.label.startswith(f"{tmp_path}")]
-    # Three rows, once: the trial before them makes its rows up.
+    # Three rows are read once; the trial before uses made-up rows.
     values = [reach for reach in stored if reach.label.endswith("X/data" if layout == "csr" else "X")]
     assert [reach.n_runs for reach in values] == [3]
 
@@ -469,7 +469,7 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     matrix = matrix_of(array)
     rows = np.arange(0, N_OBS, 2)
     expected = dense(array.compute(scheduler="synchronous"))[rows]
-    rows_of(matrix, rows[:1])  # with the trial
+    rows_of(matrix, rows[:1])  # includes the trial
     CALLS.clear()
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert CALLS == [30]
@@ -478,7 +478,7 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     CALLS.clear()
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert sum(CALLS) == 30
-    assert max(CALLS) <= 7 + 2  # no more than a piece of another chunk beyond it
+    assert max(CALLS) <= 7 + 2  # exceeded by at most a part of one more chunk
 
 
 def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> None:
@@ -597,7 +597,7 @@ def tripled(block: Any) -> Any:
     return sp.hstack([block] * 3, format="csr") if sp.issparse(block) else np.hstack([block] * 3)
 
 
-# Every pair of code, layout and genes.
+# Every pair of values of code, layout and genes.
 @pytest.mark.parametrize(
     ("name", "layout", "genes"),
     [
@@ -635,7 +635,7 @@ def test_a_width_that_only_some_blocks_get_wrong_is_refused(layout: str) -> None
 
 
 def read_rows(array: da.Array, rows: NDArray[np.int64], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
-    """The matrix of an array, and how many rows each of three fetches reads."""
+    """Return the matrix of an array, and the number of rows that each of three fetches reads."""
     (stored,) = leaves_of(array)
     fetch, counts = type(stored).fetch, [0]
 
@@ -668,7 +668,7 @@ def test_what_all_row_chunks_need_is_computed_once(
     code, n_rows = GLOBAL[name]
     matrix, counts = read_rows(code(leaf("dense", 5)), np.array([1, 17, 18, 40]), monkeypatch)
     assert type(matrix) is DaskMatrix
-    # The chunks of the three places, and, before them, all rows.
+    # Each fetch reads the three chunks that contain the rows; the first also reads all rows once.
     assert counts == [n_rows + 15, 15, 15]
     (record,) = caplog.records
     assert ".mean(axis=0).compute()" in record.getMessage()
@@ -684,12 +684,12 @@ def test_what_neighbours_share_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("limit", [1000, 2**26])
 def test_what_all_row_chunks_need_is_not_kept_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Every chunk of an array in another order of rows needs every chunk of the array.
+    # After a permutation of the rows, every chunk depends on all chunks of the original array.
     monkeypatch.setattr(shared, "_KEPT_BYTES", limit)
     array = leaf("dense", 20).map_blocks(doubled)[np.random.default_rng(0).permutation(60)]
     matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
     assert len(matrix.shared) == 3
-    # To learn how large they are, one of 20 rows is computed; where they are not kept, two chunks need all of them.
+    # One chunk of 20 rows is computed to measure the size; if chunks are not kept, two chunks need all 60 rows.
     assert counts == ([20 + 2 * 60, 2 * 60, 2 * 60] if limit == 1000 else [60, 0, 0])
 
 
@@ -707,7 +707,7 @@ def test_values_beside_the_blocks_that_are_no_names_lead_to_whole_chunks(literal
     with caplog.at_level(logging.WARNING, logger="dasksc.lazy"):
         matrix = matrix_of(code)
     assert type(matrix) is DaskMatrix
-    assert f"is given a {type(literal).__name__} besides its blocks" in caplog.text
+    assert f"has an argument of type {type(literal).__name__} among its blocks" in caplog.text
     rows = np.array([3, 40])
     np.testing.assert_allclose(rows_of(matrix, rows), array.compute()[rows] + np.asarray(literal))
 
@@ -727,7 +727,7 @@ def test_functions_of_dask_that_are_called_in_another_way_lead_to_whole_chunks(c
     function, *rest = call
     graph = {("odd", 0, 0): (function, key, *rest), **array.dask}
     odd = da.Array(graph, "odd", chunks=((array.chunks[0][0],), (N_VARS,)), dtype=array.dtype)
-    with pytest.raises(NotRowLocalError, match="does not call a function of Dask's as Dask does"):
+    with pytest.raises(NotRowLocalError, match="passes unexpected arguments to an internal function of Dask"):
         RowLocalMatrix(odd)
 
 
@@ -735,7 +735,7 @@ def test_a_key_that_is_not_there_is_told_of() -> None:
     array = leaf("dense")
     graph = {("odd", 0, 0): Task(("odd", 0, 0), np.log1p, TaskRef("nowhere")), **array.dask}
     odd = da.Array(graph, "odd", chunks=((5,), (N_VARS,)), dtype=array.dtype)
-    with pytest.raises(NotRowLocalError, match="'nowhere' is not in its graph"):
+    with pytest.raises(NotRowLocalError, match="its graph has no task 'nowhere'"):
         RowLocalMatrix(odd)
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.core
 ERROR = 1e-4
 
 
-# --- What a set holds -------------------------------------------------------------------------------
+# --- Content of sets --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
@@ -92,7 +92,7 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
     assert Counter(group for group, _, _ in found) == {0: 2, 1: 3}
     rows = [row for _, rows, _ in found for row in rows]
     assert len(set(rows)) == len(rows) == 40
-    # Others are left out in another epoch.
+    # Another epoch leaves out other rows.
     later = {row for _, rows, _ in sets_of(plan_of(dropped, epoch=1)) for row in rows}
     assert later != set(rows)
 
@@ -103,7 +103,7 @@ def test_neighbours_are_read_together_where_the_atlas_is_sorted() -> None:
         drawn = [part for _, rows, controls in sets_of(plan_of(sampler)) for part in (rows, controls)]
         return float(np.mean([np.count_nonzero(np.diff(sorted(rows)) != 1) + 1 for rows in drawn]))
 
-    # 16 cells in blocks of 8 are 2 runs, 3 where the short block or the end of the group is between.
+    # 16 cells in blocks of 8 form 2 runs, or 3 if the short block or the end of the group lies between them.
     assert runs(screen(20_000, is_sorted=True)) < 3
     assert runs(screen(20_000)) > 15
 
@@ -149,8 +149,8 @@ def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted
     is_control = (obs.gene == "ctrl").to_numpy()
     assert not targets[is_control].any()
     assert not controls[~is_control].any()
-    # With weights="cells" every target is as likely as any other; controls given their line. Cells of a block come
-    # together, which widens the counts: compared are sums of blocks that are drawn apart, by a normal approximation.
+    # With weights="cells", all targets are equally likely, as are all controls of a line. Cells of a block are drawn
+    # together, which increases the variance, so the test uses a normal approximation for independently drawn blocks.
     assert_even(targets[~is_control], per_set=5, block_size=block_size)
     for line in obs.line.unique():
         assert_even(controls[is_control & (obs.line == line).to_numpy()], per_set=5, block_size=block_size)
@@ -161,7 +161,7 @@ def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> N
     mean = counts.mean()
     z = (counts - mean) / np.sqrt(mean)
     assert np.abs(z).max() < stats.norm.isf(ERROR / len(counts) / 2)
-    # No trend along storage order, where a favoured place would show.
+    # No trend along storage order, which would reveal a favored position.
     blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
     assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
 
@@ -246,7 +246,7 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
     if not drop_last:
         assert set(later) | set(before) == set(everything)
         n_twice = (later + before).total() - everything.total()
-        # One set a rank in each of the two parts, where ranks are made equal.
+        # With equal ranks, each of the two segments repeats at most one set per rank.
         assert n_twice <= ((world_size - 1) + (n_ranks - 1) if equal_ranks else 0)
         assert rest.n_rows + rest.n_padded >= set_size * later.total()
 
@@ -290,7 +290,7 @@ def test_digests_tell_samplers_and_draws_apart() -> None:
 
 
 def with_gap() -> pd.DataFrame:
-    """A screen in which RPE1 has no control, and no batch z of K562."""
+    """Return a screen without controls in RPE1, and in batch z of K562."""
     obs = screen()
     is_gap = (obs.gene == "ctrl") & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
     return obs[~is_gap].reset_index(drop=True)
@@ -365,7 +365,7 @@ def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture)
     assert not obs.gene[[row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]].isna().any()
 
 
-# --- Which rows -------------------------------------------------------------------------------------
+# --- Rows to draw from ------------------------------------------------------------------------------
 
 
 @given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
@@ -422,6 +422,11 @@ def test_many_combinations_are_numbered_without_gaps() -> None:
         ({"control": np.ones(2000, dtype=bool)}, "match= is required"),
         ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
+        ({"control": CONTROL, "control_indices": [0, 2000]}, "^control_indices contain 2000, but the collection"),
+        ({"control": CONTROL, "control_indices": [True]}, "1 entries was given as control_indices of 2000 rows"),
+        ({"control": CONTROL, "control_indices": [0.5]}, "^control_indices must be row numbers, a slice or a boolean"),
+        ({"control": CONTROL, "control_indices": [[1]]}, "^control_indices must be one-dimensional"),
+        ({"control": CONTROL, "control_indices": slice("a", None)}, "^control_indices=slice.* is not a valid slice"),
         ({"weights": {"A": 1.0}}, "weights contain 1 of 5 groups"),
         ({"weights": {"Z": 1.0}}, "weights contain 'Z', which is not a group of gene"),
         ({"weights": {"A": -1.0}}, "finite and not negative"),
@@ -448,4 +453,4 @@ def test_a_missing_column_is_refused_by_argument() -> None:
 
     with pytest.raises(MissingKeyError) as caught:
         CellSets("gene", 8, control=CONTROL, match=["plate"]).bind(len(obs), labels_of)
-    assert caught.value.__notes__ == ["named by match= of CellSets"]
+    assert caught.value.__notes__ == ["The column 'plate' is given in match= of CellSets."]

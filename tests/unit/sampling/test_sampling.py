@@ -44,18 +44,18 @@ def rows_of(strategy: dasksc.SamplingStrategy, n: int, seed: int = 0, epoch: int
 
 
 def counts_of(strategy: dasksc.SamplingStrategy, n: int, n_epochs: int = 1) -> NDArray[np.int64]:
-    """How often each row is drawn."""
+    """Return the number of draws of each row."""
     return sum((np.bincount(rows_of(strategy, n, epoch=e), minlength=n) for e in range(n_epochs)), np.zeros(n, int))
 
 
 def assert_drawn_by(counts: NDArray[np.int64], weights: Any) -> None:
-    """Chi-square of counts against weights; rows that few draws are expected of are put together."""
+    """Test counts against weights by chi-square; rows with few expected draws are pooled."""
     weights = np.asarray(weights, dtype=float)
     possible = np.flatnonzero(weights)
     assert not np.delete(counts, possible).any()
     possible = possible[np.argsort(weights[possible])]
     expected = weights[possible] / weights.sum() * counts.sum()
-    # Bins of at least ten expected draws; what is short at the end joins the last.
+    # Bins with at least ten expected draws; a short bin at the end joins the one before.
     bins = np.unique(np.floor(np.cumsum(expected) / 10), return_inverse=True)[1]
     observed, expected = np.bincount(bins, counts[possible]), np.bincount(bins, expected)
     few = np.flatnonzero(expected < 5)
@@ -102,14 +102,14 @@ def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: in
 
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_a_small_epoch_is_drawn_by_weight_too(block_size: int) -> None:
-    # Fewer draws than segments of rows: over many epochs each row has its share.
+    # An epoch has fewer draws than segments of rows; over many epochs, each row is drawn by its weight.
     weights = np.arange(1000) % 7
     strategy = BlockWeightedSampling(block_size, weights=weights, total_size=5)
     assert_drawn_by(counts_of(strategy, 1000, n_epochs=4000), weights)
 
 
 def test_draws_with_replacement_are_independent() -> None:
-    # Both draws of an epoch of two: every pair of four rows by the product of their weights.
+    # In epochs of two draws, the probability of each pair of rows is the product of their weights.
     weights = np.array([1.0, 2.0, 3.0, 4.0])
     pairs = np.zeros((4, 4))
     for epoch in range(6000):
@@ -122,7 +122,7 @@ def test_draws_with_replacement_are_independent() -> None:
 
 
 def test_draws_of_epochs_are_independent() -> None:
-    # Whether two rows are drawn in one epoch and in the next: no association.
+    # Draws of a row in consecutive epochs show no association.
     weights = np.ones(200)
     drawn = [
         np.bincount(rows_of(BlockWeightedSampling(8, weights=weights), 200, epoch=epoch), minlength=200) > 0
@@ -197,7 +197,7 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
 def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
-    # More rows than keys are sampled, so that what the sample says is put to the test.
+    # More rows than sampled keys, so that the estimate from the sample is tested.
     n = 4 * weighted._SAMPLED_KEYS
     row = np.arange(n)
     weights = {
@@ -217,7 +217,7 @@ def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
 
 
 def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Exact chance of each row to be among `size` successive draws without replacement."""
+    """Return the exact probability of each row to be among `size` successive draws without replacement."""
     chances = np.zeros(len(weights))
     for order in permutations(np.flatnonzero(weights), size):
         chance, left = 1.0, weights.sum()
@@ -251,7 +251,7 @@ def test_rounds_draw_without_replacement_inside_each() -> None:
         assert times.max() <= 3  # rounds of 3, 3 and 1
         counts += times
     chances = 2 * inclusion(weights, 3) + inclusion(weights, 1)
-    # Variances of independent rounds add up.
+    # Variances of independent rounds are additive.
     variance = 2 * inclusion(weights, 3) * (1 - inclusion(weights, 3)) + inclusion(weights, 1) * (
         1 - inclusion(weights, 1)
     )
@@ -268,7 +268,7 @@ LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 @pytest.mark.parametrize("temperature", [0.5, 1, 2.0, 5, 1000.0, float("inf")])
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
-    # One row in 40,000 more or less is rounding; draws with replacement lie within five standard deviations.
+    # Without replacement, counts differ by rounding only; with replacement, by at most five standard deviations.
     sizes = np.array([8000, 1500, 400, 100])
     labels = np.repeat(["T", "B", "NK", "mast"], sizes)
     exact = (sizes / sizes.sum()) ** (1 / temperature)
@@ -286,7 +286,7 @@ def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() ->
     strategy = ClassBalancedSampling(
         labels, 8, temperature=2.0, class_weights={1: 3.0, 2: 0.0}, replace=False, total_size=40
     )
-    # Square roots of 900 and 90 are as 10 to sqrt(10), times three.
+    # The square roots of 900 and 90 have the ratio 10 to sqrt(10); class 1 has a weight of three.
     exact = 40 * np.array([10, 3 * np.sqrt(10)]) / (10 + 3 * np.sqrt(10))
     drawn = np.bincount(labels[rows_of(strategy, len(labels))], minlength=3)
     assert drawn[2] == 0
@@ -336,7 +336,7 @@ def test_every_rank_draws_the_same_mix() -> None:
         rows = np.concatenate([of_rank.fetch(k).rows for k in range(of_rank.n_fetches)])
         table.append(np.bincount(LABELS[rows], minlength=4))
         assert table[-1].min() > 0
-    # Blocks of four are dealt, and most are of one class: compare counts of blocks.
+    # Ranks receive blocks of four rows, mostly of one class, so the test compares counts of blocks.
     assert stats.chi2_contingency(np.array(table) // 4).pvalue > ERROR
 
 
@@ -353,7 +353,7 @@ def test_without_replacement_each_class_gives_its_exact_share() -> None:
 def test_without_replacement_every_row_of_a_class_is_as_likely() -> None:
     labels = np.repeat([0, 1], [20, 5])
     counts = counts_of(ClassBalancedSampling(labels, 8, replace=False, total_size=6), 25, n_epochs=4000)
-    # Inclusion with chances 3/20 and 3/5, negatively correlated: chi-square against counts is conservative.
+    # Inclusion probabilities are 3/20 and 3/5, with negative correlation, so chi-square on the counts is conservative.
     assert stats.chisquare(counts[:20]).pvalue > ERROR
     assert stats.chisquare(counts[20:]).pvalue > ERROR
     assert counts[:20].sum() == counts[20:].sum() == 3 * 4000
@@ -380,7 +380,7 @@ def test_labels_of_any_kind_balance_and_missing_ones_are_not_drawn(labels: Any, 
 
 
 def of_every_type(labels: list[int]) -> dict[str, Any]:
-    """The same labels, those below 0 missing, in every type that holds them."""
+    """Return the labels in every type that can hold them, with those below 0 missing."""
     import dask.array as da
     import torch
 
@@ -531,7 +531,7 @@ def test_labels_shorter_than_indices_are_refused_when_the_strategy_is_made(indic
         InputError, match=r"weights has 3 entries; expected one per row .*, or one per entry of indices \(5\)"
     ):
         BlockWeightedSampling(weights=[0, 1, 0], indices=indices)
-    # Fewer rows than indices, which repeat them.
+    # Repeated indices may outnumber the rows.
     assert set(rows_of(ClassBalancedSampling([0, 1], indices=[0, 0, 1, 1]), 2).tolist()) <= {0, 1}
 
 
@@ -637,7 +637,7 @@ def test_no_two_seeds_and_epochs_share_a_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-# --- A user's own strategy --------------------------------------------------------------------------
+# --- Custom strategies ------------------------------------------------------------------------------
 
 
 class Own(dasksc.SamplingStrategy):
@@ -708,7 +708,7 @@ def test_strategies_can_be_asked_directly() -> None:
         ClassBalancedSampling(label_key="sort").get_len(data)
 
 
-# --- What is refused --------------------------------------------------------------------------------
+# --- Invalid arguments ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

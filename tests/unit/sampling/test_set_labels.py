@@ -21,7 +21,7 @@ def labels_of(sampler: Any, name: str) -> list[Any]:
     return list(sampler.table[name])
 
 
-# --- Which labels there are, and in which order -----------------------------------------------------
+# --- Labels and their order -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["i1", "i8", "f4", "f8", "Int64", object])
@@ -75,7 +75,7 @@ def test_categories_keep_their_order() -> None:
     assert labels_of(bound(pd.DataFrame({"dose": doses}), "dose", 2), "dose") == ["low", "mid", "high"]
 
 
-# --- Labels that are given --------------------------------------------------------------------------
+# --- Given labels -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,8 @@ def test_a_continuous_column_is_refused_by_name() -> None:
         ) as caught:
             bound(obs, **options, set_size=8)
         assert "labels=" not in str(caught.value)
-        assert caught.value.__notes__ == [f"named by {'by' if 'control' not in options else 'match'}= of CellSets"]
+        argument = "by" if "control" not in options else "match"
+        assert caught.value.__notes__ == [f"The column 'dose' is given in {argument}= of CellSets."]
 
 
 def test_a_collection_without_obs_is_refused_by_column() -> None:

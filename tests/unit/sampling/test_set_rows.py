@@ -35,7 +35,7 @@ def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
     obs = screen(n, is_sorted=is_sorted, seed=seed)
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(n, 3 * n // 4, replace=False))
-    # A group of HepG2, the first line, that is smaller than a set among the rows to draw from.
+    # In HepG2, the first line, one group has fewer selected rows than a set.
     is_rare = ((obs.line == "HepG2") & (obs.gene == "A")).to_numpy()
     indices = np.setdiff1d(indices, np.flatnonzero(is_rare)[n_rare:])
     agree = ["line"] if match is None else match
@@ -61,7 +61,7 @@ def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
     assert sampler.accounts.n_short_groups == (counts < SIZE).sum()
     assert sampler.n_sets == (-(-expected.sum() // SIZE) if replace else (expected // SIZE).sum())
     allowed = set(targets.index)
-    by = agree[0] if len(agree) == 1 else agree  # groups named by the value, not by a tuple
+    by = agree[0] if len(agree) == 1 else agree  # a single column gives keys that are values, not tuples
     pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(by, observed=True).groups.items()}
     for group, rows, controls in sets_of(plan_of(sampler)):
         assert set(rows) <= allowed

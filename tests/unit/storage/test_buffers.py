@@ -30,7 +30,7 @@ def filled(value: float) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other tests still hold, such as an iterator broken off, is in another pool."""
+    """Use a new pool, so that buffers still referenced by other tests do not matter."""
     monkeypatch.setattr(buffers, "_pool", buffers._Pool())
 
 
@@ -117,7 +117,7 @@ def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
 
     n = 20 * 2**20
     large = np.ones(n, np.uint8)
-    del large  # From now on, glibc allocates blocks of this size on its heap.
+    del large  # From here on, glibc allocates blocks of this size on its heap.
     with recycled():
         array = buffers.empty(n, np.uint8)
         array[:] = 1
@@ -168,7 +168,7 @@ def test_a_forked_child_starts_with_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "int32", "float32", "float64"])
 def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
     with recycled():
-        for _ in range(3):  # fresh, then used again
+        for _ in range(3):  # new, then reused
             indices, values = buffers.empty(150_001, np.int32), buffers.empty(150_001, dtype)
             assert (indices.dtype, values.dtype, values.shape) == (np.int32, np.dtype(dtype), (150_001,))
             assert indices.flags.aligned

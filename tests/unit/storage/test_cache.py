@@ -114,7 +114,7 @@ def test_what_is_kept_is_of_its_user_alone_whatever_the_umask(tmp_path: Path) ->
         Object(1000).read(cache_in(tmp_path), 0, 1000)
     folder = tmp_path / "cache"
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
-    assert len(modes) == 4  # the folder, its key, a folder in it and a block
+    assert len(modes) == 4  # the folder, its key, a subfolder and a block
     assert {path.name: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
@@ -197,7 +197,7 @@ def test_a_planted_block_is_not_taken_for_one_that_was_kept(
     thing.read(cache, 0, 10)
     (path,) = files(tmp_path)
     if whose == "another key":
-        # All that is in a cache but its key can be made by anybody who has the program.
+        # Anybody with the program can create everything in a cache except its key.
         planted.read(cache_in(tmp_path / "elsewhere"), 0, 10)
         (other,) = files(tmp_path / "elsewhere")
         assert other.name != path.name
@@ -262,7 +262,7 @@ def test_the_folder_stays_below_its_limit_and_the_longest_unused_go(tmp_path: Pa
         thing.read(cache, 0, 10)
         for path in files(tmp_path):
             os.utime(path, (time.time() - 1000, path.stat().st_mtime - 100))
-        things[0].read(cache, 0, 10)  # which makes it the last used
+        things[0].read(cache, 0, 10)  # makes it the most recently used
         assert sum(path.stat().st_size for path in files(tmp_path)) <= LIMIT, age
     assert len(things[0].requests) == 1
     assert len(files(tmp_path)) > LIMIT // BLOCK_BYTES // 2
@@ -320,7 +320,7 @@ def test_a_second_epoch_reads_no_values_over_the_network(tmp_path: Path, server:
     with dask.config.set({"dasksc.cache": str(tmp_path / "cache")}):
         first = rows(dasksc.open(f"{server.url}/{path.name}"))
         again = dasksc.open(f"{server.url}/{path.name}")
-        rows(again)  # each array asks once what is there
+        rows(again)  # each array requests the list of its chunks once
         server.faults.requests.clear()
         second = rows(again)
     np.testing.assert_array_equal(first, second)

@@ -54,7 +54,7 @@ def zstd_chunk(values: np.ndarray, **options: Any) -> bytes:
 
 
 def zstd_frames(values: np.ndarray) -> bytes:
-    """Two frames that do not say what they decode to."""
+    """Return two Zstandard frames without the size of their content."""
     unsaid = {zstd.CompressionParameter.content_size_flag: 0}
     return b"".join(zstd.compress(half.tobytes(), options=unsaid) for half in np.array_split(values, 2))
 
@@ -97,7 +97,7 @@ def test_a_chunk_of_another_length_is_refused(codec: Codec, stored: bytes, lengt
 def test_checksums_are_of_the_whole_and_always_checked(name: str, part: bool) -> None:
     codec, stored = CHUNKS[name]
     wrong = bytearray(stored)
-    # The checksum itself: the last bytes, but for gzip, which ends in the length.
+    # Damage the checksum, which is at the end; in gzip the length follows it.
     wrong[-5 if name == "gzip" else -1] ^= 1
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     with pytest.raises(Exception):  # noqa: B017 - of whatever kind
@@ -106,7 +106,7 @@ def test_checksums_are_of_the_whole_and_always_checked(name: str, part: bool) ->
 
 def test_a_part_of_a_zstandard_frame_costs_no_more_than_its_beginning() -> None:
     codec, stored = CHUNKS["zstd"]
-    # What is behind the part may be missing.
+    # Bytes after the part may be missing.
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     part = chain.decode(stored[: len(stored) // 2], shape=(N,), skipped=0, rows=(0, 1000))
     np.testing.assert_array_equal(part, VALUES[:1000])
@@ -225,7 +225,7 @@ def test_a_piece_as_long_as_a_block_may_lie_in_two(shuffle: int) -> None:
 def test_any_byte_of_a_blosc_header_may_lie(at: int, value: int) -> None:
     stored = bytearray(blosc_chunk(VALUES))
     stored[at] = value
-    decode_pieces([bytes(stored)], [0, 0], [40, 400_000], [4000, 4 * N], 4 * N)  # must return
+    decode_pieces([bytes(stored)], [0, 0], [40, 400_000], [4000, 4 * N], 4 * N)  # must not hang
 
 
 @needs_getitem
@@ -314,7 +314,7 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
-    # As many columns of each row, ascending, with the last one of all.
+    # Each row has the same number of columns, in ascending order, including the last column of the matrix.
     n_rows, n_columns = 400, min(n_vars // 2, 2000)
     step = n_vars // n_columns
     rng = np.random.default_rng(0)

@@ -33,7 +33,7 @@ N_OBS, N_VARS = 97, 31
 
 
 def random_csr(*, dtype: str = "float32", seed: int = 0) -> sp.csr_matrix:
-    """A CSR matrix with an empty first, last and middle row."""
+    """Return a CSR matrix whose first, last and middle rows are empty."""
     rng = np.random.default_rng(seed)
     matrix = sp.random(N_OBS, N_VARS, density=0.2, random_state=rng, format="lil")
     for row in (0, N_OBS // 2, N_OBS - 1):
@@ -70,7 +70,7 @@ def values_of(adata: ad.AnnData, key: str) -> NDArray[Any]:
 
 
 def densified(matrix: Any) -> NDArray[Any]:
-    """What ``toarray`` returns, for float16 too."""
+    """Return the dense matrix, like ``toarray``, also for float16."""
     entries = matrix.tocoo()
     dense = np.zeros(matrix.shape, dtype=matrix.dtype)
     dense[entries.row, entries.col] = entries.data
@@ -91,14 +91,14 @@ def write_zarr(adata: ad.AnnData, path: Path, *, zarr_format: int, shards: bool 
         matrix = isinstance(elem, np.ndarray) and elem.dtype.kind in "iuf" and elem.size > 100
         kwargs = {}
         if matrix or sp.issparse(elem):
-            # Small chunks, so that runs cross them.
+            # Small chunks, so that runs cross chunk boundaries.
             kwargs = {"chunks": (10,) * getattr(elem, "ndim", 1)} if matrix else {"chunks": (10,)}
             if shards:
                 kwargs["shards"] = tuple(4 * length for length in kwargs["chunks"])
         func(store, k, elem, dataset_kwargs={**dataset_kwargs, **kwargs})
 
     with warnings.catch_warnings():
-        # How Zarr v3 is sharded by default changes between versions of anndata, each of which warns of it.
+        # The default sharding of Zarr v3 differs between versions of anndata, which warn about it.
         warnings.simplefilter("ignore")
         with ad.settings.override(auto_shard_zarr_v3=False):
             ad.experimental.write_dispatched(group, "/", adata, write)
@@ -127,12 +127,12 @@ WRITERS: dict[str, Callable[[ad.AnnData, Path], Path]] = {
 
 @pytest.fixture(autouse=True)
 def _short_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read neighbouring runs apart, as in a file that is larger than the gap worth reading over."""
+    """Read neighboring runs separately, as in large files, where the gaps between runs are not worth reading."""
     monkeypatch.setattr("dasksc.storage.hdf5.reader._GAP_BYTES", 8)
     monkeypatch.setattr("dasksc.storage.zarr.reader._GAP_BYTES", 8)
 
 
-# Every way in which a store lies on the disk; test_storage_fast has every filter and codec.
+# Every format on disk; test_storage_fast covers every filter and codec.
 @pytest.fixture(scope="module", params=["h5ad", "gzip h5ad", "zarr v2", "sharded zarr v3", "zipped zarr"])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return WRITERS[request.param](atlas(), tmp_path_factory.mktemp("atlas") / "atlas")
@@ -149,7 +149,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def check_fetched(fetched: RowBuffer, expected: NDArray[Any]) -> None:
-    """Check every way of gathering from `fetched`, whose rows are those of `expected`."""
+    """Check every way of gathering from `fetched`, whose rows equal those of `expected`."""
     n_rows, n_vars = expected.shape
     rng = np.random.default_rng(3)
     assert fetched.shape == expected.shape
@@ -278,7 +278,7 @@ def test_a_long_indptr_is_never_read_whole(written: Path, monkeypatch: pytest.Mo
     check_matrix(matrix, values_of(atlas(), "X"))
 
 
-# What each format has in a way of its own (HDF5's bool is an enum), and float16; others are in test_storage_fast.
+# Types that a format stores in a special way (HDF5's bool is an enum), and float16; test_storage_fast covers the rest.
 @pytest.mark.parametrize(
     ("writer", "dtype"), [("h5ad", "bool"), ("h5ad", "float16"), ("zarr v3", "int64"), ("zarr v3", "float16")]
 )
@@ -311,7 +311,7 @@ def test_big_endian_arrays_are_read(tmp_path: Path) -> None:
         check_matrix(open_matrix(tmp_path / name, "X"), expected)
 
 
-# Each shape and each format; test_storage_fast has every pair, as written without AnnData.
+# Each shape and each format; test_storage_fast covers every pair, written without AnnData.
 @pytest.mark.parametrize(
     ("writer", "shape"), [("h5ad", (0, 5)), ("zarr v2", (5, 0)), ("zarr v3", (0, 0)), ("h5ad", (1, 1))]
 )
@@ -533,7 +533,7 @@ def test_columns_that_go_nowhere_are_refused(to: list[int], n_out: int) -> None:
 
 
 def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
-    """One table with a field for each array of obsm, and raw beside the others, with a dot."""
+    """Read obsm from a table with one field per array, and raw from keys with a dot, such as raw.X."""
     path, rows = tmp_path / "old.h5ad", np.arange(30, dtype=np.float32).reshape(10, 3)
     records = np.zeros(10, dtype=[("X_pca", np.float32, (3,)), ("name", "S4")])
     records["X_pca"] = rows
@@ -552,7 +552,7 @@ N_GENES = 23
 
 
 def untidy(n_obs: int, n_vars: int, dtype: str, seed: int) -> sp.csr_matrix:
-    """Rows whose columns come in any order, some of them up to three times, some rows as they should be."""
+    """Return rows with unsorted columns and up to three values at one position; some rows are canonical."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(0, 2 * n_vars, n_obs)
     rows = [rng.integers(0, n_vars, length) for length in lengths]
@@ -566,7 +566,7 @@ def untidy(n_obs: int, n_vars: int, dtype: str, seed: int) -> sp.csr_matrix:
 
 
 def added_up(matrix: sp.csr_matrix) -> NDArray[Any]:
-    """The dense matrix, values at one place added up in the stored order; integers do not overflow."""
+    """Return the dense matrix, with duplicates summed in stored order, without integer overflow."""
     out = np.zeros(matrix.shape, np.int64 if matrix.dtype.kind in "iu" else matrix.dtype)
     rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     np.add.at(out, (rows, matrix.indices), matrix.data)
@@ -598,7 +598,7 @@ def check_valid(tensor: torch.Tensor) -> None:
 
 
 def check_batches(opened: Any, values: dict[str, NDArray[Any]], genes: Any) -> None:
-    """CSR and dense batches of the same rows are valid, and hold the sums of `values`."""
+    """Check that CSR and dense batches of the same rows are valid, and hold the sums of `values`."""
     kept = slice(None) if genes is None else genes
     for layout in ("csr", "dense"):
         dataset = dasksc.scDataset(
@@ -695,7 +695,7 @@ def test_batches_of_a_sharded_store_of_several_are_canonical(tmp_path: Path) -> 
 
 
 def squared(block: Any) -> Any:
-    """A function of values that, unlike SciPy's, takes no care of places that have several."""
+    """Square the stored values; unlike SciPy, do not sum duplicates first."""
     return type(block)((block.data**2, block.indices, block.indptr), shape=block.shape)
 
 
@@ -712,7 +712,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[NDArray[Any]], NDArra
 @pytest.mark.parametrize(
     ("kind", "function"),
     [(kind, function) for kind in ("h5ad", "zarr v3", "memory") for function in FUNCTIONS]
-    # What chunks of one's own hold is up to one's own function of blocks.
+    # For Dask arrays of the user, functions of blocks must handle duplicates themselves.
     + [("dask", "log1p"), ("dask", "power"), ("dask", "columns in another order")],
 )
 def test_values_at_one_place_are_added_up_before_array_code_sees_them(kind: str, function: str, tmp_path: Path) -> None:
@@ -723,7 +723,7 @@ def test_values_at_one_place_are_added_up_before_array_code_sees_them(kind: str,
         array = of_array(da.from_array(adata.X, chunks=(20, N_GENES), asarray=False))
     else:
         array = of_array(dasksc.open(adata if kind == "memory" else WRITERS[kind](adata, tmp_path / "untidy")).X)
-    if function != "power":  # of SciPy's matrices `**` is another function
+    if function != "power":  # for SciPy matrices, `**` is the matrix power
         np.testing.assert_allclose(array.compute(scheduler="synchronous").toarray(), expected, rtol=1e-5)
     for layout in ("csr", "dense"):
         batches = list(dasksc.scDataset(array, dasksc.Streaming(), batch_size=7, fetch_factor=2, layout=layout, seed=0))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 class Hands:
-    """A clock that moves when it is told to."""
+    """Clock whose time is set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0

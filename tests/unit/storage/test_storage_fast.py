@@ -42,7 +42,7 @@ from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
 
-# Every type of values and every one of indices: each pair is a kernel to compile, and none looks at both.
+# Every type of values and of indices, but not every pair: each pair compiles a kernel, and no kernel combines both.
 DTYPES = [
     ("float32", "int32"),
     ("float64", "int64"),
@@ -55,7 +55,7 @@ DTYPES = [
 
 @contextmanager
 def slow_readers() -> Iterator[None]:
-    """Open everything through h5py and zarr-python."""
+    """Read everything through h5py and zarr-python."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnknownLayoutError("it is asked for")
@@ -74,7 +74,7 @@ def folder() -> Iterator[Path]:
 
 
 class Random:
-    """A random matrix, as the three arrays of CSR or one dense array."""
+    """Random matrix, as the three CSR arrays and one dense array."""
 
     def __init__(self, *, shape: tuple[int, int], dtype: str, index_dtype: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -100,7 +100,7 @@ randoms = st.builds(
 
 
 def write_h5(path: Path, random: Random, **kwargs: Any) -> None:
-    """Write both kinds of matrix; empty arrays are written without filters, as HDF5 wants it."""
+    """Write the CSR and the dense matrix; empty arrays have no filters, as HDF5 requires."""
 
     def write(group: Any, name: str, values: NDArray[Any]) -> None:
         options = {key: value for key, value in kwargs.items() if values.size or key == "track_times"}
@@ -146,7 +146,7 @@ def gathered(fetched: RowBuffer, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def check_same(path: Path, random: Random, *, seed: int = 0, **kwargs: Any) -> None:
-    """Check that the fast readers equal the slow ones and what was written."""
+    """Check that the fast readers return the same values as the slow ones, and the values written."""
     rows = rows_of(random.shape[0], seed)
     for key in ("X", "layers/dense"):
         fast = open_matrix(path, key, **kwargs)
@@ -227,7 +227,7 @@ def test_any_zarr_v2_reads_as_through_zarr_python(
     with folder() as path:
         try:
             write_zarr(path / "x.zarr", random, chunk=chunk, zarr_format=2, **codecs)
-        except ValueError as error:  # Numcodecs shuffles whole elements only
+        except ValueError as error:  # numcodecs can shuffle only whole elements
             if "Shuffle buffer" not in str(error):
                 raise
             reject()
@@ -274,7 +274,7 @@ def test_the_usual_filters_of_hdf5_need_no_h5py(
     assert bool(caplog.messages) == unusual
 
 
-# Without ids: zarr-python prints sets, whose order differs between processes.
+# Default ids: the repr of zarr-python's codecs contains sets, whose order differs between processes.
 @pytest.mark.parametrize("codecs", [*V2_CODECS, *V3_CODECS])
 def test_the_usual_codecs_of_zarr_need_no_zarr_python(
     codecs: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -316,7 +316,7 @@ def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks
     write_h5(tmp_path / "x.h5ad", random, **({"chunks": chunks} if chunks else {}))
     fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(60))
     n_bytes = sum(random.arrays[name].nbytes for name in ("data", "indices"))
-    # Only rows that cross chunks which lie apart are copied; here none do, or few.
+    # Only rows that cross chunks that are not adjacent in the file are copied: none or few here.
     assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
 
 
@@ -332,7 +332,7 @@ def test_uncompressed_zarr_is_gathered_from_where_it_lies(
     rows = np.arange(60)
     assert open_matrix(tmp_path / "whole-rows.zarr", "layers/dense").fetch(rows).nbytes == 0
     fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(rows)
-    # Only rows that cross chunks are copied.
+    # Only rows that cross chunk boundaries are copied.
     assert 0 < fetched.nbytes < sum(random.arrays[name].nbytes for name in ("data", "indices")) // 2
 
 
@@ -360,7 +360,7 @@ def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_pa
         data = group.create_dataset("data", (120,), "float32", chunks=(7,), fillvalue=-7)
         group["indices"] = np.tile(np.arange(3), 40)
         group["indptr"] = np.arange(41) * 3
-        # Written out of order, with something between them, and some never.
+        # Write chunks out of order with other data between them, and leave some unwritten.
         for chunk in (5, 2, 9, 3, 0):
             dense[4 * chunk : 4 * chunk + 4] = values[4 * chunk : 4 * chunk + 4]
             data[7 * chunk : 7 * chunk + 7] = values.ravel()[7 * chunk : 7 * chunk + 7]
@@ -381,7 +381,7 @@ def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -
         data = file["X/data"]
         plain = random.arrays["data"][16:32]
         data.id.write_direct_chunk((16,), plain.tobytes(), filter_mask=0b11)
-        # Only shuffled, not compressed.
+        # Shuffled, but not compressed.
         shuffled = numcodecs.Shuffle(4).encode(random.arrays["data"][32:48])
         data.id.write_direct_chunk((32,), bytes(shuffled), filter_mask=0b10)
     check_same(tmp_path / "x.h5ad", random)
@@ -436,14 +436,14 @@ def test_a_checksum_that_does_not_match_is_an_error(random: Random, tmp_path: Pa
 
 
 def check_damaged(path: Path, **kwargs: Any) -> None:
-    """Read a damaged file: one of our errors, or well-formed values; never a crash or another error."""
+    """Read a damaged file, which must give CorruptDataError or well-formed values, never a crash or another error."""
     with contextlib.suppress(CorruptDataError):
         matrix = open_matrix(path, "X", **kwargs)
         every = np.arange(matrix.shape[0])
         matrix.fetch(every).gather(every, out=np.empty(matrix.shape))
 
 
-# Few of each, where bounds are checked too (`make bounds`); test_fuzz damages every layout in every way.
+# A few cases of each, which also run with bounds checks (`make bounds`); test_fuzz covers all layouts and damages.
 @pytest.mark.parametrize(
     ("filters", "use_mmap"), [({}, True), ({}, False), ({"compression": "gzip", "shuffle": True}, True)]
 )
@@ -522,7 +522,7 @@ def test_threads_that_open_a_file_at_once_use_one_descriptor(tmp_path: Path) -> 
     def read(_: int) -> tuple[int, bytes]:
         number = file._descriptor().number
         barrier.wait(10)
-        # Were it closed by now, its number would be that of another file.
+        # If the descriptor were closed by now, its number would belong to another file.
         into = bytearray(17)
         file.read(0, memoryview(into))
         return number, bytes(into)
@@ -542,7 +542,7 @@ def test_rows_beyond_2_to_the_31_elements_are_read(options: dict[str, Any], use_
     with h5py.File(tmp_path / "x.h5ad", "w") as file:
         group = file.create_group("X")
         group.attrs.update({"encoding-type": "csr_matrix", "shape": (3, 10)})
-        # The first row is a hole in the file, which nothing reads.
+        # The first row is a hole in the file, which is never read.
         for name, values in (("data", [7, 8, 9]), ("indices", [1, 4, 9])):
             dataset = group.create_dataset(name, (far + 3,), "uint8", fill_time="never", **options)
             dataset[far:] = values
@@ -608,6 +608,6 @@ def test_what_is_remembered_of_many_objects_stays_within_its_limit(
         assert read == [None if number == 399 else values[number].tolist() for number in numbers]
     assert 10 <= len(seen._kept) <= 40
     assert seen._n_bytes == sum(n_bytes for _, n_bytes in seen._kept.values()) <= 20 * 1024
-    # Nothing else of the source has grown.
+    # No other container of the source has grown.
     sizes = [len(value) for value in vars(opened._source).values() if isinstance(value, dict | list | set)]
     assert max(sizes, default=0) <= 16

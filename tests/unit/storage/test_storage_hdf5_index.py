@@ -42,16 +42,16 @@ from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
 
-# Which versions of HDF5 a file is for: with those before 1.10 an index is a B-tree of version 1.
+# Versions of HDF5 for which a file is written; for those before 1.10, the index is a B-tree of version 1.
 OLD = ["earliest", ("earliest", "v108"), ("v108", "v108"), None]
 NEW = [("v110", "v112"), "latest"]
-# A node of a dataset of one dimension: 24 bytes, 64 records of 32 and a key of 24.
+# A node of a one-dimensional dataset: a header of 24 bytes, 64 records of 32 bytes and a key of 24 bytes.
 NODE_BYTES, RECORD_BYTES, HEADER_BYTES = 2096, 32, 24
 
 
 @contextmanager
 def whose(by_hdf5: bool) -> Iterator[None]:
-    """Fail if the index is read in another way than is said."""
+    """Fail unless the index is read by HDF5 (`by_hdf5`) or by dasksc (not `by_hdf5`)."""
     with mock.patch.object(hdf5_index, "_fill_by_hdf5", wraps=hdf5_index._fill_by_hdf5) as calls:
         yield
         assert calls.called == by_hdf5
@@ -63,7 +63,7 @@ def ours(path: Path, name: str = "X") -> ChunkTable:
 
 
 def theirs(path: Path, name: str = "X") -> ChunkTable:
-    """What HDF5 says of each chunk inside a dataset."""
+    """Return the table of chunks of a dataset, as reported by HDF5."""
     with h5py.File(path) as file:
         dataset = file[name]
         grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
@@ -107,7 +107,7 @@ SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
 ]
 
 
-# Every pair of shape, version, growth and filters.
+# Every pair of shape and version, with varied growth and filters.
 @pytest.mark.parametrize(
     ("shape", "chunks", "libver", "grows", "is_filtered"),
     [
@@ -129,7 +129,7 @@ def test_the_index_is_the_one_hdf5_reads(
 
 
 def level_of(path: Path, name: str = "X") -> int:
-    """The level of the root: how many nodes are between a chunk and it."""
+    """Return the level of the root: the number of nodes between the root and a chunk."""
     with h5py.File(path) as file:
         tree = hdf5_index._Tree.of(file[name], LocalFile(FileIdentity.of(str(path))))
         assert tree is not None
@@ -138,7 +138,7 @@ def level_of(path: Path, name: str = "X") -> int:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose tree has three levels; the second half of its chunks was written in no order."""
+    """File whose tree has three levels; the second half of its chunks was written in random order."""
     path = tmp_path_factory.mktemp("index") / "deep.h5"
     with h5py.File(path, "w", libver="earliest") as file:
         dataset = file.create_dataset("X", (30_000,), chunks=(3,), dtype="i4", shuffle=True)
@@ -150,7 +150,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file whose tree has two levels."""
+    """File whose tree has two levels."""
     path = tmp_path_factory.mktemp("index") / "shallow.h5"
     write(path, (3_000,), libver="earliest", chunks=(3,), compression="gzip")
     return path
@@ -197,7 +197,7 @@ def test_datasets_that_were_made_shorter_and_longer_keep_their_chunks(
 def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     write(path, (30, 8), libver="earliest", chunks=(3, 4))
-    # What a writer leaves that does not remove chunks: the shape is smaller than what the tree knows.
+    # A writer that does not remove chunks leaves a tree with records beyond the shape.
     path.write_bytes(path.read_bytes().replace(struct.pack("<QQ", 30, 8), struct.pack("<QQ", 12, 4), 1))
     same(ours(path), theirs(path))
     assert len(ours(path).offsets) == 4
@@ -205,7 +205,7 @@ def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
 
 
 def hdf5_function(name: str, *types: Any) -> Any:
-    """A function of HDF5 that h5py does not have."""
+    """Return a function of the HDF5 library that h5py does not expose."""
     maps = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
     library = next((one for one in re.findall(r"/\S*libhdf5[-.\w]*\.so\S*", maps) if "_hl" not in one), None)
     if library is None:
@@ -240,7 +240,7 @@ def test_nodes_are_as_large_as_the_file_says(tmp_path: Path, half: int, libver: 
 def test_headers_in_many_pieces_are_read_to_their_end(tmp_path: Path, libver: Any, track_order: bool) -> None:
     path = tmp_path / "x.h5"
     write(path, (100,), libver=libver, chunks=(3,), track_order=track_order, track_times=track_order)
-    n_attributes = 8  # beyond, new files keep them elsewhere
+    n_attributes = 8  # new files store more attributes elsewhere
     for number in range(n_attributes):
         with h5py.File(path, "r+", libver=libver) as file:
             file["X"].attrs[f"attribute {number}"] = np.arange(40 * number)
@@ -292,7 +292,7 @@ def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
         for resized in [shape, *history["resized"]]:
             try:
                 dataset.resize(resized)
-            except RuntimeError:  # HDF5 itself reads a chunk with the filter that its mask leaves out
+            except RuntimeError:  # HDF5 itself ignores the filter mask when it reads a chunk
                 reject()
             grid = [-(-n // length) for n, length in zip(resized, chunks, strict=True)]
             for _ in range(history["n_written"] if all(grid) else 0):
@@ -308,7 +308,7 @@ def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
 
 
 def nodes_of(data: bytes, level: int) -> list[int]:
-    """Where the nodes of a level are, of trees over chunks."""
+    """Return the offsets of all nodes of a level in chunk B-trees."""
     return [found.start() for found in re.finditer(rb"TREE\x01" + bytes([level]), data)]
 
 
@@ -320,7 +320,7 @@ def test_flipped_bytes_in_an_index_change_what_hdf5_finds_or_are_refused(shallow
     before, n_refused, n_changed = ours(shallow), 0, 0
     for number in range(150):
         damaged = bytearray(whole)
-        # Half of them where it counts: in the first records.
+        # Half of the flips hit the first records, which are in use.
         length = (NODE_BYTES, HEADER_BYTES + 3 * RECORD_BYTES)[number % 2]
         damaged[nodes[rng.integers(len(nodes))] + int(rng.integers(length))] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
@@ -331,7 +331,7 @@ def test_flipped_bytes_in_an_index_change_what_hdf5_finds_or_are_refused(shallow
             continue
         try:
             expected = theirs(path)
-        except Exception:  # HDF5 refuses what is not needed here: siblings, say
+        except Exception:  # HDF5 also checks fields that dasksc does not use, such as siblings
             expected = before
         same(table, expected)
         n_changed += not all(
@@ -445,7 +445,7 @@ def test_an_index_that_contradicts_itself_is_refused(
 def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     data = bytearray(deep.read_bytes())
-    # Every node says that it has 64 children, all the same: 64 times 64 nodes of the last level.
+    # Every node claims 64 identical children, which gives 64 * 64 nodes at the last level.
     for level in (1, 2):
         for node in nodes_of(data, level):
             put(data, node + 6, "<H", 64)
@@ -487,7 +487,7 @@ def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> 
         mock.patch.object(RemoteFile, "fetch", autospec=True, side_effect=RemoteFile.fetch) as requests,
     ):
         chunk_table(dataset, file)
-        # The root, and what leads to it, were near what h5py has read.
+        # The root and the headers before it are close to bytes that h5py has already read.
         assert [len(call.args[1]) for call in levels.call_args_list] == [
             len(nodes_of(deep.read_bytes(), level)) for level in (1, 0)
         ]
@@ -581,7 +581,7 @@ def test_values_that_are_not_where_hdf5_says_are_left_to_it(
     path = tmp_path / "blocked.h5"
     with h5py.File(path, "w", userblock_size=512) as file:
         file.create_dataset("X", data=np.arange(1200.0).reshape(60, 20), **USER_BLOCKED[how])
-    # As versions of HDF5 that forget the user block.
+    # Some versions of HDF5 ignore the user block in offsets.
     read = LocalFile.read
     monkeypatch.setattr(LocalFile, "read", lambda self, offset, into: read(self, offset - 512, into))
     with h5py.File(path) as file, pytest.raises(UnknownLayoutError, match="user block"):

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.core
 
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Runs as the rows of a matrix give them: ascending, some repeated, some empty."""
+    """Draw runs like those of matrix rows: ascending, some repeated, some empty."""
     indptr = np.cumsum(draw(st.lists(st.integers(0, 9), min_size=1, max_size=30)))
     rows = sorted(draw(st.lists(st.integers(0, len(indptr) - 2), max_size=40))) if len(indptr) > 1 else []
     rows = np.array(rows, dtype=np.int64)

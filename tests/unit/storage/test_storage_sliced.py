@@ -41,7 +41,7 @@ def array(request: pytest.FixtureRequest, values: np.ndarray, tmp_path_factory: 
 
 
 def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray], int]:
-    """Return what was reached, run by run, and the bytes that it holds."""
+    """Return the values of each run, and the number of bytes held."""
     starts, stops = np.asarray(starts, dtype=np.int64), np.asarray(stops, dtype=np.int64)
     reached = array.locate(starts, stops)
     (block,) = reached.owners
@@ -77,7 +77,7 @@ def test_scattered_rows_hold_themselves_and_not_what_lies_between(
     got, held = read(array, rows, rows + 1)
     np.testing.assert_array_equal(np.concatenate(got), values[rows])
     assert held == len(rows) * 4 * N_COLUMNS
-    # Neighbours are read together, but no slice is longer than was set.
+    # Neighboring rows are read together, but no slice exceeds the limit.
     assert len(slices) < len(rows) / 50
     assert max(slices) <= 2**16 // (4 * N_COLUMNS)
 

@@ -86,7 +86,7 @@ def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
     whole = gzip.decompress(chunk.read_bytes())
     chunk.write_bytes(gzip.compress(whole[:400]) + gzip.compress(whole[400:]))
     np.testing.assert_array_equal(read(tmp_path / "store"), VALUES)
-    # Neither more nor fewer bytes than a chunk has.
+    # More or fewer bytes than the chunk has are refused.
     for wrong in (whole[:-4], whole + b"more"):
         chunk.write_bytes(gzip.compress(wrong[:400]) + gzip.compress(wrong[400:]))
         with pytest.raises(CorruptDataError, match="X: row"):
@@ -127,14 +127,14 @@ def test_threads_that_read_more_shards_than_stay_open_do_not_meet(tmp_path: Path
 
 
 def wait_for_the_clock_of(folder: Path) -> None:
-    """Return when what is written there gets a later time than now: file systems keep time in steps."""
+    """Wait until new files get a later timestamp than now, since file systems store time in steps."""
     now, probe = time.time_ns(), folder / "probe"
     probe.touch()
     while probe.stat().st_mtime_ns <= now:
         probe.touch()
 
 
-# Every change of each format; only a chunk of Zarr 3 has a directory of its own.
+# Every change of each format; only in Zarr 3 does a chunk have its own directory.
 @pytest.mark.parametrize(
     ("store", "change"),
     [

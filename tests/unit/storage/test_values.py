@@ -35,15 +35,15 @@ from tests.support.data import (
     write_store,
 )
 
-# What AnnData 0.13 asks of pandas 3 when it subsets.
+# AnnData 0.13 sets this deprecated pandas option when it subsets.
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:The 'mode.chained_assignment' option is deprecated")]
 
-# As we open it, and as AnnData reads it.
+# An atlas as `dasksc.open` opens it, and as AnnData reads it.
 Opened = tuple[ad.AnnData, ad.AnnData]
 
 
 def both(path: Path) -> Opened:
-    """A store as we open it and as AnnData reads it, without AnnData's warnings about old files."""
+    """Open a store with dasksc and with AnnData, without AnnData's warnings about old files."""
     opened = dasksc.open(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -65,13 +65,13 @@ def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def matrices(opened: ad.AnnData, expected: ad.AnnData) -> Iterator[tuple[str, Any, Any]]:
-    """Every lazy matrix of `opened`, and the same as AnnData read it."""
+    """Yield the name of every lazy matrix, the matrix in `opened`, and the one in `expected`."""
     if expected.X is not None:
         yield "X", opened.X, expected.X
     for part in ("layers", "obsm", "obsp"):
         for name in getattr(expected, part):
             if name is None or not isinstance(getattr(opened, part)[name], da.Array):
-                # Tables, and the graphs that AnnData before 0.7 kept in uns, are in memory.
+                # Tables, and graphs that AnnData before 0.7 stored in uns, are in memory.
                 continue
             yield f"{part}/{name}", getattr(opened, part)[name], getattr(expected, part)[name]
     if expected.raw is not None:
@@ -103,7 +103,7 @@ def test_every_row_of_a_real_file_and_scattered_ones_are_those_that_anndata_read
 
 
 def assert_column_equal(column: pd.Series, array: np.ndarray, labels: list[Any] | None) -> None:
-    """The encoded column, decoded again, holds the values of `column`."""
+    """Check that the encoded column, decoded with its labels, equals `column`."""
     assert len(array) == len(column)
     missing = column.isna().to_numpy()
     if labels is None:
@@ -213,7 +213,7 @@ def test_the_rows_that_a_hook_reads_are_those_that_anndata_reads(real: Opened) -
 
 # --- Types ------------------------------------------------------------------------------------------
 
-# What is large of a type, and the least that shows a wrong sign or a lost fraction.
+# Large values of each type, and small ones that reveal a wrong sign or a lost fraction.
 STORED: dict[str, list[float]] = {
     "bool": [1],
     "uint8": [1, 20, 255],
@@ -243,10 +243,10 @@ BY_ROW: dict[str, Callable[[Any], Any]] = {
 
 
 def atlas_of(dtype: str, layout: str) -> tuple[ad.AnnData, np.ndarray]:
-    """An atlas whose X, a layer and an obsm hold what is large of a type; and X as float64."""
+    """Return an atlas with large values of a type in X, a layer and an obsm array, and X as float64."""
     rng = np.random.default_rng(3)
     values = np.array([0, 0, *STORED[dtype]])[rng.integers(0, 2 + len(STORED[dtype]), (23, 9))].astype(dtype)
-    # SciPy has no float16: it is put in its place in the file.
+    # SciPy has no float16; `make_float16` replaces the values in the file.
     X = sp.csr_matrix(values.astype("float32") if dtype == "float16" else values) if layout == "csr" else values
     return ad.AnnData(X=X, layers={"same": X.copy()}, obsm={"rep": values[:, :4]}), values.astype(np.float64)
 
@@ -265,7 +265,7 @@ def make_float16(path: Path) -> None:
 
 
 def stores_of(dtype: str, layout: str, folder: Path) -> tuple[dict[str, Path], np.ndarray]:
-    """The same atlas as AnnData writes it in both formats and as `convert` does; and X as float64."""
+    """Write the atlas with AnnData in both formats and with `convert`; return the paths, and X as float64."""
     adata, values = atlas_of(dtype, layout)
     paths = {format: write_store(adata, folder, format, name=f"{dtype}-{layout}") for format in ("h5ad", "zarr3")}
     if (dtype, layout) == ("float16", "csr"):
@@ -277,7 +277,7 @@ def stores_of(dtype: str, layout: str, folder: Path) -> tuple[dict[str, Path], n
 
 
 def rows_of(array: Any) -> np.ndarray:
-    """All rows of a Dask array, as batches get them."""
+    """Return all rows of a Dask array, gathered as for batches."""
     matrix = matrix_of(array)
     fetched = matrix.fetch(np.arange(matrix.shape[0]))
     assert fetched.dtype == matrix.dtype == array.dtype
@@ -305,7 +305,7 @@ def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, l
                     np.testing.assert_allclose(
                         rows_of(code(array)), wanted, rtol=1e-5, err_msg=f"{format}, {key}, {name}"
                     )
-                # Dask has no sums of sparse blocks.
+                # Dask cannot sum sparse blocks.
                 blocks = array.map_blocks(dense, dtype=array.dtype, meta=np.empty((0, 0), array.dtype))
                 total = blocks.sum(axis=0).compute(scheduler="synchronous")
             np.testing.assert_allclose(total, of.sum(axis=0), rtol=1e-5, err_msg=f"{format}, {key}, sum")
@@ -329,7 +329,7 @@ def test_joined_stores_of_several_stored_types_compute_in_a_type_that_holds_all(
 def set_attribute(store: Path, value: dict[str, str]) -> None:
     zarr.open_array(store / "X", mode="r+").attrs["dasksc"] = value
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what Zarr v3 does not specify
+        warnings.simplefilter("ignore")  # warnings about features outside the Zarr v3 specification
         zarr.consolidate_metadata(store)
 
 
@@ -345,7 +345,7 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
     adata = dasksc.open(tmp_path / "out.zarr")
     assert adata.X.dtype == adata.layers["csr"].dtype == dasksc.open(source).X.dtype == computed
     np.testing.assert_array_equal(dense(ad.read_zarr(tmp_path / "out.zarr").X), counts)
-    # A type in which what is stored would wrap is never computed in, and what is no type of numbers is refused.
+    # A type in which stored values would overflow is ignored, and an invalid or non-numeric type is refused.
     set_attribute(tmp_path / "out.zarr", {"dtype": "uint8"})
     assert dasksc.open(tmp_path / "out.zarr").X.dtype == "float32"
     for damaged in ({"dtype": "S3"}, {"dtype": "?!"}, {}):
@@ -379,12 +379,12 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     expected = rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{asked}' cannot hold: it would become {would}.*float"
     with pytest.raises(InputError, match=expected):
         list(dataset)
-    # The other rows fit, and are given as they are.
+    # The other rows fit, and are returned unchanged.
     fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=asked, layout=tensors)
     (batch,) = fitting
     if tensors == "csr":
         parts = batch.values().numpy(), batch.col_indices().numpy(), batch.crow_indices().numpy()
-        # SciPy has no float16, and torch has no arithmetic in some types.
+        # SciPy has no float16, and PyTorch lacks arithmetic for some types.
         batch = torch.from_numpy(sp.csr_matrix((parts[0].astype(np.float64), *parts[1:]), shape=(2, 3)).toarray())
     np.testing.assert_array_equal(batch.numpy(), X[:2])
 

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.core
 
 
 def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
-    """Zip a store; `metadata` is the method for what is no chunk."""
+    """Zip a store; `metadata` is the compression method of files that are not chunks."""
     archive = store.with_suffix(".zarr.zip")
     with zipfile.ZipFile(archive, "w") as file:
         for one in sorted(store.rglob("*")):
@@ -52,7 +52,7 @@ def only_direct() -> Iterator[None]:
 
 
 def values_at(path: Path, key: str = "X") -> np.ndarray:
-    """Read all rows, in pieces that begin and end anywhere."""
+    """Read all rows, in pieces that are not aligned to chunks."""
     matrix = open_matrix(path, key)
     out = np.full(matrix.shape, -1, dtype=matrix.dtype)
     for rows in np.array_split(np.arange(matrix.shape[0]), 7):
@@ -110,7 +110,7 @@ def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
     options = {"zarr_format": 3} | CODECS[codec]
     if "index" in options:
         options["shards"] = {"shape": options["shards"], "index_location": options.pop("index")}
-    # 63 and 23: chunks at both edges reach beyond the array; the last rows of chunks were never written.
+    # Chunks at both edges extend beyond the shape of 63 x 23; the last row of chunks was never written.
     array = zarr.open_group(tmp_path / "a.zarr", mode="w", zarr_format=options.pop("zarr_format")).create_array(
         "X", shape=(63, 23), chunks=(10, 5), dtype=dtype, fill_value=7, **options
     )
@@ -125,7 +125,7 @@ def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("n", range(9))
 def test_values_lie_at_any_byte(tmp_path: Path, n: int) -> None:
-    """Uncompressed values are gathered from the map, aligned or not."""
+    """Check that uncompressed values are gathered from the memory map at any alignment."""
     values = np.arange(4000.0).reshape(100, 40)
     group = zarr.open_group(tmp_path / "a.zarr", mode="w")
     group.create_array("X", data=values, chunks=(10, 40), compressors=None)
@@ -137,7 +137,7 @@ def test_values_lie_at_any_byte(tmp_path: Path, n: int) -> None:
                 file.write(one, one.relative_to(tmp_path / "a.zarr"))
     matrix = open_matrix(archive, "X", use_mmap=True)
     fetched = matrix.fetch(np.arange(100))
-    assert fetched.nbytes < values.nbytes // 2  # mapped, but for nothing
+    assert fetched.nbytes < values.nbytes // 2  # values are mapped, not copied
     np.testing.assert_array_equal(values_at(archive), values)
 
 
@@ -201,7 +201,7 @@ def test_workers_yield_the_same(tmp_path: Path, context: str, method: int) -> No
 
     store = write_store(make_adata(), tmp_path, "zarr3")
     dataset = dasksc.scDataset(zip_of(store, method=method), dasksc.BlockShuffling(4), batch_size=16, seed=1)
-    next(iter(dataset))  # what the parent has open, children do not use
+    next(iter(dataset))  # children must not use files opened by the parent
     loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
     found = sorted(tuple(row) for batch in loader for row in batch.numpy())
     assert found == sorted(tuple(row) for row in dense(dasksc.open(store).X.compute()))
@@ -302,7 +302,7 @@ def test_an_archive_that_is_changed_meanwhile_is_refused(tmp_path: Path, archive
 
 
 def _directory_entry(content: bytes, name: str) -> int:
-    """Where the entry of a member lies in the directory."""
+    """Return the offset of a member's entry in the central directory."""
     at = content.rindex(name.encode()) - 46
     assert content[at : at + 4] == b"PK\x01\x02"
     return at

@@ -38,7 +38,7 @@ def test_values_are_those_of_scanpy(counts, target_sum, log1p, tmp_path):
         assert sp.issparse(made)
         np.testing.assert_allclose(dense(made), dense(theirs.X), rtol=2e-6)
         assert ours.uns.get("log1p") == ({"base": None} if log1p else None)
-    assert counts.X.sum() % 1 == 0  # as it was
+    assert counts.X.sum() % 1 == 0  # unchanged
     assert "log1p" not in counts.uns
 
 

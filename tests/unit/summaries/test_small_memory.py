@@ -22,7 +22,7 @@ MIB = 2**20
 
 def found_in(path: Path, *out: Path, group: Cgroup | None = None) -> dict[str, Any]:
     os.sync()
-    with path.open("rb") as file:  # pages that others have read are not charged to a group
+    with path.open("rb") as file:  # pages read by other processes are not charged to a control group
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     done = subprocess.run(
         [sys.executable, PROGRAMS / "limited_statistics.py", path, *out],
@@ -49,7 +49,7 @@ def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., P
     whole = found_in(large)
     assert limited["digest"] == whole["digest"]
     assert limited["sums"] == pytest.approx(whole["sums"], rel=1e-12)
-    # Groups by genes take 64 bytes for each: 65 MB; rows in flight take the rest.
+    # The sums take 64 bytes for each pair of group and gene: 65 MB. Rows in flight take the rest.
     assert found_in(small)["peak"] <= 400 * MIB
     assert whole["peak"] <= 400 * MIB
 
@@ -64,7 +64,7 @@ def test_predictions_are_within_the_projection_in_a_group_of_a_gibibyte(
             assert group.n_killed() == 0
     except NoCgroupError as error:
         pytest.skip(str(error))
-    # What fits is no reason to warn.
+    # There is no warning about memory that suffices.
     assert "for each process that reads it" not in limited["said"]
     whole, few = found_in(large, tmp_path / "whole.zarr"), found_in(small, tmp_path / "few.zarr")
     assert limited["digest"] == whole["digest"]

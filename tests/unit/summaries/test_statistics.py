@@ -21,7 +21,7 @@ import dasksc
 from dasksc import InputError, MissingKeyError, cli
 from dasksc.kernels import moments as kernels
 from dasksc.summaries import reading
-from dasksc.summaries.reading import Moments, Rows
+from dasksc.summaries.reading import Moments, PassRows
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -45,7 +45,7 @@ def assert_are(found: pd.DataFrame, values: Any) -> None:
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-9)
 
 
-# --- Of genes -------------------------------------------------------------------------------------------
+# --- Genes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
@@ -133,7 +133,7 @@ def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
     moments = Moments(np.bincount(codes, minlength=3), 4)
     for start in range(0, len(cells), size):
         part = sp.csr_matrix(values[start : start + size])
-        rows = Rows(slice(start, start + size), part.indptr, part.indices, part.data)
+        rows = PassRows(slice(start, start + size), part.indptr, part.indices, part.data)
         moments.add(rows, codes[start : start + size])
     exact = values.astype(np.longdouble)
     for group in range(3):
@@ -170,7 +170,7 @@ def test_missing_values_stay_missing():
     assert found[["sum", "mean", "var"]].iloc[1].isna().all()
 
 
-# --- Of groups ------------------------------------------------------------------------------------------
+# --- Groups ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["cell_type", ["cell_type", "flag"]])
@@ -231,7 +231,7 @@ def test_columns_with_too_many_combinations_are_refused():
         reading.groups_of(table, list(table))
 
 
-# --- Of cells -------------------------------------------------------------------------------------------
+# --- Cells ----------------------------------------------------------------------------------------------
 
 
 def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):

@@ -21,7 +21,7 @@ from tests.support.data import sample, write_store
 pytestmark = pytest.mark.core
 
 FLAVORS = ["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
-# In batches of 35 cells of the last, genes have the very same scores.
+# The last atlas is used without batches: in batches of 35 cells, many genes have identical scores.
 REAL = [
     *[(name, key) for name in ("pbmc_5k_protein_v3", "pbmc_10k_protein_v3") for key in (None, "batch")],
     ("brainlarge_dataset_test", None),
@@ -33,7 +33,7 @@ def made_up(n_obs: int = 600, n_vars: int = 400, n_batches: int = 3) -> ad.AnnDa
     batches = rng.integers(0, n_batches, n_obs)
     depth = rng.lognormal(0, 0.4, (n_obs, 1))
     programs = rng.lognormal(0, rng.gamma(1, 0.3, n_vars), (n_batches + 5, n_vars))
-    # Expressed by so many cells that no two genes have the same score.
+    # Genes are expressed in so many cells that no two scores are equal.
     mean = (0.3 + rng.gamma(0.5, 2, n_vars)) * programs[rng.integers(0, n_batches + 5, n_obs)] * depth
     counts = rng.poisson(mean).astype(np.float32)
     counts[:, 7] = 0
@@ -45,17 +45,17 @@ def made_up(n_obs: int = 600, n_vars: int = 400, n_batches: int = 3) -> ad.AnnDa
 def real(name: str) -> ad.AnnData:
     path = sample(f"{name}.h5ad")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names that come twice
+        warnings.simplefilter("ignore")  # warnings about duplicate names
         stored = ad.read_h5ad(path)
     counts = sp.csr_matrix(stored.X).astype(np.float32)
-    expressed = np.asarray(counts.sum(axis=0)).reshape(-1) > 0  # without which scanpy's bins are not unique
+    expressed = np.asarray(counts.sum(axis=0)).reshape(-1) > 0  # with other genes, scanpy's bins would not be unique
     counts = sp.csr_matrix(counts[:, expressed])
     obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
     return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
 
 
 def prepared(counts: ad.AnnData, flavor: str) -> ad.AnnData:
-    """A copy whose X is what a flavor expects."""
+    """Return a copy with X normalized as a flavor requires."""
     sc = pytest.importorskip("scanpy")
     adata = counts.copy()
     if flavor in ("seurat", "cell_ranger"):
@@ -65,9 +65,10 @@ def prepared(counts: ad.AnnData, flavor: str) -> ad.AnnData:
 
 
 def moments_of_batches(adata: ad.AnnData, by: str, func: list[str]) -> ad.AnnData:
-    """What scanpy 1.12 computes for all batches together, by its function for one.
+    """Compute the moments of all batches with scanpy's function for a single batch.
 
-    Both are right to 1e-15. But the fit of seurat_v3 moves by 2e-3 if its points move by 1e-12.
+    scanpy 1.12 computes all batches together. Both results are accurate to 1e-15, but the fit of seurat_v3
+    changes by 2e-3 if its points change by 1e-12.
     """
     from fast_array_utils import stats
 
@@ -86,7 +87,7 @@ def of_scanpy(adata: ad.AnnData, n_top_genes: int, flavor: str, batch_key: str |
         pytest.importorskip("skmisc")
     pp = sc.experimental.pp if flavor == "pearson_residuals" else sc.pp
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.filterwarnings("ignore", "The inplace keyword in")  # pandas 3.1 deprecates what scanpy 1.12 does
+        warnings.filterwarnings("ignore", "The inplace keyword in")  # deprecated in pandas 3.1, used by scanpy
         inner = importlib.import_module("scanpy.preprocessing._highly_variable_genes")
         if hasattr(inner, "aggregate"):
             patch.setattr(inner, "aggregate", moments_of_batches)
@@ -97,7 +98,7 @@ def of_scanpy(adata: ad.AnnData, n_top_genes: int, flavor: str, batch_key: str |
 
 
 def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
-    """Fail unless both chose the same genes, but for scores that are tied."""
+    """Check that both results select the same genes, except for tied scores."""
     score = next(n for n in ("dispersions_norm", "variances_norm", "residual_variances") if n in theirs)
     assert list(ours.index) == list(theirs.index)
     names = {"means", "variances", "dispersions", score, "highly_variable_nbatches", "highly_variable_intersection"}
@@ -133,7 +134,7 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
     try:
         theirs = of_scanpy(adata, 100, flavor, batch_key)
     except ValueError as error:
-        # Too few cells for its fit, or for unique bins: ours says so, or finds genes.
+        # scanpy has too few cells for its fit or for unique bins; dasksc reports the former and supports the latter.
         if "unique" in str(error):
             assert dasksc.highly_variable_genes(adata, 100, flavor, batch_key)["highly_variable"].sum() >= 100
             return
@@ -145,7 +146,7 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
 
 @pytest.mark.parametrize("n_top_genes", [100, 400, 700])
 def test_genes_that_scanpy_does_not_choose_are_tied_in_a_batch(n_top_genes):
-    # Of genes with a few counts in each batch, many have the very same variance, as in an atlas of all genes.
+    # Many genes with few counts per batch have identical variances, as in an atlas of all genes.
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.lognormal(-2, 1.3, 2_000), (900, 2_000)).astype(np.float32)
     obs = pd.DataFrame({"batch": pd.Categorical(np.arange(900) % 3)}, index=np.arange(900).astype(str))
@@ -160,11 +161,11 @@ def test_genes_that_scanpy_does_not_choose_are_tied_in_a_batch(n_top_genes):
         follows = np.isclose(scores[1:], scores[:-1], rtol=1e-6, atol=0)
         is_tied[order] |= np.append(follows, False) | np.append(False, follows)
     assert is_tied.mean() > 0.05
-    # Or the batches choose it as often as another gene, at the same median rank.
+    # A gene is also tied if as many batches select it as another gene, at the same median rank.
     as_often = theirs.duplicated(["highly_variable_nbatches", "highly_variable_rank"], keep=False)
     is_tied |= (as_often & theirs["highly_variable_rank"].notna()).to_numpy()
     differs = ours["highly_variable"].to_numpy() != theirs["highly_variable"].to_numpy(bool)
-    # A gene without ties changes places with one that has some.
+    # A gene without ties can differ only if it replaces a tied gene.
     assert (differs & ~is_tied).sum() <= (differs & is_tied).sum()
     assert differs.sum() <= 0.02 * n_top_genes
 
@@ -219,7 +220,7 @@ def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pa
     pytest.importorskip("skmisc")
     monkeypatch.setattr(Pass, "__iter__", lambda self: pytest.fail("values are read"))
     adata = made_up()
-    # Enough for the first pass, which takes 64 bytes for each gene of each batch.
+    # Sufficient for the first pass, which needs 64 bytes per gene and batch.
     n_bytes = adata.obs["batch"].nunique() * adata.n_vars * 80
     said = r"groups of .* genes need .*memory-limit is .* Group by fewer"
     with dask.config.set({"dasksc.memory-limit": n_bytes}), pytest.raises(InputError, match=said):

@@ -13,9 +13,9 @@ import pytest
 import scipy.sparse as sp
 
 from dasksc import DaskscError, InputError
-from dasksc.train.checks import check_config, load, why_not_finite
+from dasksc.train.checks import check_config, load_config, why_not_finite
 from dasksc.train.config import Config
-from dasksc.train.loggers import line_of
+from dasksc.train.loggers import metrics_line
 
 pytestmark = pytest.mark.core
 
@@ -109,7 +109,7 @@ def test_mistakes_of_schema_names_and_arguments_are_reported_together(tmp_path):
         "training: {max_steps: none, optimizer: {name: adamw, lr: -1, weight: 2}}\n"
     )
     with pytest.raises(InputError) as error:
-        load(str(path))
+        load_config(str(path))
     first, *lines = str(error.value).splitlines()
     assert first == f"{path} has 6 mistakes:"
     assert all(line.startswith("  - ") for line in lines)
@@ -128,14 +128,14 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("training: {optimizer: {name: adamm}}\n")
     with pytest.raises(InputError) as error:
-        load(str(path))
+        load_config(str(path))
     assert [line for line in str(error.value).splitlines() if "adamm" in line]
     assert "data is missing" in str(error.value)
     assert "model is missing" in str(error.value)
     assert "mlp_classifier" not in str(error.value)
     path.write_text("data: {path: a.h5ad}\nmodel: vae\ntraining: {sed: 3}\n")
     with pytest.raises(InputError, match=r"c\.yaml: training\.sed is not known; did you mean 'seed'") as one:
-        load(str(path))
+        load_config(str(path))
     assert "\n" not in str(one.value)
 
 
@@ -157,6 +157,6 @@ def test_a_loss_that_is_no_number_is_explained_by_x_or_by_the_learning_rate(x, s
 
 
 def test_lines_say_whether_they_are_of_training_or_validation():
-    assert line_of({"step": 2, "epoch": 0, "loss": 0.5}) == "training    step 2  epoch 0  loss 0.5"
+    assert metrics_line({"step": 2, "epoch": 0, "loss": 0.5}) == "training    step 2  epoch 0  loss 0.5"
     figures = {"step": 2, "epoch": 0, "validation_loss": 0.5, "validation_accuracy": 0.25}
-    assert line_of(figures) == "validation  step 2  epoch 0  loss 0.5  accuracy 25.0%"
+    assert metrics_line(figures) == "validation  step 2  epoch 0  loss 0.5  accuracy 25.0%"

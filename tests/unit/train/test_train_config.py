@@ -36,13 +36,13 @@ def refused(**sections: object) -> str:
 
 def test_data_takes_all_that_open_and_scdataset_take():
     fields = set(Data.model_fields) | set(Open.model_fields)
-    # What a program gives: hooks, and what the run says.
+    # Arguments set by a program: hooks, and those that follow from the run.
     not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "transform"}
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= fields
-    # Names of cells are read only where others are made of them. What is attached fits one atlas, and a training may
-    # open others for validation and prediction.
+    # Cell names are read only to construct other names. Attached arrays fit one atlas, and a training may open
+    # others for validation and prediction.
     assert set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach"} <= fields
 
 
@@ -201,7 +201,7 @@ def test_the_layout_of_the_guide_means_the_same():
     assert (data.path, data.num_workers, data.batch_size) == (["first.h5ad", "second.h5ad"], 4, 32)
     assert data.batch_size * data.fetch_factor == 8192
     assert config.tokenizer.vocabulary is None
-    # There the cell's token is one of max_genes, and of the genes that are masked 80% are hidden.
+    # In the guide, max_genes includes the token of the cell, and 80% of the masked genes are hidden.
     masking = {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0.1}
     expected = {"strategy": "rank_value", "max_genes": 2047, "prepend_cls": True, "masking": masking}
     assert config.tokenizer.options == expected
@@ -225,7 +225,7 @@ def test_the_layout_of_the_guide_means_the_same():
             ["tokenizer.masking.keep_ratio=0"],
             {"masking": {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0}},
         ),
-        # Ours: what the words say.
+        # The options of dasksc are used as given.
         (["data={path: a.h5ad}"], {"max_genes": 2048, "masking": {"mask_ratio": 0.15}}),
     ],
 )
@@ -325,7 +325,7 @@ def test_the_strategy_says_which_shards_there_cannot_be():
         strategy_of(Training(fsdp=hybrid), 4)
     with pytest.raises(InputError, match="shard_size=3 is for .* HYBRID_SHARD, but the strategy is SHARD_GRAD_OP"):
         strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "SHARD_GRAD_OP"}), 6)
-    # Where it shards nothing, that is told in the run.
+    # If nothing is sharded, the run reports that shard_size is not used.
     assert strategy_of(Training(fsdp={**hybrid, "sharding_strategy": "NO_SHARD"}), 4) == "ddp"
     assert strategy_of(Training(strategy="ddp", fsdp=hybrid), 4) == "ddp"
 
@@ -348,7 +348,7 @@ def test_the_strategy_says_which_shards_there_cannot_be():
                 "training.fsdp.shard_size=2 is not used: NO_SHARD is DDP",
             ],
         ),
-        # The whole section is told by strategy_of.
+        # `strategy_of` reports the whole section.
         ({"training": {"strategy": "ddp", "fsdp": {"sharding_strategy": "NO_SHARD", "cpu_offload": True}}}, []),
         ({"training": {"fsdp": {"cpu_offload": True}}}, []),
         ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}}, ["HYBRID_SHARD is FULL_SHARD here"]),
@@ -468,7 +468,7 @@ def test_ranks_meet_where_the_launcher_says():
             rendezvous(environment, 2)
 
 
-# What a script in an allocation of two nodes has, and mpirun and torchrun hand on.
+# Variables of a script in an allocation of two nodes, which mpirun and torchrun pass on.
 SBATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[3-4]", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SBATCH |= {"SLURM_NTASKS": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -482,19 +482,19 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1
         ({}, 0),
         ({**SBATCH, **TORCHRUN}, 1),
         ({**SBATCH, **MPIRUN}, 1),
-        # On the other nodes mpirun's own step is there too: one task on each.
+        # On the other nodes, the variables of mpirun's own step are set, too: one task per node.
         ({**SBATCH, **MPIRUN, "SLURM_STEP_ID": "1", "SLURM_PROCID": "1"}, 1),
         ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}, 1),
         ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, 1),
         (SRUN, 1),
-        # srun with PMI, and a script that passes srun's numbers on.
+        # srun with PMI, and a script that passes on the rank and world size of srun.
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, 1),
         ({**SRUN, "RANK": "3", "WORLD_SIZE": "4"}, 1),
         ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 1),
-        # Nothing says how many are here.
+        # No variable states the number of ranks on this node.
         ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
         ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "LOCAL_RANK": ""}, 3),
-        # What a shell on a node has left is not of this process.
+        # Variables inherited from a shell on a node do not describe this process.
         ({"LOCAL_RANK": "1", "SLURM_LOCALID": "1"}, 0),
     ],
 )
@@ -514,7 +514,7 @@ def test_the_rank_in_the_node_is_what_the_launcher_says_that_started_this_proces
         (World(3, 4, 1, "RANK/WORLD_SIZE"), {"RANK": "3", "WORLD_SIZE": "4"}, None),
         # Three ranks on one node, one on the other.
         (World(3, 4, 1, "SLURM_PROCID/SLURM_NTASKS"), {**SRUN, "SLURM_STEP_NUM_NODES": "2"}, 2),
-        # On the other nodes mpirun's own step is there too.
+        # On the other nodes, the variables of mpirun's own step are set, too.
         (World(3, 4, 1, "OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"), {**SRUN, "SLURM_STEP_NUM_NODES": "1"}, None),
         (World(3, 4, 4, "OMPI_COMM_WORLD_RANK/OMPI_COMM_WORLD_SIZE"), {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1),
     ],
@@ -525,7 +525,7 @@ def test_the_number_of_nodes_is_what_all_ranks_know(world, environment, expected
 
 def test_ranks_of_mpirun_meet_alike_on_all_nodes_of_an_allocation():
     first = {**SBATCH, **MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_MCA_ess_base_jobid": "5"}
-    # Open MPI's daemons there are a step without the first node.
+    # On the other nodes, Open MPI's daemons form a step without the first node.
     second = {**first, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu4"}
     found = rendezvous(first, 4)
     assert found == rendezvous(second, 4)
@@ -619,7 +619,7 @@ def test_modules_are_sharded_by_size_those_inside_first():
     assert modules_to_shard(net, 10**6) == []
     big = [net.layers[0][0], net.layers[1][0], net.attention]
     assert modules_to_shard(net, 110) == big
-    # What is left of each layer is large enough by itself, and a list of modules is never called.
+    # The remaining part of each layer is large enough, and a ModuleList is never called.
     expected = [net.layers[0][0], net.layers[0][1], net.layers[1][0], net.layers[1][1], net.attention]
     assert modules_to_shard(net, 30) == expected
     assert modules_to_shard(net, 140) == [net.layers[0], net.layers[1], net.attention]

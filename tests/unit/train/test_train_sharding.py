@@ -22,7 +22,7 @@ PLACE = RankContext(rank=0, world_size=4, local_world_size=4, device=torch.devic
 
 
 class Model(nn.Module):
-    """A layer of 128 x 64 parameters and its bias, and one of 64 x 2, which is small."""
+    """Model with a layer of 128 x 64 parameters and a bias, and a small layer of 64 x 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,14 +35,14 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True, scope="module")
 def _four_ranks() -> Iterator[None]:
-    """A process group whose other ranks are not there: what they send is anything."""
+    """Fake process group without other ranks, whose messages are arbitrary."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
 
 
 def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Module]:
-    """Return the model with its layers sharded from 1,000 parameters on, and what is called in training."""
+    """Return a model whose layers with 1,000 or more parameters are sharded, and the module called in training."""
     training = Training(fsdp=Fsdp(sharding_strategy=sharding_strategy, min_num_params=1000, **options))
     model = Model()
     context = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))

@@ -1,4 +1,4 @@
-"""Command `dasksc train` without ranks: its output before their start, and its report of how they ended."""
+"""Command `dasksc train` without ranks: its output before they start, and its report of their exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.core
 
 
 def write(folder: Path, **training: Any) -> Path:
-    """Write a training of an atlas that is not there."""
+    """Write the configuration of a training whose atlas does not exist."""
     raw = {
         "data": {"path": str(folder / "atlas.h5ad"), "batch_size": 32, "fetch_factor": 4},
         "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
@@ -40,12 +40,12 @@ def write(folder: Path, **training: Any) -> Path:
 @pytest.mark.parametrize(
     ("exit_codes", "told"),
     [
-        # It has told why by itself, and the launcher has ended the other.
+        # Rank 0 has reported its error, and the launcher has ended rank 1.
         ({0: 1, 1: -15}, None),
         ({0: 1, 1: 1}, None),
         ({0: -15, 1: -9}, "rank 1 was killed by SIGKILL"),
         ({0: -11, 1: -6}, "rank 0 was killed by SIGSEGV; rank 1 was killed by SIGABRT"),
-        # Somebody else has.
+        # Both were ended from outside.
         ({2: -15, 3: -15}, "rank 2 was killed by SIGTERM; rank 3 was killed by SIGTERM"),
         ({0: 3, 1: -15}, "rank 0 ended with exit code 3"),
     ],
@@ -84,7 +84,7 @@ def test_the_same_error_is_told_once_for_each_start_and_others_too(monkeypatch, 
         raise error
 
     def starts(*attempts: list[Exception | None]) -> Any:
-        """What torch's launcher does where ranks raise these errors, in each of its starts."""
+        """Return a stand-in for torch's launcher whose ranks raise the given errors at each start."""
 
         def run(options: list[str]) -> None:
             (folder,) = (one.removeprefix("--log-dir=") for one in options if one.startswith("--log-dir="))
@@ -112,13 +112,13 @@ def test_the_same_error_is_told_once_for_each_start_and_others_too(monkeypatch, 
         return [*told, capsys.readouterr().err]
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-    (alone, at_end) = of([None, lost])  # by a rank of another node
+    (alone, at_end) = of([None, lost])  # connection closed by a rank of another node
     assert alone.endswith("Connection closed by peer\n")
     assert at_end == ""
     gone = torch.distributed.DistNetworkError("gone")
     lines = ["dasksc: a\ndasksc: b\n", "dasksc: a\n", ""]
     assert of([lost, InputError("a"), InputError("a"), InputError("b"), gone], [InputError("a"), gone]) == lines
-    # From the same line: what differs may be the number of a device.
+    # Errors from the same line are reported once; their text may differ, for example in the device number.
     different = ValueError("d")
     different.add_note("in batch 3")
     first, _ = of([None, ValueError("c"), different], node_rank=1)
@@ -178,7 +178,7 @@ def test_what_needs_no_ranks_is_told_before_they_are_started(options, changes, t
 
 
 def test_a_configuration_for_two_nodes_is_refused_on_one_of_torchruns(tmp_path, monkeypatch):
-    # What torchrun sets for the only rank of the only node.
+    # Variables that torchrun sets for a single rank on a single node.
     told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     for name, value in {**told, "TORCHELASTIC_RUN_ID": "one"}.items():
         monkeypatch.setenv(name, value)
@@ -197,7 +197,7 @@ def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):
     assert {"--nnodes=2", "--node-rank=0"} <= set(started)
 
 
-# A step of one task on each of two nodes, and a script that runs on the first node of a job of two.
+# A step with one task on each of two nodes, and a script on the first node of a job with two nodes.
 STEP = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
 SCRIPT = {"SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0"}
 
@@ -222,7 +222,7 @@ def test_which_node_this_is_follows_from_flag_and_environment(given, n_nodes, en
     "environment",
     [
         {},
-        # A step of its own on each node: all are the first of theirs.
+        # With a separate step on each node, every node is the first of its step.
         {"SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"},
         {"SLURM_JOB_NUM_NODES": "2"},
     ],

@@ -51,7 +51,7 @@ def listed(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
     return [(batch.index.tolist(), dense(batch.X).tolist()) for batch in batches]
 
 
-# --- What becomes of a batch ----------------------------------------------------------------------------
+# --- Content of batches ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
@@ -68,7 +68,7 @@ def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
         assert isinstance(made, Batch)
         assert (made.X.layout, made.X.dtype, made.X.shape) == (batch.X.layout, dtype, batch.X.shape)
         assert dense(made.X).double().equal(expected.double())
-        assert torch.equal(dense(batch.X), values.to(dtype))  # what was given stays
+        assert torch.equal(dense(batch.X), values.to(dtype))  # the input is unchanged
         assert made.obs is batch.obs
         if layout == "csr":
             assert made.X.col_indices().equal(batch.X.col_indices())
@@ -106,7 +106,7 @@ def test_totals_and_expectations_are_those_of_scanpy():
     ours = Downsample(target_counts=150)(batch_of(values)).X.numpy()
     np.testing.assert_array_equal(ours.sum(axis=1), theirs.X.sum(axis=1))
     expected = values * (150 / values.sum(axis=1, keepdims=True))
-    # Means over 1,000 cells, whose standard deviation is about 0.05. scanpy draws of every cell by the same seed.
+    # Means over 1,000 cells have a standard deviation of about 0.05. scanpy draws every cell with the same seed.
     np.testing.assert_allclose(ours.mean(axis=0), expected.mean(axis=0), atol=0.25)
 
 
@@ -256,7 +256,7 @@ def test_a_resumed_epoch_is_treated_as_it_would_have_been(adata):
 def test_a_row_drawn_twice_is_treated_twice():
     cells = ad.AnnData(np.full((4, N_VARS), 5, dtype=np.float32))
     for transform in KINDS:
-        for batch_size in (1, 4):  # in two batches of the very same rows, and in one
+        for batch_size in (1, 4):  # duplicates in different batches, and within one
             drawn = dasksc.BlockWeightedSampling(1, total_size=40, weights=np.ones(4))
             ranks = [epoch_of(cells, transform, drawn, batch_size=batch_size, rank=i, world_size=2) for i in range(2)]
             epoch = [batch for rank in ranks for batch in rank]
@@ -297,7 +297,7 @@ def test_lists_of_transforms_are_called_in_order(adata):
     assert composed != plain
     one = listed(epoch_of(adata, (Downsample(0.5),)))
     assert one == listed(epoch_of(adata, Downsample(0.5)))
-    assert isinstance(next(iter(epoch_of(adata, []))), torch.Tensor)  # as without any
+    assert isinstance(next(iter(epoch_of(adata, []))), torch.Tensor)  # as without a transform
 
 
 def test_a_batch_that_somebody_keeps_is_not_changed(adata):
@@ -318,7 +318,7 @@ def test_tokens_are_made_of_what_is_left(adata):
     left = next(iter(epoch_of(adata, Downsample(0.3), layout="csr")))
     assert batch.attention_mask.sum(dim=1).tolist() == (dense(left.X) != 0).sum(dim=1).tolist()
     labels = batch.labels
-    assert not labels.equal(next(iter(dataset)).labels)  # of the next epoch
+    assert not labels.equal(next(iter(dataset)).labels)  # the next epoch
 
 
 def test_lists_that_cannot_be_called_or_draw_the_same_are_refused(adata):

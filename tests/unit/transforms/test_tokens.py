@@ -28,7 +28,7 @@ pytestmark = pytest.mark.core
 
 N_GENES = 9
 GENES = [f"gene{i}" for i in range(N_GENES)]
-# Few, so that many are equal; of both signs, and some that float32 rounds.
+# Few distinct values, so that ties are frequent; both signs, and values that float32 rounds.
 VALUES = st.sampled_from([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 0.1, 1e-30, 1e30, -1.0, -2.5])
 CELLS = st.lists(st.lists(VALUES, min_size=N_GENES, max_size=N_GENES), min_size=0, max_size=6)
 
@@ -44,7 +44,7 @@ def batch_of(cells: list[list[float]], layout: str) -> Batch:
     return Batch(X=X, obs={"label": torch.arange(len(cells))}, layers={"raw": X}, index=rows)
 
 
-# --- What it should be, cell by cell --------------------------------------------------------------------
+# --- Reference, cell by cell ----------------------------------------------------------------------------
 
 
 def expressed(cell: list[float], ids: list[int]) -> list[tuple[int, float]]:
@@ -57,13 +57,13 @@ def ranked(cell: list[float], ids: list[int], medians: list[float], max_genes: i
 
 
 def binned(cell: list[float], ids: list[int], n_bins: int, key: int) -> list[tuple[int, float]]:
-    """The bins of scGPT: nonzeros among their quantiles; on several equal ones, in a random bin of theirs."""
+    """Return the bins of scGPT: each nonzero value among the quantiles, in a random bin if it equals several."""
     tokens = expressed(cell, ids)
     if not tokens:
         return []
     values = np.array([value for _, value in tokens], dtype=np.float32)
     edges = np.quantile(values, np.linspace(0, 1, n_bins - 1))
-    # Not numpy.digitize, which takes no edges that rounding has put out of order.
+    # Not numpy.digitize, which requires monotonic edges; rounding can break their order.
     highest, lowest = np.searchsorted(edges, values, "right"), np.searchsorted(edges, values, "left")
     shares = [twins.uniform(twins.stream(key, 4), k) for k in range(len(tokens))]
     bins = [
@@ -92,7 +92,7 @@ def masked(key: int, n: int, ratio: float) -> list[int]:
 
 
 def written(batch: Batch) -> list[list[tuple[int, float]]]:
-    """Each cell's tokens and values, without padding."""
+    """Return the tokens and values of each cell, without padding."""
     lengths = batch.attention_mask.sum(dim=1).tolist()
     for i, length in enumerate(lengths):
         assert batch.attention_mask[i, :length].all()
@@ -145,7 +145,7 @@ def test_edges_are_those_of_numpy_to_the_bit_and_ties_are_spread_over_their_bins
         high, low = np.digitize(nonzeros, edges), np.digitize(nonzeros, edges, right=True)
         found = values[there]
         assert ((found == high) | ((low < found) & (found <= high))).all()
-        assert len(np.unique(found)) > 40  # also where most values are 1
+        assert len(np.unique(found)) > 40  # even if most values are 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool])
@@ -204,7 +204,7 @@ def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind)
 def test_of_what_is_to_be_predicted_some_is_replaced_and_some_shown(cells, epoch, prepend_cls, kind, shares):
     batch = batch_of(cells, "csr")
     options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
-    # Genes that the vocabulary lacks are never a replacement.
+    # Genes missing from the vocabulary are never used as replacements.
     vocabulary = Vocabulary({str(gene): 2 * i for i, gene in enumerate(GENES[1:])})
     options |= {"vocabulary": vocabulary, "missing": "drop"}
     bare = kind(GENES, **options).at_epoch(epoch)(batch)
@@ -212,7 +212,7 @@ def test_of_what_is_to_be_predicted_some_is_replaced_and_some_shown(cells, epoch
     tokens = kind(GENES, mask_ratio=0.5, random_replace_ratio=replaced, keep_ratio=kept, **options)
     made = tokens.at_epoch(epoch)(batch)
     plain = kind(GENES, mask_ratio=0.5, **options).at_epoch(epoch)(batch)
-    assert torch.equal(made.labels, plain.labels)  # what is predicted does not depend on how it is shown
+    assert torch.equal(made.labels, plain.labels)  # labels do not depend on how masked genes are replaced
     first = int(prepend_cls)
     ids, values = bare.input_ids.tolist(), bare["values"].tolist()
     choices = list(range(0, 2 * (N_GENES - 1), 2))
@@ -233,7 +233,7 @@ def test_of_what_is_to_be_predicted_some_is_replaced_and_some_shown(cells, epoch
 
 
 def test_every_subset_is_masked_equally_often():
-    # 45 pairs of ten genes, 9,000 draws: chi-square of 44 degrees of freedom, beyond 99.9% at 78.7. Fixed seed.
+    # 45 pairs of ten genes, 9,000 draws: chi-square with 44 degrees of freedom, 99.9% quantile 78.7. Fixed seed.
     batch = Batch(X=torch.ones(9_000, 10), index=torch.arange(9_000))
     labels = RankTokens(range(10), mask_ratio=0.2)(batch).labels
     places = (labels != IGNORED).nonzero()[:, 1].reshape(-1, 2)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from dasksc.errors import InputError
 
-__all__ = ["check_progress", "progress_bar"]
+__all__ = ["require_tqdm", "progress_bar"]
 
 
-def check_progress() -> None:
+def require_tqdm() -> None:
     """Check that a progress bar can be shown.
 
     Raises
