@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import datetime as dt
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -160,6 +161,7 @@ def soak(options: argparse.Namespace) -> None:
             counts += torch.bincount(batch.index, minlength=n_obs).to(torch.int32)
             order.update(batch.index.numpy().tobytes())
             n_steps += 1
+        gc.collect()  # closes the file of a replaced data set, which AnnData keeps in a reference cycle
         epochs.append(
             Epoch(
                 mode=mode,
