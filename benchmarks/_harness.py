@@ -1,4 +1,4 @@
-"""Loaders in separate processes, measured in turns.
+"""Loaders in separate processes, measured alternately.
 
 A contender is a child process that builds one loader, reports the time of its cold start, and then
 measures on request. All contenders live for the whole run and only one works at a time. Every round

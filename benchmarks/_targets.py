@@ -268,8 +268,8 @@ def _cells(rate: float | None) -> str:
 def table(reports: Sequence[dict[str, Any]]) -> str:
     """Format all reports as a Markdown table."""
     lines = [
-        "| row | ours, cells/s | theirs, cells/s | ratio (of rounds) | wanted | | both consumed "
-        "| the machine allows, cells/s | share |",
+        "| row | dasksc, cells/s | reference, cells/s | ratio (range of rounds) | target | | ratio, both consumed "
+        "| upper bound of the machine, cells/s | share of it |",
         "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- | ---: |",
         *map(_line, reports),
     ]
@@ -329,13 +329,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
     axes.axvline(1, color="black", lw=0.8)
     axes.set_yticks(range(len(rows)), [f"{row['name']}, to {row['theirs']}" for row in rows], fontsize=8)
     axes.set_ylim(-0.7, len(rows) - 0.3)
-    axes.set_xlabel("times as many cells per second")
+    axes.set_xlabel("ratio of cells per second")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     legend = [
         Patch(color=met, label="met"),
         Patch(color=missed, label="missed"),
-        Line2D([], [], color="black", lw=2, label="wanted"),
+        Line2D([], [], color="black", lw=2, label="target"),
         Line2D([], [], color="black", lw=1, ls=(0, (1.5, 1)), label="stretch"),
         Line2D([], [], color="black", lw=0.8, label="range of rounds"),
     ]

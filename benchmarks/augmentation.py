@@ -5,7 +5,7 @@
 
 The program measures the cells per second that `BlockShuffling` delivers and the CPU time per cell on all threads,
 without a transform and with each transform of `scDataset(transform=)`. Batches are CSR, dense from a CSR matrix, and
-dense from a dense matrix. Contenders run in turns after an unmeasured round. A ratio is the median over rounds of the
+dense from a dense matrix. Contenders take turns after an unmeasured round. A ratio is the median over rounds of the
 ratio to the untransformed batches of the same round. On a busy machine, only the ratios of CPU time are reliable.
 """
 

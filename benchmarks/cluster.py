@@ -8,7 +8,7 @@ of threads. The rate of two worker processes, which send results over loopback T
 submit and direct gather of equally many bytes. The rate with normalize_total and log1p as array code on X is divided by
 the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler
 and submit empty tasks that carry the row numbers of a real task; a fetch of 16,384 rows is about five tasks. Contenders
-run in turns in separate processes, and the program reports medians.
+take turns in separate processes, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             report["shared"] = shared
             print(
                 f"\n{shared['n_ranks']} ranks on one scheduler: {shared['cpu_ms_per_task']:.2f} ms of its CPU "
-                f"a task, {shared['tasks_per_s']:.0f} tasks/s here; at 100 ms a task it carries "
+                f"per task, {shared['tasks_per_s']:.0f} tasks/s here; with tasks of 100 ms it supports "
                 f"{shared['ranks_at_100_ms']:.0f} ranks"
             )
     write_report(options.out, report)

@@ -88,12 +88,12 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
     def missing(row: _targets.Row) -> str | None:
         names = {row.files, row.theirs.name.split()[0]}
         if "annbatch" in names and options.peer_python is None:
-            return "there is no --peer-python, with annbatch"
+            return "requires --peer-python with annbatch"
         if "scDataset" in names and importlib.util.find_spec("scdataset") is None:
             return "scDataset is not installed"
         n_cores = max(row.ours.n_cores, row.theirs.n_cores)
         n_there = len(os.sched_getaffinity(0))
-        return f"it takes {n_cores} cores, and there is {n_there}" if n_there < n_cores else None
+        return f"requires {n_cores} cores, and {n_there} are available" if n_there < n_cores else None
 
     def spec_of(row: _targets.Row) -> dict[str, Any]:
         own_store = row.files == "annbatch"

@@ -3,8 +3,8 @@
 
     python benchmarks/convert.py --cells 200000 --peer-python ~/envs/annbatch/bin/python
 
-Each library converts the same h5ad file with its defaults, in turns and in separate processes: dasksc with `convert`,
-annbatch with ``add_adatas``, which also shuffles. Each library then loads from its own store. Without
+Each library converts the same h5ad file with its defaults, alternately and in separate processes: dasksc with
+`convert`, annbatch with ``add_adatas``, which also shuffles. Each library then loads from its own store. Without
 ``--peer-python``, only dasksc is measured.
 """
 
@@ -191,7 +191,7 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Format the rows as a Markdown table."""
-    lines = ["| what | dasksc | annbatch | times better | wanted | |", "| --- | ---: | ---: | ---: | ---: | --- |"]
+    lines = ["| measure | dasksc | annbatch | ratio | target | |", "| --- | ---: | ---: | ---: | ---: | --- |"]
     for row in rows:
         ratio, met = (f"{row['ratio']:.2f}", "met" if row["met"] else "MISSED") if "ratio" in row else ("", "")
         shown = [_shown(row[side], row["unit"]) for side in ("ours", "theirs")]

@@ -4,8 +4,8 @@
     python benchmarks/diversity.py --cells 200000 --out benchmarks/results/diversity
 
 For each block size and fetch factor, the program reports the label entropy of batches, the entropy of ideal random
-batches, and the cells per second delivered to the loop. Entropies are computed from the plan. Each rate is a
-median over rounds, each of which measures all sizes in turn. The first fetches of a round are not measured.
+batches, and the cells per second delivered to the loop. Entropies are computed from the plan. Each rate is a median
+over rounds, each of which measures all sizes one after the other. The first fetches of a round are not measured.
 """
 
 from __future__ import annotations

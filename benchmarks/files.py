@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             print(f"{name} against {against}, {layout}: {one['ratio']:.2f} (target: at least {FORMATS})")
     print(
         f"{found['n_files']:,} files: opened in {found['open_s']:.1f} s (target: {OPEN_S:.0f} s), {found['handles']} "
-        f"handles kept, {found['handles_in_epoch']} in an epoch (target: {HANDLES})"
+        f"files kept open, {found['handles_in_epoch']} in an epoch (target: {HANDLES})"
     )
     report["is_ok"] = (
         min(one["ratio"] for one in report["joined"].values()) >= JOINED

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     is_ok = max(peaks) <= projected and growth <= max(0.1 * projected, 4 * batch_bytes)
     print(
         f"projected {projected / MIB:,.0f} MiB, peak {max(peaks) / MIB:,.0f} MiB, growth over "
-        f"{options.epochs} epochs {growth / MIB:,.0f} MiB: {'as promised' if is_ok else 'NOT as promised'}"
+        f"{options.epochs} epochs {growth / MIB:,.0f} MiB: {'within' if is_ok else 'NOT within'} the targets"
     )
     report = {"before": before, "peaks": peaks, "projected": projected, "is_ok": is_ok}
     print(json.dumps(report))

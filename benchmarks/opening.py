@@ -7,7 +7,7 @@
 The atlas has names, obs columns and row offsets for the full number of cells. X is nearly empty, so only costs that
 grow with the number of cells are measured. Each measurement runs in a new process, after imports and after a small
 atlas that compiles the kernels. Memory is the peak of anonymous memory (RssAnon) beyond that baseline. Contenders run
-in turns, and the program reports medians.
+alternately, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         for name, found in measured.items()
     ]
     report = {"cells": options.cells, "rows": rows}
-    print(f"| {options.cells:,} cells | s (of rounds) | MiB | bytes a cell |\n| --- | ---: | ---: | ---: |")
+    print(f"| {options.cells:,} cells | s (range of rounds) | MiB | bytes per cell |\n| --- | ---: | ---: | ---: |")
     for row in rows:
         if "skipped" in row:
             print(f"| {row['work']} | skipped: {row['skipped']} | | |")

@@ -191,8 +191,8 @@ def wanted_bytes_per_row(options: argparse.Namespace, path: Path) -> float | Non
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Format all rows as a Markdown table, with ratios of medians."""
     lines = [
-        "| layout | loader and limit | cells/s (of rounds) | of the rate without a limit | of the best pread "
-        "| KiB read a cell (wanted) |",
+        "| layout | loader and limit | cells/s (range of rounds) | ratio to no limit | ratio to the best pread "
+        "| KiB read per cell (whole pages) |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     median = {

@@ -4,7 +4,7 @@
     python benchmarks/predict.py --cells 100000 --out benchmarks/results/predict
 
 The program computes a linear embedding of 64 dimensions for all cells of an atlas, in batches of 1,024.
-`dasksc.predict` writes it to a new store; a plain loop discards the output of the model. Both run in turns after an
+`dasksc.predict` writes it to a new store; a plain loop discards the output of the model. Both take turns after an
 unmeasured round, must compute the same values, and are reported as medians. In separate processes, the program then
 measures the peak of anonymous memory beyond the memory after the first batch: for a quarter of the cells, for all
 cells, and for all cells in a control group with a memory limit that includes the page cache, as in jobs of Slurm and
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     n_obs = dasksc.open(path, obs=[], names=False).n_obs
     report: dict[str, Any] = {"n_rows": n_obs, "batch": options.batch, "files": options.files, "width": WIDTH}
     report["cells_per_s"], report["rounds"] = {}, {}
-    print("| layout | loop alone, cells/s | predict, cells/s | of the loop |\n| --- | ---: | ---: | ---: |")
+    print("| layout | loop alone, cells/s | predict, cells/s | share of the loop |\n| --- | ---: | ---: | ---: |")
     for layout in options.layouts:
         rates = in_turns(path, options.batch, layout, options.rounds)
         medians = {name: statistics.median(found) for name, found in rates.items()}

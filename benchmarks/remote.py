@@ -3,12 +3,12 @@
 
     python benchmarks/remote.py --cells 100000
 
-A loopback server in a separate process answers each request after --latency, at a total rate of at most --mbits. The
-program loads shuffled blocks from it, in as many fetches as --fetches says. The used share of the link is the number
-of transferred bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%. The
-program also reports the wanted share: the stored size of the delivered rows, divided by the transferred bytes. The
-remaining bytes are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The wanted share depends on the
-file and on the sizes of blocks and fetches; the warnings of `dasksc.check` about these are printed.
+A loopback server in a separate process responds to each request after --latency, at a total rate of at most --mbits.
+The program loads --fetches fetches of shuffled blocks from it. The used share of the link is the number of transferred
+bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%. The program also
+reports the useful share: the stored size of the delivered rows, divided by the transferred bytes. The remaining bytes
+are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The useful share depends on the file and on the
+sizes of blocks and fetches; the warnings of `dasksc.check` about these are printed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_options(parser, cells=100_000)
     parser.add_argument("--mbits", type=float, default=1000)
-    parser.add_argument("--latency", type=float, default=0.03, help="latency of an answer in seconds")
+    parser.add_argument("--latency", type=float, default=0.03, help="latency of a response in seconds")
     parser.add_argument("--block", type=int, default=64)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--fetch", type=int, default=16_384)
@@ -110,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         n_requests, sent = ours.recv()
         rounds.append({"share": sent / elapsed / bytes_per_s, "wanted": n_rows * row_bytes / sent})
         print(
-            f"{n_rows / elapsed:,.0f} cells/s, {rounds[-1]['share']:.0%} of the link used in {n_requests} requests, of "
-            f"which {rounds[-1]['wanted']:.0%} wanted"
+            f"{n_rows / elapsed:,.0f} cells/s, {rounds[-1]['share']:.0%} of the link used in {n_requests} requests; "
+            f"{rounds[-1]['wanted']:.0%} of the bytes in delivered rows"
         )
     ours.send(False)
     server.join()

@@ -10,11 +10,11 @@ first fetch, and the peak of resident memory beyond the codes, in bytes per cell
 
 *Reading*: the program measures the rows per second, including controls, of sets of 64 with controls. It reads a screen
 sorted by condition, and compares the rate with `BlockShuffling` in blocks of 8 and the same number of rows per batch.
-It then reads the same screen unsorted, and compares the rate with `BlockShuffling` of single rows. Contenders run in
+It then reads the same screen unsorted, and compares the rate with `BlockShuffling` of single rows. Contenders take
 turns after an unmeasured round, rates are medians over rounds, and the files are in the page cache. Cold files,
 clusters and several ranks are not measured.
 
-*Peers*: ``--cell-load-python`` and ``--annbatch-python`` are interpreters with these libraries. Peers run in turns in
+*Peers*: ``--cell-load-python`` and ``--annbatch-python`` are interpreters with these libraries. Peers take turns in
 separate processes. cell-load loads sets of 64 with controls as consecutive rows of the sorted file, in two DataLoader
 workers, as it recommends. annbatch loads batches of one class from its own store of that file. The counterpart of
 annbatch is `CellSets` of one class without controls, from the file. Both of the latter read runs of 64 rows.
@@ -196,7 +196,7 @@ def screens(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def rates_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure reading for all contenders in turns."""
+    """Measure reading for all contenders alternately."""
     paths = screens(options)
     for path in paths.values():
         read_through(path)
@@ -280,21 +280,21 @@ def peers_of(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def table_of(report: dict[str, Any]) -> str:
     """Format the figures and their targets as a table."""
-    lines = ["| | found | to reach |", "| --- | ---: | ---: |"]
+    lines = ["| | measured | target |", "| --- | ---: | ---: |"]
     for order, plan in report["plans"].items():
         limits = TARGETS[f"construct_s {order}"], 1e3 * TARGETS["first_fetch_s"]
         lines += [
             f"| construct, {order} | {plan['construct_s']:.2f} s | {limits[0]:.0f} s |",
             f"| first fetch, {order} | {1e3 * plan['first_fetch_s']:.1f} ms | {limits[1]:.0f} ms |",
             f"| later fetches, {order} | {plan['fetch_s'] * 1e3:.1f} ms | |",
-            f"| peak memory, {order} | {plan['bytes_per_cell']:.1f} B a cell | {TARGETS['bytes_per_cell']:.0f} B |",
+            f"| peak memory, {order} | {plan['bytes_per_cell']:.1f} B per cell | {TARGETS['bytes_per_cell']:.0f} B |",
         ]
     for order, ratio in report["ratios"].items():
-        lines.append(f"| rows/s of sets, {order}, over blocks | {ratio:.2f} | {TARGETS[order]} |")
+        lines.append(f"| rows/s of sets / of blocks, {order} | {ratio:.2f} | {TARGETS[order]} |")
     for peer, rates in report["peers"].items():
         target = TARGETS[peer]
         lines.append(
-            f"| {rates['dasksc']:,.0f} sets/s, over {peer} ({rates[peer]:,.0f}) | {rates['ratio']:.1f} | {target} |"
+            f"| {rates['dasksc']:,.0f} sets/s / {peer} ({rates[peer]:,.0f}) | {rates['ratio']:.1f} | {target} |"
         )
     return "\n".join(lines)
 

@@ -3,7 +3,7 @@
 
     python benchmarks/summaries.py --cells 50000 --out benchmarks/results/summaries
 
-Contenders run in turns after an unmeasured round, and times are medians over rounds, in seconds. *Sums of batches* adds
+Contenders take turns after an unmeasured round, and times are medians over rounds, in seconds. *Sums of batches* adds
 up the per-gene sums of the CSR batches of `Streaming`. scanpy receives the whole matrix in memory, and reading it is
 not timed. Cells have random labels of ``--groups`` groups and ``--batches`` batches. scanpy and dasksc also run once on
 ``--lazy-cells`` cells of the lazy atlas. Memory is the growth of RssAnon to its peak, for half of the cells and for all
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     contenders.clear()  # They hold the matrix in memory.
     del whole
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    print("| | seconds | of sums of batches |\n| --- | ---: | ---: |")
+    print("| | seconds | ratio to sums of batches |\n| --- | ---: | ---: |")
     for name, median in medians.items():
         print(f"| {name} | {median:.2f} ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}) | ", end="")
         print(f"{ratio(seconds, name, 'sums of batches'):.2f} |")
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print(f"ratios, medians of rounds: {', '.join(f'{name} {value:.2f}' for name, value in ratios.items())}")
     of_lazy = beside_lazy(lazy, options)
-    print(f"genes that scanpy does not choose: {n_differ} of {options.top}; lazily: {of_lazy}")
+    print(f"selected genes that scanpy does not select: {n_differ} of {options.top}; lazily: {of_lazy}")
     peaks = {"no limit": peaks_of(path, options)} | limited_peaks(path, options)
     for limit, of in peaks.items():
         for name, one in of.items():

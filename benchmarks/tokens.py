@@ -5,9 +5,8 @@
 
 The program measures the cells per second delivered to a loop: sparse batches without tokens; tokens computed by
 `scDataset(transform=)`; and ranked genes computed in the loop, with NumPy cell by cell or with `torch.topk` on dense
-batches. It first checks that all rankings agree. Contenders run in turns after an unmeasured round, and rates are
-medians over rounds. Finally, the program measures the CPU time per cell on one thread, for gathering and for
-tokenization.
+batches. It first checks that all rankings agree. Contenders take turns after an unmeasured round, and rates are medians
+over rounds. Finally, the program measures the CPU time per cell on one thread, for gathering and for tokenization.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 rates[name].append(found.rows_per_s)
     medians = {name: statistics.median(found) for name, found in rates.items()}
-    print("| | cells/s | of no tokens |\n| --- | ---: | ---: |")
+    print("| | cells/s | share of no tokens |\n| --- | ---: | ---: |")
     for name, rate in medians.items():
         print(f"| {name} | {rate:,.0f} | {rate / medians['no tokens']:.1%} |")
     costs = one_thread(dataset(scheduler="synchronous", transform=as_it_is), ranks, bins)

@@ -139,10 +139,10 @@ def test_targets_measures_pairs_and_says_what_it_skips(work, tmp_path, capsys):
     printed = capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads(out.with_suffix(".json").read_text())["rows"]}
     assert list(rows) == names
-    assert rows["sharded csr"]["not_measured"] == "skipped: there is no --peer-python, with annbatch"
-    assert "| sharded csr | skipped: there is no --peer-python, with annbatch |" in printed
+    assert rows["sharded csr"]["not_measured"] == "skipped: requires --peer-python with annbatch"
+    assert "| sharded csr | skipped: requires --peer-python with annbatch |" in printed
     if len(os.sched_getaffinity(0)) < 2:
-        assert rows.pop("ranks h5ad dense")["not_measured"].startswith("skipped: it takes 2 cores")
+        assert rows.pop("ranks h5ad dense")["not_measured"].startswith("skipped: requires 2 cores")
     for row in rows.values():
         if row["name"] == "sharded csr":
             continue
@@ -243,7 +243,7 @@ def test_remote_prints_the_share(work, tmp_path, capsys):
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert 0 < report["share"] < 1.1  # bytes in transit at either end count as sent
     assert 0 < report["wanted"] <= 1
-    assert f"of which {report['wanted']:.0%} wanted" in capsys.readouterr().out
+    assert f"{report['wanted']:.0%} of the bytes in delivered rows" in capsys.readouterr().out
 
 
 def test_memory_prints_every_peak_and_exits_by_the_projection(work):
