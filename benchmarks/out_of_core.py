@@ -6,8 +6,8 @@
 
 Loaders run in control groups with a memory limit, as do jobs of Slurm and Kubernetes. The limit includes the page
 cache. The page cache is emptied before each measurement, because pages read by another process are not charged to the
-group. In each round, the program measures the loader with each limit and without a limit, in turns. A measurement is
-one epoch, or a few seconds of an epoch for the slower peers.
+group. In each round, the program measures the loader with each limit and without a limit, one after the other. A
+measurement is one epoch, or a few seconds of an epoch for the slower peers.
 """
 
 from __future__ import annotations

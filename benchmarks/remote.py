@@ -4,11 +4,11 @@
     python benchmarks/remote.py --cells 100000
 
 A loopback server in a separate process responds to each request after --latency, at a total rate of at most --mbits.
-The program loads --fetches fetches of shuffled blocks from it. The used share of the link is the number of transferred
-bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%. The program also
-reports the useful share: the stored size of the delivered rows, divided by the transferred bytes. The remaining bytes
-are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The useful share depends on the file and on the
-sizes of blocks and fetches; the warnings of `dasksc.check` about these are printed.
+The program loads shuffled blocks from it, and --fetches sets the number of fetches. The used share of the link is the
+number of transferred bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%.
+The program also reports the useful share: the stored size of the delivered rows, divided by the transferred bytes. The
+remaining bytes are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The useful share depends on the
+file and on the sizes of blocks and fetches; the warnings of `dasksc.check` about these are printed.
 """
 
 from __future__ import annotations
