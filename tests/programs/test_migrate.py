@@ -46,7 +46,7 @@ def rows_of_page() -> set[tuple[str, str]]:
     for section in PAGE.read_text().split("\n## ")[1:]:
         heading = section.split("\n")[0].split(" (")[0].strip("`")
         lefts = re.findall(r"^\| (.+?) \| .* \|$", section, re.MULTILINE)
-        found |= {(heading, left.replace("`", "")) for left in lefts if left not in ("there", "---")}
+        found |= {(heading, left.replace("`", "")) for left in lefts if left not in ("other loader", "---")}
     return found
 
 
