@@ -47,10 +47,10 @@ def memory_limit(given: int | str | None) -> int:
     limit = get("memory-limit") if given is None else given
     try:
         if not isinstance(limit, int | float | str):
-            raise TypeError(f"a number or a text is needed, not a {type(limit).__name__}")
+            raise TypeError(f"expected a number or a string, not a {type(limit).__name__}")
         n_bytes = as_bytes(limit)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InputError(f"memory_limit={limit!r} is neither a number of bytes nor a text such as '2GiB'") from error
+        raise InputError(f"memory_limit={limit!r} is neither a number of bytes nor a string such as '2GiB'") from error
     if not 0 < n_bytes < 2**63:
         raise InputError(f"memory_limit must be a whole number of at least 1; got {limit!r}")
     return n_bytes

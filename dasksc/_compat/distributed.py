@@ -105,7 +105,7 @@ def n_threads_heard_of(client: Any) -> int:
 
 
 async def _answer(request: Awaitable[Any], operation: str) -> Any:
-    """Return the answer to a request; raises if it is None, with which servers answer an unknown operation."""
+    """Return the response to a request; raises if it is None, which is the response to an unknown operation."""
     answer = await request
     if answer is None:
         raise UnsupportedVersionError("distributed", f"operation {operation!r} of schedulers or workers")

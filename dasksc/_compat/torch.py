@@ -13,7 +13,7 @@ def check_training(version: str) -> None:
     """Refuse a version of PyTorch in which training is wrong or cannot be saved.
 
     Before 2.7, ``torch.distributed.checkpoint.save`` has no ``no_dist``, and FSDP fails on CPUs. In 2.7 and 2.8, two
-    ranks under FSDP on CPUs have other losses than one process.
+    ranks under FSDP on CPUs compute different losses than one process.
 
     Parameters
     ----------

@@ -64,12 +64,12 @@ def check_mmap(mmap: Any) -> None:
 
 
 def names_given(option: str, value: Any) -> tuple[str, ...] | None:
-    """Return the names in an option that takes one or several; None if it is None.
+    """Return the names in an option that takes one name or several; None if the option is None.
 
     Raises
     ------
     InputError
-        If it is anything else, or holds no name.
+        If the value is not a name or a sequence of names, or is empty.
     """
     if value is None:
         return None
@@ -80,12 +80,12 @@ def names_given(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def refuse_feature_choice(options: OpenOptions, what: str) -> None:
-    """Refuse options that choose features of 10x ``.h5`` files for `what`, which is none.
+    """Raise an error for options that select features of 10x ``.h5`` files; `what` is not such a file.
 
     Raises
     ------
     InputError
-        If there is one.
+        If such an option is given.
     """
     chosen = {"feature_types": options.feature_types, "genome": options.genomes}
     for option, names in chosen.items():

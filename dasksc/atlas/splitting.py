@@ -79,7 +79,7 @@ def split(
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
-        further class. With `by`, each value counts once, as a member of the most frequent class of its labelled rows.
+        further class. With `by`, each value counts once, as a member of the most frequent class of its labeled rows.
     indices
         Rows to split, without repeats: row numbers, a boolean mask or a slice.
     seed
@@ -340,7 +340,7 @@ def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> ND
 def _classes(
     obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Return the class of each row, the number of rows per class, and the class of unlabelled rows, or -1.
+    """Return the class of each row, the number of rows per class, and the class of unlabeled rows, or -1.
 
     Classes are the labels of one column, or combinations of labels.
     """
@@ -420,7 +420,7 @@ def _parts_of_groups(
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
         if unlabelled >= 0:
-            # The unlabelled class applies only to values without any label.
+            # The unlabeled class applies only to values without any label.
             by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)

@@ -1,6 +1,6 @@
-"""Opening 10x ``.h5`` files, which CellRanger writes: cells by features in place, and both tables.
+"""Opening of 10x ``.h5`` files, which CellRanger writes: the matrix of cells by features in place, and both tables.
 
-Tables have the names that `scanpy.read_10x_h5` gives their columns.
+The columns of the tables have the names that `scanpy.read_10x_h5` gives them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
 __all__ = ["cell_ranger_matrices", "read_cell_ranger"]
 
-# What version 2 counts, by the name that version 3 has for it.
+# Feature type of all features of version 2, as named by version 3.
 _GENES = "Gene Expression"
-# Fixed-length strings that are decoded together: each takes four times its bytes meanwhile.
+# Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
 _PIECE_ROWS = 2**20
 
 
 def cell_ranger_matrices(root: Any) -> list[str]:
-    """Return the names of the matrices in a 10x ``.h5`` file; none of a file or store of another kind.
+    """Return the names of the matrices in a 10x ``.h5`` file; an empty list for any other file or store.
 
     Version 3 has one, ``matrix``. Version 2 has one for each genome.
     """
@@ -46,16 +46,16 @@ def cell_ranger_matrices(root: Any) -> list[str]:
 def read_cell_ranger(
     path: str | RemoteLocation, root: h5py.File, obs: Sequence[str] | None, options: OpenOptions
 ) -> AnnData:
-    """Open a 10x ``.h5`` file; `path` is where it is, `root` the file.
+    """Open a 10x ``.h5`` file at `path`, whose root group is `root`.
 
     Raises
     ------
     InputError
-        If it is of version 2 and has several genomes, none of which was chosen, or no feature is left.
+        If a file of version 2 has several genomes and none was chosen, or if no feature remains.
     MissingKeyError
-        If it has no such genome, feature type or column of obs.
+        If the file lacks a requested genome, feature type or column of obs.
     CorruptDataError
-        If it contradicts itself.
+        If the parts of the file contradict each other.
     """
     names = cell_ranger_matrices(root)
     name = "matrix" if names == ["matrix"] else _genome_of(path, names, options)
@@ -109,7 +109,7 @@ def read_cell_ranger(
 
 
 def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOptions) -> str:
-    """Return which matrix of a file of version 2 is meant."""
+    """Return the name of the requested matrix in a file of version 2."""
     wanted = options.genomes
     if wanted is None and len(names) == 1:
         return names[0]
@@ -122,12 +122,12 @@ def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOp
 
 
 def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
-    """Return the datasets of features by what scanpy calls them, the names first."""
+    """Return the datasets of features by their names in scanpy; the first is that of the feature names."""
     if not isinstance(table, h5py.Group):
         raise CorruptDataError(f"{where}/features is not a table. Copy or download the file again.")
     renamed = {"name": "gene_names", "gene_ids": "genes"}
     if is_v3:
-        # Probes have an identifier of their own, beside that of their gene.
+        # Probes have an identifier of their own, in addition to that of their gene.
         of_probes = {"gene_ids": "gene_id", "probe_ids": "id"}
         renamed = {"name": "name", **(of_probes if "gene_id" in table else {"gene_ids": "id"})}
         renamed["feature_types"] = "feature_type"
@@ -162,7 +162,7 @@ def _cells(
 def _kept(
     path: str | RemoteLocation, var: pd.DataFrame, options: OpenOptions, *, is_v3: bool
 ) -> NDArray[np.bool_] | None:
-    """Return for each feature whether it is kept; None if all are."""
+    """Return a mask of the features to keep; None if all are kept."""
     kept = np.ones(len(var), dtype=bool)
     chosen: dict[str, tuple[str, ...]] = {}
     if options.feature_types is not None:
@@ -175,7 +175,7 @@ def _kept(
         else:  # version 2, or a file whose features have no genome
             held = np.full(len(var), _GENES if column == "feature_types" else "", dtype=object)
         there = set(held)
-        # Of several files, some may have what others lack.
+        # If several files are joined, some may have features that others lack.
         if not (options.may_lack and there.intersection(names)):
             for name in names:
                 require_key(f"{column} of {path}", name, there)
@@ -187,7 +187,7 @@ def _kept(
 
 
 def _values(stored: h5py.Dataset, path: str | RemoteLocation, options: OpenOptions) -> NDArray[Any]:
-    """Return booleans as such, and anything else as strings."""
+    """Return the values of a dataset: booleans unchanged, all others as strings."""
     if stored.dtype.kind == "b":
         return np.asarray(stored[()])
     if h5py.check_string_dtype(stored.dtype) is None:

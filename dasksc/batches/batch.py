@@ -313,7 +313,7 @@ class BatchMaker:
     ) -> torch.Tensor | Batch:
         """Gather the rows at `positions` of a fetch whose row numbers are `rows`, and change their values.
 
-        `changes` are made in order. They are for a `Batch` of a single modality.
+        `changes` are applied in order; they require a `Batch` of a single modality.
         """
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)

@@ -49,7 +49,7 @@ def _with_flag(text: str, name: str, flag: str, *, is_flag: bool) -> str:
 
 
 class _Collector(logging.Handler):
-    """Handler that collects warnings, grouped by what they say."""
+    """Handler that collects warnings, grouped by message."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -163,7 +163,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def can_show_progress() -> bool:
-    """Return True if a progress bar is wanted and possible: on a terminal, with tqdm."""
+    """Return True if a progress bar is requested and possible: on a terminal, with tqdm."""
     if not sys.stderr.isatty():
         return False
     try:

@@ -77,7 +77,7 @@ Examples:
     help="For absent genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory beside the tables.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory in addition to the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @url_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and unfinished ones there.")
@@ -119,7 +119,7 @@ def command(
     The cells are shuffled once, within groups if there is --group-by (of several columns: cell_line,gene). --overwrite
     also drops an unfinished conversion at OUT.zarr.
 
-    GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name a line). Genes that the input
+    GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name per line). Genes that the input
     lacks are refused, written as columns of zeros, or dropped (--genes-missing). Columns of the same gene are refused
     or added up (--genes-repeated).
 

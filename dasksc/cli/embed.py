@@ -121,7 +121,7 @@ def command(
 def _prepared(
     model: str, data: Any, method: str | None, *, batch_size: int, genes_missing: str
 ) -> tuple[Any, Any, dict[str, list[Any]]]:
-    """Return what is called, the data set, and the labels of codes."""
+    """Return the function to call, the data set, and the labels of codes."""
     try:
         from dasksc.train import predicting, saved_models
     except ModuleNotFoundError as error:

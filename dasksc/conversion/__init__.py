@@ -49,7 +49,7 @@ class ConversionReport:
     types
         Data type of the values of each matrix, by its key in the store.
     left_out
-        Keys of the input elements that are not in the store, such as ``"obsp/neighbours"``. For several inputs, they
+        Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
         include uns, varp, columns of obs and var, and elements of single inputs that the join drops.
     is_verified
         True if the store was compared with the input.
@@ -111,7 +111,7 @@ def convert(
 
     The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
     the narrowest data types that represent them. A conversion can be interrupted at any time, by Ctrl-C or by a kill;
-    the same call resumes it. Output is written to ``TARGET.partial`` beside the target. `target` appears only when the
+    the same call resumes it. Output is written to ``TARGET.partial`` next to the target. `target` appears only when the
     store is complete.
 
     Parameters
@@ -138,10 +138,10 @@ def convert(
         Options for several inputs, as for `dasksc.open`.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store
-        smaller and quicker to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Copy these
-        (``adata.copy()``) before calling SciPy functions that modify a matrix in place (``eliminate_zeros``) or
-        convert it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column
-        indices the types that SciPy chooses.
+        smaller and faster to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Copy these
+        (``adata.copy()``) before calling SciPy functions that modify a matrix in place (``eliminate_zeros``) or convert
+        it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column indices the
+        types that SciPy chooses.
     memory_limit
         Anonymous memory to use in addition to the tables, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
@@ -175,9 +175,9 @@ def convert(
 
     Notes
     -----
-    The input is read twice: once to determine data types and row lengths, and once to write. Compressed files, files
-    at URLs, and files larger than half the memory of this machine are slow to read in random order. They are read
-    sequentially both times, and shuffled through uncompressed temporary files beside the target, which take up to six
+    The input is read twice: once to determine data types and row lengths, and once to write. Compressed files, files at
+    URLs, and files larger than half the memory of this machine are slow to read in random order. They are read
+    sequentially both times, and shuffled through uncompressed temporary files next to the target, which take up to six
     bytes per stored value.
 
     The store does not contain obsp, nor varm and varp if genes are missing or summed. For several inputs it also omits

@@ -102,7 +102,7 @@ def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns |
     if columns is not None and columns.sums is not None:
         matrix = SummedMatrix(matrix, columns)
     elif columns is not None:
-        # Missing genes are columns of the map that no column of the matrix goes to.
+        # Missing genes are columns of the map to which no column of the matrix is mapped.
         maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
         matrix = ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
     return matrix if rows is None else ReorderedMatrix(matrix, rows)
@@ -120,7 +120,7 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
     """Return the table of the kept genes: of summed ones the first, of missing ones the name only."""
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
-    # Where several positions go to one column, the last assignment stays.
+    # If several positions are mapped to one column, the last assignment takes effect.
     first[to[::-1]] = columns.positions[::-1]
     missing = first < 0
     if not missing.any():

@@ -139,7 +139,7 @@ class CSRCopy:
                 data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of values at one place")
                 if not np.array_equal(found, bounds - bounds[0]):
                     raise CorruptDataError(f"{self.matrix.label} changed while it was being read. Convert it again.")
-                # The first and the last row may extend into neighbouring shards.
+                # The first and the last row may extend into neighboring shards.
                 wanted = slice(max(0, start - int(bounds[0])), min(int(bounds[-1]), stop) - int(bounds[0]))
                 indices_to.append(indices[wanted])
                 data_to.append(data[wanted])

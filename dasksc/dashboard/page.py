@@ -121,7 +121,7 @@ class LoaderPage(SchedulerPlugin):
         """Let the progress panel of Dask's dashboard count whole epochs.
 
         The panel counts the tasks that the scheduler knows: the running fetches. Ranks hold the results of finished
-        ones, which the scheduler forgets, and submit later ones in their turn.
+        ones, which the scheduler forgets, and submit further ones as results are consumed.
         """
         epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
         for figures in (loader.figures for loader in self._loaders.values()):

@@ -40,7 +40,7 @@ def synthetic(
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
     X holds integer counts as float32. Cells are sorted by type, which is the hardest case for a loader because
-    neighbours on disk are alike. obs has the columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules
+    neighbors on disk are alike. obs has the columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules
     of each cell).
 
     Parameters
@@ -49,13 +49,13 @@ def synthetic(
         Path of the atlas. A name that ends in ``.zarr`` gives a Zarr v3 store, any other an h5ad file. It appears when
         the atlas is complete.
     n_obs, n_vars
-        Number of cells and genes. A typical cell expresses 7 % of the genes.
+        Number of cells and genes. A typical cell expresses 7% of the genes.
     n_types
         Number of cell types. Type k has a share proportional to 1 / (k + 1).
     n_donors
         Number of donors, which differ in their shares of the cell types. 0: no column ``donor``.
     n_batches
-        Number of batches, which differ by about 10 % in depth and are independent of types and donors. 0: no column.
+        Number of batches, which differ by about 10% in depth and are independent of types and donors. 0: no column.
     batch_key
         Name of the obs column of batches.
     n_markers

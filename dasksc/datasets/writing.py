@@ -51,7 +51,7 @@ class Chunk:
 
 @contextlib.contextmanager
 def free_place(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which is renamed to `path` when the block succeeds.
+    """Yield a temporary path next to `path`, which is renamed to `path` when the block succeeds.
 
     Raises
     ------

@@ -115,7 +115,7 @@ class Outputs:
         if codes.ndim != 1 or codes.dtype.kind not in "iu":
             raise InputError(
                 f"categories= names {name!r}, which is of shape {codes.shape} and type {codes.dtype}; expected one "
-                "integer code a cell, such as scores.argmax(1)"
+                "integer code per cell, such as scores.argmax(1)"
             )
         if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
             raise InputError(

@@ -112,7 +112,7 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     if around is not None:
         raise InputError(
             f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
-            "a path beside it"
+            "a path outside it"
         )
     is_source = source is not None and not is_url(source) and os.path.realpath(source) == os.path.realpath(path)
     if _is_node(path):
@@ -218,7 +218,7 @@ class InStore:
     key
         Name for the work folder.
     is_source
-        Whether it is the atlas that is read.
+        True if it is the atlas that is read.
     """
 
     def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
@@ -293,7 +293,7 @@ class InFile:
     path
         Path of the file.
     is_source
-        Whether it is the atlas that is read.
+        True if it is the atlas that is read.
     """
 
     def __init__(self, path: Path, *, is_source: bool) -> None:

@@ -49,7 +49,7 @@ def unit_rows_for(n_obs: int, batch_size: int) -> int:
 
 
 def runs_of(units: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges ``[first, last)`` of neighbouring numbers in an ascending list."""
+    """Yield ranges ``[first, last)`` of neighboring numbers in an ascending list."""
     first = None
     for i, unit in enumerate(units):
         first = unit if first is None else first

@@ -82,7 +82,7 @@ def wanted_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) ->
     n_rows
         Rows of a fetch.
     run_rows
-        Neighbouring rows that are read together.
+        Neighboring rows that are read together.
     n_obs
         Rows of the matrix.
     chunk_rows

@@ -1,6 +1,6 @@
 """Callback that writes the predictions of a Lightning run, for either of Lightning's two packages.
 
-Lightning asks the data module for the data set of `predict` after it has loaded the parameters. The callback then
+Lightning requests the data set of `predict` from the data module after it has loaded the parameters. The callback then
 replaces the data set by the batches of this rank's share, and writes the results of ``predict_step``.
 """
 

@@ -8,7 +8,7 @@ distribution function; a larger count is divided into several small ones. The la
 rejection of Hörmann [1]_ or, if the expected number is small, a sequential search.
 
 A fixed number of counts is drawn without replacement in two steps. First, all counts are thinned with the same
-probability, which leaves about the wanted number. Given its size, such a sample is uniform for any probability. Then
+probability, which leaves about the target number. Given its size, such a sample is uniform for any probability. Then
 the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the others. The
 result is multivariate hypergeometric.
 

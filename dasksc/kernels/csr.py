@@ -627,7 +627,7 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
 
 @kernel
 def add_up(values, starts, out):
-    """Sum groups of neighbouring columns of `values` into `out`, shape (n_rows, n_groups), in its type, left to right.
+    """Sum groups of neighboring columns of `values` into `out`, shape (n_rows, n_groups), in its type, left to right.
 
     Group g consists of columns ``[starts[g], starts[g + 1])``, at least one.
     """

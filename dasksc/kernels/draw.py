@@ -343,7 +343,7 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
 
     A heap over the candidates splits the draws. The number of a node's draws that go to its left child is
     binomial, with the weights of the two children and a key of the node. Any single draw is found by
-    descending the heap, and the paths of neighbouring draws share their beginnings. At nodes with few
+    descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few
     draws, each draw uses a random number of its own.
 
     Parameters

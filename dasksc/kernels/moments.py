@@ -1,7 +1,7 @@
 """Sums over CSR rows: moments and clipped sums of each column, and totals of each row.
 
-Parameters that recur
----------------------
+Common parameters
+-----------------
 indptr, columns, values
     CSR rows: shapes (n_rows + 1,), (nnz,) and (nnz,).
 groups

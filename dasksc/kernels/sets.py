@@ -3,7 +3,7 @@
 Every draw is a range of a keyed order of a group's cells, which permutes blocks. The cells are rotated
 by a random offset and cut into full blocks and a short one. The full blocks are permuted, and the short
 block is inserted at a random place. Since the offset is uniform, every cell is equally likely at any
-place of the order, for any sizes. Cells that are neighbours in storage are read together.
+place of the order, for any sizes. Cells that are neighbors in storage are read together.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def fill_from_group(key, n, block_size, first, table, out):
     n
         Number of cells in the group, 0 < n < 2**32.
     block_size
-        Number of neighbouring cells that stay together.
+        Number of neighboring cells that stay together.
     first
         First position in the order.
     table

@@ -8,7 +8,7 @@ n_units``. Since `stride` and `n_units` are coprime, every batch has a different
 equally large, and every class has exactly its quota.
 
 The rows of a class are drawn in passes. A pass draws each row of the class once: it begins at a random row and is cut
-into runs of neighbours, which are in random order.
+into runs of neighbors, which are in random order.
 
 .. [1] Madow: On the theory of systematic sampling, II, Annals of Mathematical Statistics 20 (1949).
 """
@@ -87,7 +87,7 @@ def drawn_of_class(first, n_rows, run_rows, key, out):
 
 @kernel
 def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_rows, stride, shift, keys, out):
-    """Write the rows of all batches of some groups of neighbouring batches.
+    """Write the rows of all batches of some groups of neighboring batches.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
     members
         Rows by class, integers.
     run_rows
-        Number of neighbouring rows of a class that are drawn together.
+        Number of neighboring rows of a class that are drawn together.
     stride, shift
         Parameters of the place of each batch on the circle, see the module.
     keys

@@ -1,4 +1,4 @@
-"""Operations on vectors of neighbouring elements, for loops that LLVM does not vectorize by itself.
+"""Operations on vectors of neighboring elements, for loops that LLVM does not vectorize by itself.
 
 LLVM compiles vectors of any width for any processor, so these functions do not depend on its instruction set.
 """

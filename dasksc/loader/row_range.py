@@ -1,4 +1,4 @@
-"""Reading a range of rows by the request of a data set, in storage order and by this process alone."""
+"""Reading of a range of rows with the request of a data set, in storage order and in this process alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """Transform of batches that are numbered from another number than 0."""
+    """Transform of batches whose numbers do not start at 0."""
 
     transform: Any
     first: int
@@ -81,5 +81,5 @@ class _Numbered:
 
 
 def world_of(dataset: scDataset) -> World:
-    """Return rank and world size of a data set as they are now."""
+    """Return the current rank and world size of a data set."""
     return dataset._session.here()

@@ -1,4 +1,4 @@
-"""Settings of a data set as short text, from which errors say what differs from a state or between ranks."""
+"""Settings of a data set as short text, with which errors list differences from a state or between ranks."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class MemoryModel:
         n_threads
             Number of threads that fetch, in this process or in the processes that send rows.
         limit
-            Anonymous memory that was promised to the process, in bytes.
+            Limit of the anonymous memory of the process, in bytes.
         available
             Memory that the process may use, including page cache, in bytes.
         n_sharing

@@ -9,7 +9,7 @@ entry gives bits per value, microseconds to decode a cell in runs of 64, and mil
 one core of an AMD EPYC, chunk by chunk:
 
 =============================== ===================== ===================== =============================
-codec                           columns (uint16)      counts (uint16)       log-normalised (float32)
+codec                           columns (uint16)      counts (uint16)       log-normalized (float32)
 =============================== ===================== ===================== =============================
 LZ4, level 5, bytes shuffled    10.1 bits, 1.02, 600  4.7 bits, 1.47, 340   18.6 bits, 4.72, 96
 LZ4, level 5, bits shuffled                           3.5 bits, 1.49, 530

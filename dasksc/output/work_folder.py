@@ -1,4 +1,4 @@
-"""Work folder beside a target: locked, resumable, and removed once the target is complete.
+"""Work folder next to a target: locked, resumable, and removed once the target is complete.
 
 `WorkFolder` is a folder with a lock and the plan of the work in it. `Workplace` is that of a conversion:
 `OUT.zarr.partial` holds the arguments (``plan.json``), facts about the input (``order.npy``, ``scan``), sorted runs of

@@ -1,6 +1,6 @@
 """Label entropy of batches, compared with that of ideal random batches.
 
-Blocks of neighbouring rows often share a plate, donor or cell type, so batches from few blocks hold
+Blocks of neighboring rows often share a plate, donor or cell type, so batches from few blocks hold
 fewer labels than batches drawn at random. The entropy of the labels measures the difference. d'Ascenzo
 and Cultrera di Montesano (scDataset, 2025) introduced this measure together with block sampling.
 """

@@ -29,7 +29,7 @@ _KEPT_BYTES = 2**26
 def shared_keys(array: da.Array) -> set[Key]:
     """Return the keys of computed results that most row chunks use, each in a task of its own.
 
-    The result excludes the dependencies of these keys, and keys that only neighbouring row chunks share, such as the
+    The result excludes the dependencies of these keys, and keys that only neighboring row chunks share, such as the
     chunks before a rechunk. Caching those would amount to caching the whole array.
     """
     n_row_chunks, n_column_chunks = array.numblocks

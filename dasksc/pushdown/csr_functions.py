@@ -1,9 +1,9 @@
 """Common functions of CSR blocks, without copies of the index arrays.
 
 SciPy and scanpy copy the index arrays into each result, which takes as long as the computation itself: a fifth of the
-processor time of normalised and logarithmised batches (benchmarks/README.md). Here the result shares the index arrays
-of the argument, which become read-only. Other functions receive copies of shared index arrays, since they may modify
-them in place.
+processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the result shares the index
+arrays of the argument, which become read-only. Other functions receive copies of shared index arrays, since they may
+modify them in place.
 """
 
 from __future__ import annotations

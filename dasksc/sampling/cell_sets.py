@@ -80,7 +80,7 @@ class CellSets(BuiltInStrategy):
         If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
         False, every cell is drawn once per epoch, except for the cells of `incomplete` sets.
     block_size
-        Number of neighbouring cells of a group that are drawn and read together. It has an effect only if the atlas
+        Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas
         is sorted by group, as by ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
     indices
         Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is given
@@ -265,7 +265,7 @@ class CellSets(BuiltInStrategy):
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(
             f"no set can be drawn: the {candidates.n} rows to draw from contain no group of {', '.join(self.by)}"
-            + ("" if self.control is None else " beside the control cells")
+            + ("" if self.control is None else " other than the control cells")
             + (f"; {', and '.join(reasons)}" if reasons else "")
         )
 
@@ -292,7 +292,7 @@ class CellSets(BuiltInStrategy):
             columns=by,
             set_size=self.set_size,
             n_sets=n_sets,
-            # Neighbours in a group are neighbours in storage only if the rows of a group are stored together.
+            # Neighbors in a group are neighbors in storage only if the rows of a group are stored together.
             block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
             cumulative=cumulative,
             ends=ends,

@@ -36,7 +36,7 @@ class MatchRequest:
     n_controls
         Number of control cells for each target cell.
     block_size
-        Number of neighbours that are read together, if controls that match the same targets are stored together.
+        Number of neighbors that are read together, if controls that match the same targets are stored together.
     unmatched
         ``"error"``, ``"drop"`` or ``"loosen"``.
     """
@@ -61,7 +61,7 @@ class _Pools:
     is_loosened
         True for each key whose pool matches fewer columns, shape (n_keys,), bool.
     run_rows
-        Mean number of neighbouring rows in one pool.
+        Mean number of neighboring rows in one pool.
     """
 
     rows: NDArray[Any]

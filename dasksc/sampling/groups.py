@@ -237,7 +237,7 @@ class RowGroups:
         Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
         rows, so that member i is row i.
     run_rows
-        Mean number of neighbouring rows in one group.
+        Mean number of neighboring rows in one group.
     """
 
     codes: _Int64s

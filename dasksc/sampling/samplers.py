@@ -29,7 +29,7 @@ class Sampler(Protocol):
 
     @property
     def unit(self) -> int:
-        """Number of neighbouring rows of an epoch that always stay together in a batch; 1 if rows are independent."""
+        """Number of neighboring rows of an epoch that always stay together in a batch; 1 if rows are independent."""
 
     @property
     def n_controls(self) -> int:

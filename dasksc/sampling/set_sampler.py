@@ -40,7 +40,7 @@ class Controls:
         Match code of each row of the collection, shape (n_obs,), integers, if the cells of a group match different
         controls; else empty.
     block_size
-        Number of neighbours that are read together.
+        Number of neighbors that are read together.
     n_controls
         Number of control cells for each target cell.
     """
@@ -138,7 +138,7 @@ class SetSampler:
     n_sets
         Number of sets in an epoch, over all ranks.
     block_rows
-        Number of neighbours in a group that are read together.
+        Number of neighbors in a group that are read together.
     cumulative
         Cumulative sums of the weights of the groups, float64; None if each cell is drawn once per epoch.
     ends
@@ -180,7 +180,7 @@ class SetSampler:
 
     @property
     def run_rows(self) -> float:
-        """Mean number of neighbouring rows that are read together, including controls."""
+        """Mean number of neighboring rows that are read together, including controls."""
         if self.controls is None:
             return float(self.block_rows)
         n_controls = self.controls.n_controls

@@ -86,7 +86,7 @@ class DenseFetched(Rows):
             self._add_up(positions, out, columns.sums)
 
     def _add_up(self, positions: NDArray[np.int64], out: NDArray[Any], sums: Sums) -> None:
-        """Write sums of columns into those of `out` that several go to."""
+        """Write sums of columns into the columns of `out` to which several columns map."""
         held = self._held_dtype
         values = np.empty((len(positions), len(sums.columns)), dtype=held)
         self.gather(positions, out=values, columns=sums.columns)
@@ -99,7 +99,7 @@ class DenseFetched(Rows):
 
     @property
     def _held_dtype(self) -> np.dtype[Any]:
-        """Type that holds values as they are stored, and what fills columns that parts lack."""
+        """Type of the stored values that also represents the fill value of columns that parts lack."""
         return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
     def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:

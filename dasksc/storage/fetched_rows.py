@@ -105,7 +105,7 @@ class Rows:
         return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 
     def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Refuse sums that the type of the matrix cannot hold, where they are wanted in that type."""
+        """Raise an error for sums that the type of the matrix cannot represent, if that type is requested."""
         if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
             return
         smallest, largest = int(sums.min()), int(sums.max())

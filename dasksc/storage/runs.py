@@ -18,10 +18,10 @@ def merge(
     starts, stops
         Runs in ascending order of start, shape (n,), int64. They may touch, overlap, repeat and be empty.
     gap
-        Largest distance in elements between neighbours that are merged. Reading such a gap costs less
+        Largest distance in elements between neighbors that are merged. Reading such a gap costs less
         than another request.
     chunk
-        Chunk length in elements. Neighbours in the same chunk are merged, so that no chunk is read
+        Chunk length in elements. Neighbors in the same chunk are merged, so that no chunk is read
         twice. Use 1 if there are no chunks.
 
     Returns

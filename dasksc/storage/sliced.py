@@ -16,7 +16,7 @@ from dasksc.storage.runs import locate, merge
 
 __all__ = ["SlicedArray"]
 
-# Maximum size of a slice that covers neighbouring runs and the gaps between them, from which the runs are copied.
+# Maximum size of a slice that covers neighboring runs and the gaps between them, from which the runs are copied.
 _SLICE_BYTES = 8 * 2**20
 
 
@@ -67,7 +67,7 @@ class SlicedArray:
         raise NotImplementedError
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Read the runs into one block, with one slice for neighbouring runs."""
+        """Read the runs into one block, with one slice for neighboring runs."""
         read = self.reader()
         stride = row_bytes(self)
         kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)

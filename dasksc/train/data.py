@@ -267,7 +267,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
 
 
 def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
-    """Return the strategy of validation: all rows once, in sets beside any of the controls if training draws sets."""
+    """Return the strategy of validation: all rows once, in sets with any of the controls if training draws sets."""
     if isinstance(strategy, dasksc.CellSets):
         controls = None if strategy.control is None else slice(None)
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
@@ -388,7 +388,7 @@ def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
     longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
     room = config.model.arguments.get("max_seq_len")
     if isinstance(room, int) and room < longest:
-        beside = " beside the token of the cell" if tokens.prepend_cls else ""
+        beside = " in addition to the token of the cell" if tokens.prepend_cls else ""
         raise InputError(
             f"model.max_seq_len={room}, but cells may have {longest} tokens. Raise it, or set tokenizer.max_genes to "
             f"{room - tokens.prepend_cls}{beside}"

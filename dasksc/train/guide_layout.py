@@ -113,7 +113,7 @@ def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> 
         # Validation against the schema refuses other types.
         if tokenizer["prepend_cls"] is True and type(tokenizer["max_genes"]) is int:
             if tokenizer["max_genes"] < 2:
-                raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene beside the cell's token")
+                raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene after the cell token")
             tokenizer["max_genes"] -= 1
     if isinstance(training.get("fsdp"), dict) and training.get("strategy") == "ddp":
         training["strategy"] = "fsdp"

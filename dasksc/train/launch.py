@@ -164,7 +164,7 @@ def _torchrun(options: list[str]) -> None:
 
 @contextlib.contextmanager
 def _failures_in_a_line() -> Iterator[None]:
-    """Replace the traceback of the torch launcher, which shows only torch code, by how the ranks ended."""
+    """Replace the traceback of the torch launcher, which shows only torch code, by the reasons why ranks ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -333,7 +333,7 @@ class TokenTransformer(nn.Module):
         return {"predicted": self.head(self.embed(batch)).argmax(dim=1)}
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Return mean cross entropy and accuracy over masked tokens or labelled cells, and their number `n`."""
+        """Return mean cross entropy and accuracy over masked tokens or labeled cells, and their number `n`."""
         x = self.encode(batch)
         if self.label is not None:
             return _classified(self.head(_pooled(x, batch)), batch["obs"][self.label], ignored=-1)

@@ -81,7 +81,7 @@ class Report:
         return f"{self.world_size} x {self.device}, {self.strategy}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict of numbers, texts and dicts."""
+        """Return the report as a dict of numbers, strings and dicts."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -44,7 +44,7 @@ def save_model(
     context
         Rank and device of this process.
     more
-        Additional content of the file: plain numbers, texts, lists and dicts.
+        Additional content of the file: plain numbers, strings, lists and dicts.
     """
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 

@@ -137,7 +137,7 @@ class Vocabulary:
             raise InputError(f"{path} is a folder; give the vocabulary file in it") from error
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{path} is not a text file; a vocabulary is a .json of ids by name, or one name a line"
+                f"{path} is not a text file; a vocabulary is a .json of ids by name, or one name per line"
             ) from error
         if path.suffix != ".json":
             return cls(_numbered(text.split("\n") if not text.endswith("\n") else text.split("\n")[:-1], str(path)))
@@ -224,6 +224,6 @@ def _numbered(names: list[str], where: str) -> dict[str, int]:
 
 
 def _some(items: Iterable[str]) -> str:
-    """Join the first few of several texts."""
+    """Join the first few of several strings."""
     told = list(items)
     return ", ".join(told[:_NAMES_TOLD]) + (", ..." if len(told) > _NAMES_TOLD else "")

@@ -3,8 +3,9 @@
 
     python dask_workers.py atlas.h5ad --jobs 4 --cores 16 --memory 64GB --walltime 04:00:00
 
-The scheduler runs here; it and the workers speak TLS, with a certificate made for this run, which the jobs find in
-`--shared`, a folder of yours that all nodes see. Needs dask-jobqueue, and `pip install "dasksc[cluster]"`.
+The scheduler runs in this process. Scheduler and workers communicate over TLS, with a certificate created for this run.
+The jobs read it from `--shared`, a private folder that all nodes can access. Requires dask-jobqueue and
+`pip install "dasksc[cluster]"`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dasksc
 
 
 def main() -> None:
-    """Read one epoch and say how fast."""
+    """Read one epoch and print the throughput."""
     parser = argparse.ArgumentParser(description="Read an atlas with Dask workers that Slurm starts.")
     parser.add_argument("atlas", help="an .h5ad or .zarr at a path that all nodes see")
     parser.add_argument("--jobs", type=int, default=2)
@@ -33,7 +34,7 @@ def main() -> None:
 
     cluster = SLURMCluster(
         cores=args.cores,
-        processes=1,  # reading and decoding hold no GIL: threads are enough
+        processes=1,  # reading and decoding release the GIL, so threads suffice
         memory=args.memory,
         walltime=args.walltime,
         queue=args.partition,

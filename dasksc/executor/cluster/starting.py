@@ -206,9 +206,8 @@ def _validate_arguments(
         raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
     if is_spread and (host == "localhost" or is_loopback(host)):
         raise InputError(
-            f"host={host!r} cannot be reached by ranks on other machines. Give the address of rank 0's machine by "
-            "which they reach it, e.g. host=os.environ['MASTER_ADDR'], and security=, by which ranks authenticate "
-            "each other"
+            f"host={host!r} cannot be reached by ranks on other machines. Give the network address of the machine "
+            "of rank 0, e.g. host=os.environ['MASTER_ADDR'], and security=, by which ranks authenticate each other"
         )
     if host not in LOOPBACK and not is_secret:
         raise InputError(

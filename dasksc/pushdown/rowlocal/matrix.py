@@ -1,4 +1,4 @@
-"""Matrix over a Dask array whose every row is computed from single rows of stored matrices."""
+"""Matrix over a Dask array, each row of which is computed from single rows of stored matrices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ N_COMPARED = 64
 
 
 class RowLocalMatrix(DaskMatrix):
-    """Matrix over a Dask array whose every row comes from single rows of stored matrices.
+    """Matrix over a Dask array, each row of which comes from single rows of stored matrices.
 
     Parameters
     ----------

@@ -175,7 +175,7 @@ class _Tree:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
-        """Return the tree of a dataset; None if its index has another format, or the file may be being written."""
+        """Return the tree of a dataset; None if its index has another format, or the file may still be written to."""
         # Addresses are relative to the end of a user block, which is not supported.
         readable = dataset.file.mode == "r" and not dataset.file.userblock_size
         half = _half_of(file) if readable else None
@@ -266,7 +266,7 @@ class _Tree:
         )
 
 
-# --- What leads to it ---------------------------------------------------------------------------------
+# --- Location of the tree -----------------------------------------------------------------------------
 
 
 def _half_of(file: LocalFile | RemoteFile) -> int | None:

@@ -54,7 +54,7 @@ def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, 
     ranges
         Pairs (start, stop) in bytes. A range that starts before the end of the preceding one begins a new part.
     gap
-        Largest distance in bytes between neighbouring ranges of a part.
+        Largest distance in bytes between neighboring ranges of a part.
     longest
         Maximum length of a part in bytes.
     block

@@ -60,7 +60,7 @@ def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> 
 
 
 def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
-    """Raise an error if links led to an object outside a folder, or its values are outside; see `check_links`."""
+    """Raise an error if links lead to an object outside a folder, or its values are outside; see `check_links`."""
     found = item.file.filename
     if not os.path.samefile(found, path) and not _is_inside(found, folder):
         _refuse(path, item.name.strip("/"), found, folder)

@@ -81,7 +81,7 @@ class ZarrFile:
 
 
 def _inside(path: str | RemoteLocation) -> str | None:
-    """Return what to do with a zip file that has its store in a folder; None of anything else."""
+    """Return advice for a zip file whose store is in a folder; None for anything else."""
     if isinstance(path, RemoteLocation) or not os.path.isfile(path):
         return None
     folders = (name.rpartition("/") for name in ZipArchive.of(path).members)

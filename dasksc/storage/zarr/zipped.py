@@ -50,7 +50,7 @@ def is_zip(path: str) -> bool:
 
 
 class _Member(NamedTuple):
-    """An entry of the directory: where its header lies, whether it is compressed, and its sizes in bytes."""
+    """Entry of the directory of an archive: offset of its header, compression, and sizes in bytes."""
 
     header_at: int
     is_compressed: bool
@@ -60,7 +60,7 @@ class _Member(NamedTuple):
 
 
 class ZipArchive:
-    """The members of a zip file. Pickles as its path.
+    """Members of a zip file. Pickles as the path of the file.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class ZipArchive:
     CorruptDataError
         If the file is not a zip archive.
     StorageError
-        If a member is encrypted, compressed by anything but deflate, or unpacks to too much.
+        If a member is encrypted, compressed by anything but deflate, or too large when unpacked.
     """
 
     def __init__(self, identity: FileIdentity) -> None:
@@ -140,7 +140,7 @@ class ZipArchive:
         Raises
         ------
         CorruptDataError
-            If it is not what the directory says.
+            If the member differs from its entry in the directory.
         """
         member = self.members.get(name)
         if member is None:
@@ -166,7 +166,7 @@ class ZipArchive:
         Raises
         ------
         CorruptDataError
-            If a header is not that of its member, or a member ends beyond the file.
+            If a header does not belong to its member, or a member ends beyond the file.
         """
         members = [self.members[name] for name in names]
         headers = np.array([member.header_at for member in members], dtype=np.int64)
@@ -200,7 +200,7 @@ def _archive(identity: FileIdentity) -> ZipArchive:
 
 
 def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Return a Zarr array whose chunks are stored in a zip file as one that is read without zarr-python.
+    """Open a Zarr array in a zip file for reading without zarr-python.
 
     Parameters
     ----------
@@ -216,14 +216,14 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     Returns
     -------
     StoredArray
-        Its chunks are byte ranges of the file: those of shards are looked up in the index of each shard by this call.
+        Array whose chunks are byte ranges of the file. Chunks of shards are located by this call.
 
     Raises
     ------
     UnknownLayoutError
-        If it must be read through zarr-python, as members that the archive compresses must.
+        If the array must be read through zarr-python, for example because the archive compresses its members.
     CorruptDataError
-        If a chunk is larger than it can be, or lies outside of its member.
+        If a chunk exceeds its maximum size, or lies outside its member.
     """
     found = ((kind, archive.read(f"{name}/{kind}")) for kind in METADATA)
     layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
@@ -283,7 +283,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
 def _shard_places(
     archive: ZipArchive, key: str, begin: int, member: _Member, layout: ZarrLayout
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where the chunks of a shard lie in it."""
+    """Return the offsets and lengths of the chunks in a shard, in bytes."""
     identity = FileIdentity(path=f"{archive.path}/{key}", size=member.n_bytes, mtime_ns=0)
     start, stop = index_bytes(layout, identity)
     starts, lengths = index_places(layout, identity, archive.file.fetch(begin + start, begin + stop))
@@ -297,7 +297,7 @@ def _shard_places(
 
 
 def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Refuse members that unpack to more than any codec makes of their chunks."""
+    """Raise an error for members that unpack to more than any codec produces from their chunks."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
     for key in keys:
@@ -309,7 +309,7 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
 
 
 class ZipMembers(Store):
-    """The members of a zip file for zarr-python; metadata as `safe_content` has them.
+    """Members of a zip file as a store of zarr-python; metadata as `safe_content` returns them.
 
     Parameters
     ----------
@@ -336,7 +336,7 @@ class ZipMembers(Store):
         return f"ZipMembers({self._archive.path!r})"
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return a member, or a range of it; None if there is none."""
+        """Return a member, or a range of it; None if it does not exist."""
         member = self._archive.members.get(key)
         if member is None:
             return None
@@ -358,21 +358,21 @@ class ZipMembers(Store):
         return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
 
     async def exists(self, key: str) -> bool:
-        """Return whether there is a member."""
+        """Return True if a member exists."""
         return key in self._archive.members
 
     async def getsize(self, key: str) -> int:
-        """Return the bytes stored for a member."""
+        """Return the stored size of a member, in bytes."""
         if key not in self._archive.members:
             raise FileNotFoundError(key)
         return self._archive.members[key].stored_bytes
 
     async def set(self, key: str, value: Buffer) -> None:
-        """Refuse: nothing is written."""
+        """Raise an error, since the store is read-only."""
         raise InputError(f"{self} is read only")
 
     async def delete(self, key: str) -> None:
-        """Refuse: nothing is written."""
+        """Raise an error, since the store is read-only."""
         raise InputError(f"{self} is read only")
 
     async def list(self) -> AsyncIterator[str]:

@@ -408,7 +408,7 @@ def test_what_a_model_may_not_return_is_named(atlas, tmp_path, returned, error, 
 
 @pytest.mark.parametrize(
     ("codes", "message"),
-    [(lambda x: x, "one integer code a cell"), (lambda x: torch.full((len(x),), 3), r"expected codes in \[0, 3\)")],
+    [(lambda x: x, "one integer code per cell"), (lambda x: torch.full((len(x),), 3), r"expected codes in \[0, 3\)")],
 )
 def test_codes_without_a_label_are_refused(atlas, tmp_path, codes, message):
     with pytest.raises(InputError, match=message):
