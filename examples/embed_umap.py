@@ -67,7 +67,7 @@ def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
     first, second = cells.obsp["connectivities"].nonzero()
     labels = cells.obs[color].to_numpy()
     by_chance = (cells.obs[color].value_counts(normalize=True) ** 2).sum()
-    print(f"neighbours that share {color}: {np.mean(labels[first] == labels[second]):.0%}, by chance {by_chance:.0%}")
+    print(f"neighbors that share {color}: {np.mean(labels[first] == labels[second]):.0%}, by chance {by_chance:.0%}")
     plot = sc.pl.umap(cells, color=color, show=False, title=f"{cells.n_obs:,} cells by {color}")
     plot.figure.savefig(figure, dpi=120, bbox_inches="tight")
     plt.close("all")

@@ -77,7 +77,7 @@ Examples:
     help="For absent genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory in addition to the tables.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory, besides the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @url_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and unfinished ones there.")

@@ -158,7 +158,7 @@ class Check:
         blocks = f", in {self.n_blocks:,} blocks of {self.block_size:,}" if self.sets is None else ""
         yield f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored{blocks}"
         yield (
-            f"  batches  {self.batch_size:,} rows a rank, {self.global_batch_size:,} over all; "
+            f"  batches  {self.batch_size:,} rows per rank, {self.global_batch_size:,} over all; "
             f"fetches of {self.fetch_size:,} rows"
         )
         if self.sets is not None and self.set_size is not None:
@@ -186,7 +186,7 @@ class Check:
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (
-                f"           this run needs {format_bytes(self.job_bytes)} a rank, beside its model; ask for "
+                f"           this run needs {format_bytes(self.job_bytes)} per rank, in addition to the model; request "
                 f"{format_bytes(to_ask_for(self.job_bytes))}"
             )
         for warning in self.warnings:
@@ -197,9 +197,9 @@ class Check:
             return "unknown: rows that are read by indexing have no known size"
         pages = format_bytes(max(1, self.num_workers) * (self.pages_bytes or 0))
         if not self.num_workers:
-            return f"{format_bytes(self.rank_bytes)} a rank at most, and {pages} of page cache"
+            return f"{format_bytes(self.rank_bytes)} per rank at most, and {pages} of page cache"
         return (
-            f"{format_bytes(self.rank_bytes)} a rank at most: {self.num_workers} workers x "
+            f"{format_bytes(self.rank_bytes)} per rank at most: {self.num_workers} workers x "
             f"{format_bytes(self.process_bytes)}, and {format_bytes(self.prefetched_bytes)} of batches they "
-            f"prefetch ({self.prefetch_factor} each); beside it {pages} of page cache"
+            f"prefetch ({self.prefetch_factor} each); in addition, {pages} of page cache"
         )

@@ -141,7 +141,7 @@ def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     assert more.prefetched_bytes == 25 * few.prefetched_bytes
     assert few.rank_bytes == 2 * one.projected_bytes + few.prefetched_bytes
     assert "2 workers x" in repr(few)
-    assert f"(50 each); beside it {format_bytes(2 * one.projected_pages)} of page cache" in repr(more)
+    assert f"(50 each); in addition, {format_bytes(2 * one.projected_pages)} of page cache" in repr(more)
 
 
 def test_rows_of_unknown_size_have_no_projection():
@@ -227,11 +227,13 @@ def test_the_report_reads_like_one(path):
     lines = repr(dasksc.check(one, world_size=4)).splitlines()
     assert lines[0] == "atlas by BlockShuffling, epoch 0, 4 ranks"
     assert lines[1] == "  rows     203 of the 203 stored, in 51 blocks of 4"
-    assert lines[2] == "  batches  8 rows a rank, 32 over all; fetches of 32 rows"
+    assert lines[2] == "  batches  8 rows per rank, 32 over all; fetches of 32 rows"
     assert lines[3] == "  ranks 0 to 2: 51 rows in 7 batches, read in 2 fetches"
     assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches, 1 of them padded"
     assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
     assert lines[6].startswith("  cell_type: ")
     assert lines[7].startswith("  memory   ")
-    assert re.fullmatch(r" +this run needs \d+\.\d+ .iB a rank, beside its model; ask for \d+\.\d+ .iB", lines[8])
+    assert re.fullmatch(
+        r" +this run needs \d+\.\d+ .iB per rank, in addition to the model; request \d+\.\d+ .iB", lines[8]
+    )
     assert len(lines) == 9
