@@ -247,7 +247,7 @@ def _line(report: dict[str, Any]) -> str:
     """Format a report as one row of the table."""
     if "not_measured" in report:
         return f"| {report['name']} | {report['not_measured']} |" + " |" * 7
-    wanted = f"{report['at_least']:g}" + (f" (stretch {report['stretch']:g})" if report["stretch"] else "")
+    target = f"{report['at_least']:g}" + (f" (stretch {report['stretch']:g})" if report["stretch"] else "")
     limit = ", then ".join(f"{one['is']} {_cells(one['cells_per_s'])}" for one in report["limits"].values())
     if len(report["limits"]) > 1:
         limit = f"{_cells(report['limit_cells_per_s'])}: {limit}"
@@ -256,7 +256,7 @@ def _line(report: dict[str, Any]) -> str:
     return (
         f"| {report['name']} | {report['ours_cells_per_s']:,.0f} "
         f"| {report['theirs_cells_per_s']:,.0f} ({report['theirs']}, {report['theirs_credited']}) "
-        f"| {report['ratio']:.2f} ({low:.2f} to {high:.2f}) | {wanted} | {'met' if report['met'] else 'MISSED'} "
+        f"| {report['ratio']:.2f} ({low:.2f} to {high:.2f}) | {target} | {'met' if report['met'] else 'MISSED'} "
         f"| {report['consumed_ratio']:.2f} | {limit} | {share} |"
     )
 

@@ -160,9 +160,9 @@ def rows_of(options: argparse.Namespace, path: Path, layout: str) -> list[dict[s
                 )
             else:
                 rows.append({"layout": layout, "label": label, "skipped": "ended early"})
-    wanted = wanted_bytes_per_row(options, path)
+    needed = needed_bytes_per_row(options, path)
     for row in rows:
-        row["wanted_bytes_per_row"] = wanted
+        row["needed_bytes_per_row"] = needed
     return rows
 
 
@@ -173,7 +173,7 @@ def rank_specs(n_ranks: int) -> list[dict[str, Any]]:
     return [{"cores": [rank], "rank": rank, "world_size": n_ranks} for rank in range(n_ranks)]
 
 
-def wanted_bytes_per_row(options: argparse.Namespace, path: Path) -> float | None:
+def needed_bytes_per_row(options: argparse.Namespace, path: Path) -> float | None:
     """Return the bytes per row of the whole pages that hold the rows of an epoch, or None for compressed files."""
     if options.files != "h5ad" or options.converted:
         return None
@@ -202,7 +202,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if "skipped" in row:
             lines.append(f"| {row['layout']} | {row['label']} | skipped: {row['skipped']} | | | |")
             continue
-        rates, wanted = row["rows_per_s"], row["wanted_bytes_per_row"]
+        rates, needed = row["rows_per_s"], row["needed_bytes_per_row"]
         mine = median[row["layout"], row["label"]]
         without = median.get((row["layout"], " ".join(w for w in row["label"].split() if not w.endswith("iB"))))
         best = max((rate for (_, label), rate in median.items() if label.startswith("pread")), default=None)
@@ -210,7 +210,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['layout']} | {row['label']}{', KILLED' if row['n_killed'] else ''} "
             f"| {mine:,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) "
             f"| {'' if without is None else f'{mine / without:.2f}'} | {'' if best is None else f'{mine / best:.2f}'} "
-            f"| {row['read_bytes_per_row'] / 1024:.1f}{'' if wanted is None else f' ({wanted / 1024:.1f})'} |"
+            f"| {row['read_bytes_per_row'] / 1024:.1f}{'' if needed is None else f' ({needed / 1024:.1f})'} |"
         )
     return "\n".join(lines)
 

@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         elapsed = time.perf_counter() - started
         ours.send(True)
         n_requests, sent = ours.recv()
-        rounds.append({"share": sent / elapsed / bytes_per_s, "wanted": n_rows * row_bytes / sent})
+        rounds.append({"share": sent / elapsed / bytes_per_s, "useful": n_rows * row_bytes / sent})
         print(
             f"{n_rows / elapsed:,.0f} cells/s, {rounds[-1]['share']:.0%} of the link used in {n_requests} requests; "
-            f"{rounds[-1]['wanted']:.0%} of the bytes in delivered rows"
+            f"{rounds[-1]['useful']:.0%} of the bytes in delivered rows"
         )
     ours.send(False)
     server.join()
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "latency_s": options.latency,
         "opened_s": opened_s,
         "share": statistics.median(one["share"] for one in rounds),
-        "wanted": statistics.median(one["wanted"] for one in rounds),
+        "useful": statistics.median(one["useful"] for one in rounds),
         "warnings": list(warnings),
     }
     write_report(options.out, result)

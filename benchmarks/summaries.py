@@ -191,9 +191,9 @@ def limited_peaks(path: Any, options: argparse.Namespace) -> dict[str, Any]:
             return {}
         program = "import argparse, json, sys, summaries; options = argparse.Namespace(**json.loads(sys.argv[1])); "
         program += "print(json.dumps(summaries.peaks_of(options.path, options)))"
-        wanted = {name: getattr(options, name) for name in ("groups", "batches", "top")} | {"path": str(path)}
+        settings = {name: getattr(options, name) for name in ("groups", "batches", "top")} | {"path": str(path)}
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program, json.dumps(wanted)],
+            [sys.executable, "-W", "ignore", "-c", program, json.dumps(settings)],
             check=True,
             stdout=subprocess.PIPE,
             text=True,

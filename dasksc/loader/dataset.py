@@ -545,7 +545,9 @@ class scDataset(IterableDataset[Any]):
         try:
             yield from run.batches(
                 moved=self._tracker.move,
-                after_first=None if agreement is None else functools.partial(agreement.go_on, iteration, 1),
+                after_first=None
+                if agreement is None
+                else functools.partial(agreement.require_not_abandoned, iteration, 1),
                 shown=self._progress and first == 0,
             )
             self._tracker.finish(epoch)

@@ -197,7 +197,7 @@ class Agreement:
             for name in names
         )
 
-    def go_on(self, iteration: int, n_batches: int) -> None:
+    def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
         """Check, after yielding `n_batches`, that no other rank has abandoned this iteration by that batch.
 
         Raises

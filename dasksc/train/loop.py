@@ -328,7 +328,7 @@ class _Run:
             self.spread.evaluate(last)
         figures, _ = means.take()
         self.spread.bare.train()
-        self.pace.go_on(paused)
+        self.pace.resume(paused)
         figures = {f"validation_{name}": value for name, value in figures.items()}
         if self.monitors_validation:
             self._follow(figures, is_counted=bool(figures))
@@ -339,7 +339,7 @@ class _Run:
                 "the model uses none of the held-out rows (they may have no label), so there are no validation metrics"
             )
 
-    # --- Ends -------------------------------------------------------------------------------------------
+    # --- Checkpoints and end of training --------------------------------------------------------------
 
     def _save(self) -> None:
         if self.step_saved == self.step:
@@ -360,7 +360,7 @@ class _Run:
             self.step, self.spread.bare, self.optimizer, state, value, branched_at=self.branched_at
         )
         self.step_saved, self.branched_at = self.step, None
-        self.pace.go_on(paused)
+        self.pace.resume(paused)
 
     def finish(self) -> Report:
         """Write the last checkpoint, the model and the plot, and return the report."""

@@ -83,10 +83,10 @@ class Pace:
             yield batch
 
     def pause(self) -> float:
-        """Pause the clock (for validation and checkpoints), and return the current time for `go_on`."""
+        """Pause the clock (for validation and checkpoints), and return the current time for `resume`."""
         return perf_counter()
 
-    def go_on(self, paused: float) -> None:
+    def resume(self, paused: float) -> None:
         """Resume the clock, excluding the time since `paused`."""
         self._since += perf_counter() - paused
 

@@ -242,8 +242,8 @@ def test_remote_prints_the_share(work, tmp_path, capsys):
     report = call("remote", work, *SIZES, "--rounds", "1", "--fetches", "2", "--latency", "0.005", "--out", str(out))
     assert json.loads(out.with_suffix(".json").read_text()).items() > report.items()
     assert 0 < report["share"] < 1.1  # bytes in transit at either end count as sent
-    assert 0 < report["wanted"] <= 1
-    assert f"{report['wanted']:.0%} of the bytes in delivered rows" in capsys.readouterr().out
+    assert 0 < report["useful"] <= 1
+    assert f"{report['useful']:.0%} of the bytes in delivered rows" in capsys.readouterr().out
 
 
 def test_memory_prints_every_peak_and_exits_by_the_projection(work):
@@ -645,5 +645,5 @@ def test_out_of_core_compares_limits_with_none(work, capsys):
         pytest.skip(next(row["skipped"] for row in rows.values() if "skipped" in row))
     assert list(rows) == ["dasksc", "dasksc 1GiB", "pread 2 threads"]
     assert rows["dasksc 1GiB"]["n_killed"] == 0
-    assert all(row["rows_per_s"][0] > 0 and row["wanted_bytes_per_row"] > 0 for row in rows.values())
+    assert all(row["rows_per_s"][0] > 0 and row["needed_bytes_per_row"] > 0 for row in rows.values())
     assert "| csr | dasksc 1GiB |" in capsys.readouterr().out

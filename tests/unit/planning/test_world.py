@@ -169,7 +169,7 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
     first.leave(0, n_batches=1)
     second = agreement(1)
     second.begin(0, epoch=3, fingerprint="same")
-    second.go_on(0, n_batches=1)
+    second.require_not_abandoned(0, n_batches=1)
     with pytest.raises(RankMismatchError):
         agreement(1).begin(0, epoch=4, fingerprint="same")
     # A seed may persist across restarts, because it is equal on all ranks.
