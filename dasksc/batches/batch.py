@@ -384,7 +384,7 @@ class BatchMaker:
         if not wanted:
             buffer.gather(positions, out=out.numpy(), columns=columns)
             return out
-        # Rows are changed some at a time, so that they are still in the caches of a core.
+        # Rows are changed some at a time, so that their copies as CSR take little memory.
         n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
         for first in range(0, len(positions), n_at_once):
             some = slice(first, first + n_at_once)
@@ -414,7 +414,7 @@ class _Changes:
 
 
 _UNCHANGED = _Changes(np.empty(0, dtype=np.int64), ())
-_CHANGED_BYTES = 2**21
+_CHANGED_BYTES = 2**25
 
 
 def _as_words(values: NDArray[Any]) -> NDArray[Any]:

@@ -516,3 +516,17 @@ def test_counts_are_told_from_other_values(values: list[float], dtype: str, n_be
             return bool((held == array).all() and not np.signbit(array).any())
 
     assert kernels.count_bytes(array, bits) == (1 if holds("u1") else 2 if holds("u2") else 0)
+
+
+@pytest.mark.parametrize("n_vars", [4_096, 4_097, 20_000])
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_long_rows_are_cleared_and_written_in_any_order_of_columns(n_vars: int, is_sorted: bool) -> None:
+    rng = np.random.default_rng(n_vars)
+    rows = [rng.choice(n_vars, n, replace=False).astype(np.int32) for n in (0, 1, 255, 256, 257, 1_500, 0, n_vars // 2)]
+    indices = np.concatenate([np.sort(row) if is_sorted else row for row in rows])
+    indptr = np.cumsum([0, *map(len, rows)])
+    data = rng.integers(1, 99, len(indices)).astype(np.float32)
+    dense = np.full((len(rows), n_vars), np.nan, dtype=np.float32)
+    kernels.densify(indptr, indices, data, dense)
+    expected = sp.csr_matrix((data, indices, indptr), shape=dense.shape).toarray()
+    np.testing.assert_array_equal(dense, expected)
