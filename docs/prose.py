@@ -142,7 +142,7 @@ def main(paths: Iterable[str] = ()) -> int:
         *sorted(ROOT.glob("*.md")),
         ROOT / "benchmarks" / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
-        *sorted(path for name in ("dasksc", "benchmarks", "examples") for path in (ROOT / name).rglob("*.py")),
+        *sorted(path for name in ("dasksc", "benchmarks", "examples", "tests") for path in (ROOT / name).rglob("*.py")),
         MESSAGES,
     ]
     found = []

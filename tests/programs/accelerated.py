@@ -1,4 +1,4 @@
-"""Under torchrun: read an epoch in each way of using Accelerate; write the rows of each rank, also resumed."""
+"""Read an epoch, also resumed, under torchrun in each way of using Accelerate, and write the rows of each rank."""
 
 from __future__ import annotations
 

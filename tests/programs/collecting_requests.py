@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Open an h5ad file behind a URL while every thread that may collect h5py objects does.
+"""Open an h5ad file behind a URL while every thread that may collect h5py objects does so.
 
 python tests/programs/collecting_requests.py atlas.h5ad
 """
@@ -21,7 +21,7 @@ from tests.support.servers import serving
 
 
 class Cycle:
-    """Open file in a reference cycle, freed only by garbage collection."""
+    """Open file in a reference cycle, which only garbage collection frees."""
 
     def __init__(self, path: Path) -> None:
         self.me = self

@@ -1,8 +1,8 @@
 """Convert an atlas repeatedly, killed by SIGKILL during the conversion: ``convert_kills.py IN FOLDER how``.
 
-With ``steps``, conversions are killed at 20 of the steps that they take in the file system, and each is run once
-more. With ``moments``, twenty are killed at random moments, each going on with what the one before left. Every store
-that gets done is left in FOLDER. Children are forked before any thread is started.
+With ``steps``, conversions are killed at 20 of their file system steps, and each is run once more. With ``moments``,
+twenty are killed at random moments, and each resumes from the files of the previous one. FOLDER keeps every completed
+store. Children are forked before any thread is started.
 """
 
 from __future__ import annotations

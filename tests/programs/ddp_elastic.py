@@ -2,8 +2,8 @@
 
     ddp_elastic.py FOLDER KILLED [AGENT]
 
-Each rank notes its batches in FOLDER/batches-<attempt>-<rank>. The rank that is KILLED (-1: none) kills itself
-before step 5 of the first attempt, and with it its AGENT, where that is to be, as when a machine is lost.
+Each rank records its batches in FOLDER/batches-<attempt>-<rank>. Rank KILLED (-1: none) kills itself before step 5 of
+the first attempt. With AGENT, it also kills its torchrun agent, as if the machine were lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Under torchrun with four ranks, two data-parallel by two tensor-parallel: print the rows and errors of each rank."""
+"""Print the rows and errors of four ranks under torchrun, two data-parallel by two tensor-parallel."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Under torchrun: two ranks say which they are, train two DDP epochs over a row count that divides by nothing, write
-what each saw, predict the atlas into a store, and look at a batch alone: ``ddp_two_ranks.py IN OUT.json OUT.zarr``.
+"""Train and predict on two ranks under torchrun: ``ddp_two_ranks.py IN OUT.json OUT.zarr``. The ranks print their
+numbers, train two DDP epochs over an odd number of rows, write the rows read, predict the atlas into a store, and read
+a batch on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ torch.manual_seed(0)
 layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
 model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
-# The 64 units give each rank many.
+# 64 units are several for each rank.
 with mock.patch.object(work, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
     # The key exists on every rank when the call returns.
@@ -77,6 +78,6 @@ except dasksc.RankMismatchError as error:
     print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
 else:
     print(f"rank {rank} finished {n_batches}", flush=True)
-# Those who stopped wait here for those who did not.
+# Ranks that stopped wait here for the others.
 dist.all_reduce(torch.zeros(1))
 leave_group()

@@ -1,4 +1,4 @@
-"""Under torchrun: train with DeepSpeed on CPUs; write the rows of each rank, before and after resuming."""
+"""Train with DeepSpeed on CPUs under torchrun, and write the rows of each rank before and after resuming."""
 
 from __future__ import annotations
 

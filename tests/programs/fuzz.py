@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Damage small atlases at random, and read them.
+"""Damage small atlases at random and read them.
 
     python tests/programs/fuzz.py --seconds 60 --seed 0
 
-Every reading happens in a process of its own and must end in values or in a `DaskscError`: never in a
-crash, a hang, another exception, a column that does not exist, or, where the damage lies in bytes that a
-checksum covers, in other values. Exits with 1 if anything else happened, and prints the seeds of those cases.
+Each read runs in a separate process and must return values or raise a `DaskscError`. It must never crash, hang, raise
+another exception, or return a column that does not exist. If a checksum covers the damaged bytes, it must not return
+other values. The program exits with status 1 after any violation, and prints the seeds of these cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train with Trainer of Hugging Face, several times in one process; write the rows of each rank each time."""
+"""Train several times in one process with the Trainer of Hugging Face, and write the rows of each rank."""
 
 from __future__ import annotations
 

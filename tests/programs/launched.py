@@ -1,4 +1,4 @@
-"""Under any launcher, without a process group: write the rank of this process and the rows it reads."""
+"""Write the rank of this process and the rows it reads, under any launcher and without a process group."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What dasksc does where calls of Linux are missing: ``other_system.py SYSTEM FOLDER ATLAS...``, one of `LACKING`.
+"""Run dasksc without some Linux calls: ``other_system.py SYSTEM FOLDER ATLAS...``, with a SYSTEM from `LACKING`.
 
-Imports every module twice, first as it is and then with what that system lacks taken away, and reads and converts the
-atlases both times. Libraries are imported the first time, and keep what they have found.
+The program imports every module twice, first unchanged and then without the calls that SYSTEM lacks, and reads and
+converts the atlases both times. Libraries are imported only the first time, and keep the calls that they have found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predict an atlas repeatedly, killed by SIGKILL at random moments: ``predict_kills.py IN OUT key``.
 
-Ten times 1, 2 or 3 ranks predict, and all of them are killed at a random moment; what the ranks before left is done by
-the next ones. Meanwhile OUT is read over and over. Children are forked before any thread is started.
+Ten times, 1, 2 or 3 ranks predict and are all killed at a random moment; the next ranks resume. Meanwhile, a reader
+reads OUT repeatedly. Children are forked before any thread is started.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Under torchrun: ranks predict an atlas together, ``predict_ranks.py IN OUT ddp|fsdp|failing|nan``.
-
-``failing``: the last rank fails on the way. Each rank prints what it reports, or the error.
+"""Predict an atlas on all ranks under torchrun: ``predict_ranks.py IN OUT ddp|fsdp|failing|nan``. With ``failing``, the
+last rank fails during the run. Each rank prints its report or error.
 """
 
 from __future__ import annotations

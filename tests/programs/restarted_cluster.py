@@ -1,4 +1,4 @@
-"""Under torchrun: read through a shared cluster, killing each rank once; write the progress of each rank."""
+"""Read through a shared cluster under torchrun, killing each rank once, and write the progress of each rank."""
 
 from __future__ import annotations
 

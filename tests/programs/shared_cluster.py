@@ -1,7 +1,8 @@
-"""Under torchrun: ranks share the Dask clusters that rank 0 starts: ``shared_cluster.py ATLAS OUT SECRET WHAT...``.
+"""Read through Dask clusters that rank 0 starts, under torchrun: ``shared_cluster.py ATLAS OUT SECRET WHAT...``.
 
-Each WHAT is the host of a cluster through which the ranks read an epoch, off loopback with the file SECRET; or ``port``
-or ``dashboard``, of which rank 0, and that alone, is given one that does not work. OUT has what each rank saw of each.
+Each WHAT is the host of a cluster through which the ranks read an epoch; beyond loopback, the cluster uses the file
+SECRET. With ``port`` or ``dashboard``, rank 0 alone receives an invalid one. OUT has the observations of each rank for
+each WHAT.
 """
 
 from __future__ import annotations

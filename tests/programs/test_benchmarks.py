@@ -312,7 +312,7 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert [(row["fetch_factor"], row["block_size"]) for row in rows] == [(4, 1), (4, 64), (16, 1), (16, 64)]
     assert all(row["rows_per_s"] > 0 for row in rows)
     share = {(row["fetch_factor"], row["block_size"]): row["share"] for row in rows}
-    # Single rows mix as random ones; of blocks, longer fetches mix more.
+    # Single rows mix like random ones. Blocks mix better with longer fetches.
     assert share[4, 1] == pytest.approx(1, abs=0.05)
     assert share[4, 64] < share[16, 64] < share[16, 1]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -377,7 +377,7 @@ def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
     }
     assert report["least_share"] > 0
     assert [one["n_obs"] for one in report["memory"]][:2] == [CELLS // 4, CELLS]
-    # Of so few cells the libraries take more than the batches that are projected.
+    # With so few cells, the libraries take more memory than the projected batches.
     assert all(one["projected_bytes"] > 0 for one in report["memory"])
     assert [one["limit"] for one in report["memory"]] in ([None, None], [None, None, "1GiB"])
     assert "| dense |" in capsys.readouterr().out
@@ -451,7 +451,7 @@ class Clock:
     ("seconds", "n_rows"),
     [
         (0, 100),  # one epoch
-        (1, 40),  # a fetch of 40 rows takes 4 s: the first end of a fetch is past
+        (1, 40),  # a fetch of 40 rows takes 4 s, so the first fetch has ended
         (5, 80),
         (9, 100),  # the epoch ends before the third fetch does
         (11, 140),  # into the second epoch

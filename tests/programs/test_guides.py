@@ -16,7 +16,7 @@ PAGES = sorted(guides.GUIDES.glob("*.md"))
 
 @pytest.fixture(scope="session")
 def installed(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with the installed wheel in `site` and the files of the guides in `demo`, once a session."""
+    """Make a folder with the installed wheel in `site` and the files of the guides in `demo`, once per session."""
     shared = shared_folder / "guides"
     if not shared.exists():
         own = tmp_path_factory.mktemp("wheel")

@@ -126,7 +126,7 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
     *command, _ = pods()["training"]["containers"][0]["command"]
     assert command[0] == "torchrun"
     (port,) = free_ports(1)
-    # What the operator sets of one pod with two processes: RANK and WORLD_SIZE are of the pods.
+    # Variables that the operator sets for one pod with two processes: RANK and WORLD_SIZE count pods.
     set_by_operator = {
         "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": "2",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.programs
 PAGE = ROOT / "docs" / "guides" / "migrate.md"
 N_OBS, BATCH = 240, 8
 
-# (heading, what is on the left) of a row, and what runs it.
+# (heading, code on the left) of a row, and the test that runs it.
 RUNS: dict[tuple[str, str], Callable[..., None]] = {}
 
 
@@ -312,7 +312,7 @@ def test_classes_are_drawn_equally_often(path, adata):
     strategy = ClassBalancedSampling(label_key="cell_type", total_size=9_000)
     dataset = scDataset(path, strategy, 100, obs=["cell_type"], seed=0)
     counts = np.bincount(np.concatenate([batch.obs["cell_type"] for batch in dataset]), minlength=4)
-    # Three classes that are there, 3,000 draws expected of each, standard deviation 45.
+    # Three classes are present; 3,000 draws of each are expected, with a standard deviation of 45.
     assert counts[3] == 0
     assert (np.abs(counts[:3] - 3_000) < 5 * 45).all()
 

@@ -55,7 +55,7 @@ def annloader(adata: anndata.AnnData) -> DataLoader:
 
 
 def annloader_epoch(rank: int, epoch: int) -> Rows:
-    # It has no notion of ranks.
+    # The library does not distinguish ranks.
     return [batch.X.ravel().tolist() for batch in annloader(anndata.AnnData(cells()))]
 
 

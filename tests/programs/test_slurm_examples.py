@@ -91,7 +91,7 @@ def test_job_scripts_ask_for_what_their_command_uses():
         assert all((ROOT / name).is_file() for name in named)
         asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
         assert {"nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "output"} <= set(asked)
-        # One torchrun a node, or one task for each GPU.
+        # One torchrun per node, or one task per GPU.
         assert asked["ntasks-per-node"] == ("1" if "torch.distributed.run" in text else asked["gpus-per-node"])
 
 

@@ -1,8 +1,8 @@
-"""Several trainings in one start of the ranks.
+"""Run several trainings in one launch of the ranks.
 
     train_many.py TRAININGS.json
 
-The file holds a dict of configurations by name. What went wrong is written to <name>.error beside it.
+The file holds a dict of configurations by name. Errors are written to <name>.error in the same folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ dist.init_process_group("gloo", timeout=dt.timedelta(seconds=60))  # ranks that 
 trainings = Path(sys.argv[1])
 for name, raw in json.loads(trainings.read_text()).items():
     try:
-        with patch("dasksc.train.loop.plot"):  # the figure takes longer than everything else
+        with patch("dasksc.train.loop.plot"):  # the figure takes longer than all other steps
             fit(Config.of(raw), say=lambda line: None)
     except DaskscError as error:
         if dist.get_rank() == 0:

@@ -2,8 +2,8 @@
 
     python with_slurm.py srun -n 2 hostname
 
-Everything the cluster writes lies in a folder of its own, and its ports are free ones. Its node is called localhost,
-since a machine's own name need not lead to an address. Needs root and Debian's packages slurm-wlm and munge.
+The cluster writes only to its own folder and uses free ports. Its node is called localhost, since the name of a machine
+may not resolve to an address. Needs root and Debian's packages slurm-wlm and munge.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 
 
 def missing() -> list[str]:
-    """Return the names of missing programs, and "root" if this process lacks its rights."""
+    """Return the names of missing programs, and "root" if this process lacks root privileges."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return absent if os.geteuid() == 0 else [*absent, "root"]
@@ -81,7 +81,7 @@ def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[No
 @contextlib.contextmanager
 def cluster() -> Iterator[dict[str, str]]:
     """Start the cluster; yield the environment of its commands."""
-    # Below the system's own folder for such things: the path of a Unix socket must be short.
+    # In the system's temporary folder, because the path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name, contextlib.ExitStack() as running:
         folder = Path(name)
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])

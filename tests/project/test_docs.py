@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-# Tutorials that need a limit of memory or a browser: docs/tutorials/record.py ran them, and the site shows its records.
+# Tutorials that need a memory limit or a browser: docs/tutorials/record.py runs them, and the site shows the records.
 RECORDS = {page: page.parent / "recorded" / f"{page.stem}.txt" for page in TUTORIALS}
 RECORDED = [page for page, record in RECORDS.items() if record.exists()]
 

@@ -15,7 +15,7 @@ MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
     *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module", "dasksc.integrations.cell_load"),
 )
-# What a caller names freely: members of a collection, items of a batch, arguments of a function of the user.
+# Names chosen by the caller: members of a collection, items of a batch, arguments of a user's function.
 NAMED_BY_CALLERS = {"MultiIndexable", "Batch"}
 
 

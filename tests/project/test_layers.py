@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(dasksc.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Lowest first: a room imports from rooms before it, never from one after it.
+# Lowest first: a subpackage imports only from earlier ones.
 ROOMS = [
     "errors",
     "platforms",
@@ -62,7 +62,7 @@ ROOMS = [
 ]
 ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
-# Which rooms may import a library when they are imported, and which only inside a function.
+# Subpackages that may import a library at module level, and those that may do so only inside a function.
 LIBRARIES = {
     "torch": (
         {"batches", "transforms", "loader", "inference", "integrations", "train"},
@@ -95,7 +95,7 @@ PIP_NAMES = {
     "scvi": "scvi-tools",
     "skmisc": "scikit-misc",
 }
-# Libraries that the package does without until somebody asks for what needs them, and the extra that brings each.
+# Libraries that are imported only for the features that need them, and the extra that installs each.
 IN_EXTRAS = {
     "lightning": "lightning",
     "matplotlib": "train",
@@ -108,19 +108,17 @@ IN_EXTRAS = {
     "tqdm": "demo",
     "transformers": "transformers",
 }
-# Those that no extra brings, since they are used only where the user has them.
+# Libraries that no extra installs, since they are used only if the user has installed them.
 USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
-# Rooms that are imported only on request.
+# Subpackages that are imported only on request.
 OPTIONAL_ROOMS = {"train", "integrations"}
 # Chosen only when a Client exists, so it may import the dependencies of a Client.
 DISTRIBUTED_ONLY = "executor/cluster/"
 
 
 class Import(NamedTuple):
-    """One imported module: ``dasksc.pushdown``, ``torch``, ...
-
-    `when` is "load" (as the file is imported), "call" (inside a function) or "types" (only for
-    annotations).
+    """Imported module, such as ``dasksc.pushdown`` or ``torch``. `when` is "load" (at module level), "call" (inside a
+    function) or "types" (only for annotations).
     """
 
     file: str
@@ -166,7 +164,7 @@ def package_files() -> dict[str, str]:
 
 
 def wrong_arrows(files: dict[str, str]) -> list[str]:
-    """Return the imports that point from a room to one above it."""
+    """Return the imports of a subpackage from a higher one."""
     rooms = {Path(file).parts[0].removesuffix(".py") for file in files}
     wrong = []
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
@@ -181,12 +179,13 @@ def wrong_arrows(files: dict[str, str]) -> list[str]:
 
 
 def wrong_libraries(files: dict[str, str]) -> list[str]:
-    """Return the imports of a library in rooms that may not use it."""
+    """Return the imports of a library in subpackages that may not use it."""
     wrong = []
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
         library = arrow.name.split(".")[0]
         if arrow.room == "_compat":
-            # A module of a library imports that one only; test_compat.py says which may do so when they are imported.
+            # A module for a library imports only that library; test_compat.py lists those that may do so at module
+            # level.
             if library in LIBRARIES and library != Path(arrow.file).stem:
                 wrong.append(f"{arrow} ({arrow.when})")
             continue
@@ -208,7 +207,7 @@ def modules(files: dict[str, str]) -> dict[str, str]:
 
 
 def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, whenever it does."""
+    """Return the modules that each module imports at any time."""
     sources = modules(files)
     arrows: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
@@ -219,7 +218,7 @@ def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
                     arrows[name].add(deeper if deeper in sources else str(node.module))
             elif isinstance(node, ast.Import):
                 arrows[name] |= {alias.name for alias in node.names}
-        # Public names come from the top, which imports what they need when they are asked for.
+        # The top-level package provides public names, and imports their modules on first use.
         arrows[name] = {target for target in arrows[name] if target in sources} - {"dasksc", name}
     return arrows
 
@@ -268,7 +267,7 @@ def test_no_package_uses_private_names_of_another():
 
 
 def test_no_module_has_the_name_of_a_function_of_its_package():
-    """Importing ``dasksc.convert`` would put a module where ``dasksc.convert`` is a function."""
+    """Fail if importing ``dasksc.convert`` would replace the function of that name by a module."""
     names = modules(package_files())
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
     assert {"dasksc", "dasksc.conversion"} <= packages
@@ -300,7 +299,7 @@ def test_libraries_are_imported_only_where_they_belong():
 
 
 def undeclared(files: dict[str, str], project: dict[str, Any]) -> list[str]:
-    """Imports of libraries that `pip install` with the extra they belong to need not bring."""
+    """Return imports of libraries that `pip install` with their extra may not install."""
 
     def names(lines: list[str]) -> set[str]:
         return {canonicalize_name(Requirement(line).name) for line in lines}
@@ -376,7 +375,7 @@ def test_an_undeclared_library_is_found():
     declared = {"dependencies": ["pyyaml>=6"], "optional-dependencies": PROJECT["optional-dependencies"]}
     assert not undeclared({"planning/plan.py": "import yaml"}, declared)
     assert undeclared({"planning/plan.py": "import toolz"}, declared)
-    # An extra is no reason to import it without one, nor is another extra that has it.
+    # A library of an extra may not be imported without that extra, even if another extra installs it.
     assert undeclared({"planning/plan.py": "import tqdm"}, declared)
     assert not undeclared({"planning/plan.py": "def f():\n    import tqdm"}, declared)
     assert undeclared({"planning/plan.py": "def f():\n    import bokeh"}, declared)

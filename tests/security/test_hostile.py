@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-# Every array behind a URL; on the disk, the one that is read last and the one that is read first.
+# Every array behind a URL; on disk, the arrays that are read first and last.
 @pytest.mark.parametrize(
     ("where", "place"),
     [("X", "local"), ("X", "remote"), ("obs/int8", "remote"), ("obs/_index", "local"), ("obs/_index", "remote")],
@@ -51,7 +51,7 @@ def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, place: str
     assert not mark.exists()
 
 
-# Every pair of format, array, length and place.
+# Every pair of format, array, length and location.
 @pytest.mark.parametrize(
     ("format", "where", "n", "place"),
     [
@@ -83,7 +83,7 @@ def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
         matrix.fetch(np.arange(50))
 
 
-# Every codec once, and every kind of array; one decodes what the other holds.
+# Every codec once, and every kind of array.
 @pytest.mark.parametrize(
     ("codec", "where"),
     [
@@ -102,7 +102,7 @@ def test_chunks_of_tables_that_swell_are_refused(tmp_path: Path, codec: str, whe
         dasksc.open(path)
 
 
-# Every pair of codec, sharding and place.
+# Every pair of codec, sharding and location.
 @pytest.mark.parametrize(
     ("codec", "is_sharded", "place"),
     [
@@ -125,7 +125,7 @@ def test_chunks_of_tables_of_zarr_3_that_swell_are_refused(
             opened(path.name)
 
 
-# Every pair of codec and place, and every kind of array.
+# Every pair of codec and location, and every kind of array.
 @pytest.mark.parametrize(
     ("codec", "where", "place"),
     [
@@ -158,7 +158,7 @@ def test_chunks_of_matrices_that_h5py_reads_and_that_swell_are_refused(tmp_path:
             adata.X[:3].compute()
 
 
-# Every pair of format, name and place.
+# Every pair of format, name and location.
 @pytest.mark.parametrize(
     ("format", "name", "place"),
     [
@@ -176,7 +176,7 @@ def test_columns_whose_names_lead_elsewhere_are_refused(tmp_path: Path, format: 
         opened(path.name)
 
 
-# With those of test_refusals, every way and place.
+# Together with test_refusals, every way and location.
 @pytest.mark.parametrize(
     ("how", "place"), [("absolute", "remote"), ("upwards", "local"), ("virtual", "remote"), ("external", "local")]
 )
@@ -186,7 +186,7 @@ def test_hdf5_that_leads_to_files_elsewhere_is_refused(tmp_path: Path, how: str,
         opened(path.name)
 
 
-# Every pair of way and place, and every array that is read as a whole.
+# Every pair of way and location, and every array that is read as a whole.
 @pytest.mark.parametrize(
     ("where", "how", "place"),
     [
@@ -205,7 +205,7 @@ def test_tables_whose_values_are_elsewhere_are_refused(tmp_path: Path, where: st
         opened(path.name)
 
 
-# Every pair of format and place, and every group that is read as a whole.
+# Every pair of format and location, and every group that is read as a whole.
 @pytest.mark.parametrize(
     ("where", "format", "place"),
     [
@@ -228,7 +228,7 @@ def test_arrays_that_only_together_are_too_large_are_refused(
         opened(path.name)
 
 
-# Every pair of way, array and place.
+# Every pair of way, array and location.
 @pytest.mark.parametrize(
     ("how", "where", "place"),
     [

@@ -247,7 +247,7 @@ def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
     seen, get = [], zarr_guard.GuardedLocalStore.get
 
     async def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        # While the store is read, this is what another thread of the program would find.
+        # Value that another thread would see while the store is read.
         with ThreadPoolExecutor(1) as thread:
             seen.append(thread.submit(lambda: str(zarr.config.get("codec_pipeline.path"))).result())
         return await get(self, *arguments, **named)
@@ -349,7 +349,7 @@ def test_links_that_a_linked_file_has_are_looked_at_too(tmp_path: Path, where: s
         dasksc.open(path)
 
 
-# Of types that are read here, swapped here, and left to h5py.
+# Types that dasksc reads, types that it byte-swaps, and types that h5py reads.
 @pytest.mark.parametrize(("where", "dtype"), [("X", "f4"), ("X", "f2"), ("obs/n", ">i2")])
 def test_what_hdf5_would_seek_where_the_process_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str

@@ -33,7 +33,8 @@ FLAGS = np.arange(10) % 3 == 0
 
 
 def _numcodec(name: str, **configuration: Any) -> dict[str, Any]:
-    """The description of a codec of numcodecs in Zarr 3; made here, the codec would warn before any test."""
+    """Return the metadata of a numcodecs codec in Zarr 3. Creating the codec here would issue a warning before any
+    test."""
     return {"name": f"numcodecs.{name}", "configuration": configuration}
 
 

@@ -1,7 +1,7 @@
 """Small stores for the tests, and the paths of the sample files.
 
-Data is identical in every run, and every value differs from its neighbours. A row or column read
-from the wrong position therefore changes the result.
+Data is identical in every run, and every value differs from its neighbors. A row or column read from the wrong position
+therefore changes the result.
 """
 
 from __future__ import annotations

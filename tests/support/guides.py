@@ -7,8 +7,8 @@ A page runs from top to bottom in one Python process:
 - ```` ```python ```` blocks form one program. A block whose first line is a comment with the name of a file
   (``# train.py``) is not run but written to this file, as are blocks in other languages.
 - ```` ```bash ```` blocks have a command on each line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
-  extras of the page and is not run. Commands that need a cluster or a cloud stand in ```` ```console ```` blocks.
-- A ```` ```text ```` block behind them has exactly what they print, except for figures of the machine (`comparable`).
+  extras of the page and is not run. Commands that need a cluster or a cloud are in ```` ```console ```` blocks.
+- A ```` ```text ```` block after them has exactly their output, except for machine-dependent figures (`comparable`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recorders of reads, which prove that arrays are read or, above all, not read."""
+"""Recorders of reads, which prove that arrays are read or, more often, not read."""
 
 from __future__ import annotations
 

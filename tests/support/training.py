@@ -187,7 +187,7 @@ def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> 
 
 
 def train(raw: dict[str, Any], *, plots: bool = False, **changes: Any) -> Any:
-    """Train with changes that are named section__key, without the plot, which takes longer than everything else."""
+    """Train with changes that are named section__key, without the plot, which takes longer than all other steps."""
     with nullcontext() if plots else patch("dasksc.train.loop.plot"):
         return fit(Config.of(changed(raw, changes)), say=lambda line: None)
 

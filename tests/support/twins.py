@@ -81,7 +81,7 @@ def heads(key: int, n: int, end: int) -> int:
 
 
 def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, n_rounds: int) -> int:
-    """Return draw `number` of a class: a pass starts at a random row and takes runs of neighbours in random order."""
+    """Return draw `number` of a class: a pass starts at a random row and takes runs of neighbors in random order."""
     pass_key = stream(key, number // n_rows)
     place, n_runs = number % n_rows, n_rows // run_rows
     if place // run_rows < n_runs:

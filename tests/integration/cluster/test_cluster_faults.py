@@ -69,7 +69,7 @@ def identical(batches: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
     )
 
 
-OVER_TCP = {"processes": False, "protocol": "tcp"}  # within this process, but nothing else tells them from processes
+OVER_TCP = {"processes": False, "protocol": "tcp"}  # within this process, but otherwise like processes
 
 
 def local(n_workers: int, *, processes: bool = True, **options: Any) -> distributed.LocalCluster:
@@ -115,7 +115,7 @@ def nothing_is_left(client: distributed.Client) -> bool:
 def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
     # Ten seeded moments in an epoch; with batches 4 ms apart they hit workers reading, sending and idle.
     rng = random.Random(20)
-    # A cluster drops workers that take longer to come back than 15 s, as they do on a busy machine.
+    # A cluster drops workers that take longer than 15 s to restart, as they do on a busy machine.
     patient = dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"})
     with patient, local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         expected = epoch_of(atlas)
@@ -212,10 +212,10 @@ def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
     ):
         full, free = client.nthreads()
         expected = epoch_of(atlas)
-        assert identical(list(dataset(atlas, client)), expected)  # compiles: what that takes is not to come on top
+        assert identical(list(dataset(atlas, client)), expected)  # compiles outside the measured time
 
         def fill(dask_worker: Any) -> None:
-            # Not Dask's to spill: the worker can but stop.
+            # Dask cannot spill this memory, so the worker can only stop.
             dask_worker.ballast = np.ones(int(0.6 * limit) - dask_worker.monitor.proc.memory_info().rss, np.uint8)
 
         batches = []
@@ -253,7 +253,7 @@ def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
 
 
 class Frozen:
-    """A task, or its result, that stops the process of its worker, once."""
+    """Task, or result, that stops the process of its worker once."""
 
     def __init__(self, mark: Path, k: int, when: str, number: int) -> None:
         self.mark = mark
@@ -267,7 +267,7 @@ class Frozen:
         return Frozen(self.mark, k, "sending", k) if k == self.k and self.when == "sending" else k
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.number == self.k:  # a result on its way
+        if self.number == self.k:  # a result in transit
             self.stop()
             return int, (self.k,)
         return Frozen, (self.mark, self.k, self.when, self.number)
@@ -328,7 +328,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
 
 
 class Slow:
-    """A task whose first fetch takes longer than a worker may be silent."""
+    """Task whose first fetch takes longer than the timeout of a silent worker."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -369,7 +369,7 @@ def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
     assert known.silent(heard(a=0, b=4), asked_at=start) == {}
     assert known.silent(heard(a=0, b=7), asked_at=start) == {"a": 7}
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
-    # The scheduler answers an old request only now, so that silence must not be attributed to the workers.
+    # The scheduler answers an old request only now, so the silence is not due to the workers.
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
     assert known.silent(heard(a=8, b=8), asked_at=time.perf_counter() + 6).keys() == {"a", "b"}
     # In large clusters, workers send heartbeats less often.
@@ -392,7 +392,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("mmap", [True, False])
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, large: Path) -> None:
     limit = 700 * 2**20
-    # Mapped pages count as a process's, and each worker maps all of the file.
+    # Mapped pages count as memory of a process, and each worker maps the whole file.
     assert large.stat().st_size > limit
 
     def peak(dask_worker: Any) -> int:
@@ -510,7 +510,8 @@ def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path:
         assert eventually(lambda: nothing_is_left(client))
         without.terminate()
         assert eventually(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == 1)
-        # One that joins in an epoch comes up, for whatever else it is for; Dask drops it when a fetch is sent there.
+        # A worker that joins during an epoch starts, since it may serve other tasks; Dask drops it when it receives a
+        # fetch.
         batches = iter(dataset(atlas, client, prefetch=1))
         first = next(batches)
         processes.start_worker(*preload)

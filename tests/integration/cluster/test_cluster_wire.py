@@ -209,7 +209,7 @@ def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
     expected = dasksc.scDataset(path, dasksc.BlockShuffling(5), scheduler="synchronous", **options)
     for batch, other in zip(batches, expected, strict=True):
         np.testing.assert_array_equal(batch.numpy(), other.numpy())
-    # Nobody has pickled a block: not the workers, which answered in the dask family, nor the rank.
+    # Neither the workers, which used Dask's serialization, nor the rank pickled a block.
     assert all(part["serializer"] == "dask" for header in headers for part in header["headers"])
 
 
@@ -361,7 +361,7 @@ def test_a_worker_that_joins_and_does_not_see_the_file_is_named(tmp_path: Path) 
         data = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, fetch_factor=1, prefetch=2, scheduler=client)
         batches = iter(data)
         next(batches)
-        hide(str(path))  # from this process, and so from the workers that join: the first has looked
+        hide(str(path))  # from this process and thus from workers that join later; the first worker has already checked
         try:
             cluster.scale(2)
             client.wait_for_workers(2, timeout=60)

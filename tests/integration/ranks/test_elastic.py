@@ -83,7 +83,7 @@ def test_a_training_whose_rank_was_killed_reads_the_same_batches_as_one_that_was
     (expected, weight), first, second = unbroken(2), notes(tmp_path, 0), notes(tmp_path, 1)
     assert len(first) == len(second) == 2
     for rank in range(2):
-        # The last checkpoint is that after step 4, since not all ranks completed step 5.
+        # The last checkpoint follows step 4, since not all ranks completed step 5.
         assert min(second[rank]) in {(0, 3), (0, 5)}
         assert {**first[rank], **second[rank]} == expected[rank]
         for step in first[rank]:

@@ -20,7 +20,7 @@ from tests.support.programs import PROGRAMS, ROOT
 
 PROGRAM = PROGRAMS / "ddp_faults.py"
 N_OBS = 203
-# Beyond the 20 s after which the process group gives up, and what three processes take to start.
+# Longer than the 20 s timeout of the process group plus the start of three processes.
 PATIENCE_S = 180
 
 pytestmark = [

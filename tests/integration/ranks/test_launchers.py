@@ -135,7 +135,7 @@ def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
 
 
 def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monkeypatch):
-    # Horovod itself has no wheels; what is faked is its module, and what horovodrun sets is set here.
+    # Horovod has no wheels, so its module and the variables of horovodrun are faked.
     program = PROGRAMS / "horovod_program.py"
     monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
     monkeypatch.setitem(sys.modules, "horovod.torch", None)  # removed again at the end

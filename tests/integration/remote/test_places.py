@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parts.mkdir()
     for number, kind in enumerate(["h5ad", "zarr3", "h5ad"]):
         part = make_adata(30 + number, 12)
-        # Something of each kind; that all of an atlas is read over a network is test_remote's.
+        # One element of each kind; test_remote reads whole atlases over a network.
         part.obs = part.obs[["cell_type", "text", "int8"]]
         del part.layers["counts"], part.obsm["sparse"], part.obsm["table"], part.varm, part.obsp, part.uns
         path = write_store(part, folder, kind, name=f"one{number}")
@@ -91,8 +91,8 @@ def places(folder: Path, bucket: Bucket, memory: str) -> dict[str, tuple[str, di
     }
 
 
-# Pairwise: every kind of place with every kind of name (a folder, a pattern of files, one at any depth, one that
-# folders fit, a collection); and every pattern at least once.
+# Pairwise: every kind of location with every kind of name (a folder, a pattern of files, one at any depth, one that
+# matches folders, a collection), and every pattern at least once.
 @pytest.mark.parametrize(
     ("kind", "what", "n_parts"),
     [
@@ -248,7 +248,7 @@ def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) 
         assert "chunks of about 100 rows are transferred whole, and blocks have 8" in warning
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
-        # Of twelve fetches the mean strays by half a point.
+        # The mean of twelve fetches has an error of half a percentage point.
         told = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
         assert told == pytest.approx(n_obs / sum(read), abs=0.02)
         assert dasksc.check(dataset(url, 200)).warnings == ()

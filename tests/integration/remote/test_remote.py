@@ -93,7 +93,7 @@ def test_tokens_in_urls_are_sent_and_not_shown(web_stores: HTTPServer) -> None:
     assert web_stores.url in matrix_of(data.X).label
 
 
-# What is pickled for workers that are spawned, Dask's in processes get below.
+# Pickling for spawned workers; Dask workers in separate processes are tested below.
 @pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
 def test_forked_dataloader_workers_read_for_themselves(web_stores: HTTPServer, name: str) -> None:
     data = dasksc.open(f"{web_stores.url}/{name}")
@@ -156,7 +156,7 @@ def test_several_urls_are_one_atlas(stores: Path, web_stores: HTTPServer) -> Non
 
 def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     dasksc.open(f"{web_stores.url}/csr.h5ad")
-    # The file has 60 objects and is smaller than a block; each matrix asks once what is there.
+    # The file has 60 objects and is smaller than a block; each matrix lists its members once.
     assert len(web_stores.faults.requests) < 40
     assert sum(method == "GET" for method, _, _ in web_stores.faults.requests) < 20
 
@@ -164,7 +164,7 @@ def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
 @pytest.mark.parametrize(
     ("places", "most"),
     [
-        # Of 64 blocks of 256 KiB: all in no order, as names of cells are; a few here and there; one after the other.
+        # 64 blocks of 256 KiB are read in random order (as names of cells are), in part, and in sequence.
         (np.random.default_rng(0).permutation(64), 12),
         (np.arange(0, 64, 8), 8),
         (np.arange(64), 9),

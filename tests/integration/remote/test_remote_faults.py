@@ -123,7 +123,7 @@ def test_what_s3_refuses_for_good_is_named_without_credentials(
     assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
-# Pairwise: files and stores, and what tells that they are others.
+# Pairwise: files and stores, and the property that reveals their replacement.
 @pytest.mark.parametrize(
     ("name", "etags"),
     [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],

@@ -81,7 +81,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
     }
     assert found["val"] == {*(("hepg2", gene) for gene in perturbed), ("rpe1", "AARS")}
     assert found["test"] == {*(("jurkat", gene) for gene in perturbed), ("rpe1", "AARS"), ("rpe1", "NUP107")}
-    # Every condition has six cells, all of them in its part.
+    # Every condition has six cells, all in the same split.
     assert {part: len(rows) for part, rows in experiment.parts.items()} == {
         part: 6 * len(conditions) for part, conditions in found.items()
     }

@@ -1,4 +1,4 @@
-"""Behaviour specific to GPUs: transfer of pinned and sparse batches, NCCL, half precision, FSDP.
+"""Behavior specific to GPUs: transfer of pinned and sparse batches, NCCL, half precision, FSDP.
 
 Without a GPU, tests of both devices run on the CPU and tests of the GPU alone are skipped. One GPU suffices.
 """

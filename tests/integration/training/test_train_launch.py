@@ -173,7 +173,7 @@ def configurations() -> dict[str, str]:
 @pytest.mark.parametrize("name", configurations())
 def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than everything else
+    monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than all other steps
     Path("c.yaml").write_text(configurations()[name])
     Path("atlas.h5ad").symlink_to(atlas)
     demo_data("demo")

@@ -126,7 +126,7 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
         for name, changes in {**PLAIN, **ACCUMULATING, **CLIPPING, **HALF}.items()
     }
     for name, changes in UNLABELLED.items():
-        clipped = {**changes, "training__gradient_clip": 100.0}  # notes the norm
+        clipped = {**changes, "training__gradient_clip": 100.0}  # records the norm
         trainings[name] = training(half_labelled, folder / name, **clipped)
     noting = {"name": "tests.programs.train_models:Noting", "folder": str(folder / "rows-0")}
     trainings["part"] = training(atlas, folder / "part", training__max_steps=5)
@@ -139,7 +139,7 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     )
     for name in ("ddp", "full_shard"):
         trainings |= branching(atlas, folder / f"{name}_branches", **PLAIN[name])
-    # 17 rows are held out: 9 of one rank, so two batches, and 8 of the other.
+    # 17 rows are held out: 9 for one rank, so two batches, and 8 for the other.
     odd = {"data__validation": ODD_SHARE, "training__fsdp": {"min_num_params": 300}}
     trainings["odd"] = training(atlas, folder / "odd", **odd)
     run(2, folder, trainings)
@@ -180,7 +180,7 @@ def test_the_gradient_is_clipped_by_the_norm_one_process_has(name, two_ranks, at
 def test_half_precision_follows_the_losses_of_full_precision(name, two_ranks, atlas):
     expected = alone(atlas, 2, clip=1.0)["loss"]
     found = figures(two_ranks / name)
-    # Eight bits of mantissa, over all steps. Not equal: that would be full precision.
+    # The mantissa has eight bits. Equal values would mean full precision.
     np.testing.assert_allclose(found, expected, rtol=0.1)
     assert found != pytest.approx(expected, rel=1e-6)
 

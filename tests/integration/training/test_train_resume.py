@@ -78,7 +78,7 @@ def test_a_run_that_two_ranks_stop_and_resume_and_one_ends_has_the_losses_of_a_p
     assert (report.strategy, report.world_size) == ({"ddp": "single"}.get(name, name), 1)
     expected = alone(training_atlas, 2, then=1)
     assert_same(two_ranks / f"{name}-epochs", expected, "loss")
-    # The first is of where it was stopped.
+    # The first is from the step at which it stopped.
     found = figures(two_ranks / f"{name}-epochs", "validation_loss")[1:]
     np.testing.assert_allclose(found, expected["validation_loss"], rtol=RTOL)
 

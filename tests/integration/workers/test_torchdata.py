@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.programs,
     # Warnings of torchdata itself with newer versions of torch.
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
-    # More workers than this machine has cores, and forks of a process with threads, are what is tested.
+    # The tests deliberately use more workers than cores and fork a process with threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

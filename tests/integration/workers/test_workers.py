@@ -21,7 +21,7 @@ N_OBS = 203
 
 pytestmark = [
     pytest.mark.core,
-    # More workers than this machine has cores, and forks of a process with threads, are what is tested.
+    # The tests deliberately use more workers than cores and fork a process with threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

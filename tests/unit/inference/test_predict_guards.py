@@ -1,4 +1,4 @@
-"""Guards of `dasksc.predict`: inputs refused before any damage, and faults survived."""
+"""Guards of `dasksc.predict`: errors for invalid input before any damage, and recovery from faults."""
 
 from __future__ import annotations
 

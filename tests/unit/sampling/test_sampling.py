@@ -1,4 +1,4 @@
-"""Draws of the strategies, and their refusals of invalid arguments.
+"""Draws of the strategies, and their errors for invalid arguments.
 
 Statistical tests use fixed seeds and are therefore deterministic; `ERROR` is the probability that a
 perfect generator fails one of them.

@@ -1,4 +1,4 @@
-"""Sets from scattered rows beside rare groups, and their accounts on ranks."""
+"""Sets from scattered rows and rare groups, and their accounts on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unusual and linked files, which are read, and files that change during reading, which are refused."""
+"""Unusual and linked files, which are read, and files that change during reading, which raise errors."""
 
 from __future__ import annotations
 
