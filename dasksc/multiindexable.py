@@ -176,8 +176,8 @@ class MultiIndexable:
 
     def __repr__(self) -> str:
         members = f"count={self.count}" if self._names is None else f"names={self._names}"
-        beside = f", unstructured_keys={self.unstructured_keys}" if self._unstructured else ""
-        return f"{type(self).__name__}({members}, samples={len(self)}{beside})"
+        note = f", unstructured_keys={self.unstructured_keys}" if self._unstructured else ""
+        return f"{type(self).__name__}({members}, samples={len(self)}{note})"
 
     def keys(self) -> list[Any]:
         """Return the names of the members, or their positions if they have no names."""

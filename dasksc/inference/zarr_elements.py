@@ -103,8 +103,8 @@ def metadata_in(file: Path) -> dict[str, Any]:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    with appearing(path) as beside:
-        beside.write_text(json.dumps(value, indent=2))
+    with appearing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2))
 
 
 def remove_partial(store: Path) -> None:

@@ -388,10 +388,10 @@ def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
     longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
     room = config.model.arguments.get("max_seq_len")
     if isinstance(room, int) and room < longest:
-        beside = " in addition to the token of the cell" if tokens.prepend_cls else ""
+        note = " in addition to the token of the cell" if tokens.prepend_cls else ""
         raise InputError(
             f"model.max_seq_len={room}, but cells may have {longest} tokens. Raise it, or set tokenizer.max_genes to "
-            f"{room - tokens.prepend_cls}{beside}"
+            f"{room - tokens.prepend_cls}{note}"
         )
 
 

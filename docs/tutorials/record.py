@@ -4,7 +4,7 @@
     python docs/tutorials/record.py watch
 
 The site includes the records, because its build can neither limit memory nor photograph a dashboard. A record holds the
-blocks of its page beside their output, and tests/project/test_docs.py compares them with the page.
+blocks of its page next to their output, and tests/project/test_docs.py compares them with the page.
 """
 
 from __future__ import annotations

@@ -66,20 +66,20 @@ def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> No
         _refuse(path, item.name.strip("/"), found, folder)
     if not isinstance(item, h5py.Dataset):
         return
-    beside = os.path.dirname(found)
+    parent = os.path.dirname(found)
     # HDF5 searches virtual sources next to the file first, and external storage in the working directory.
     for other in _sources_of(item):
-        if not _is_inside(other, beside):
+        if not _is_inside(other, parent):
             _refuse(path, item.name.strip("/"), other, folder)
     for other in _external_of(item):
-        if not _is_inside(os.path.abspath(other) if os.path.exists(other) else other, beside):
+        if not _is_inside(os.path.abspath(other) if os.path.exists(other) else other, parent):
             _refuse(path, item.name.strip("/"), other, folder)
 
 
 def others_of(dataset: h5py.Dataset) -> list[str]:
     """Return the paths of the existing other files that contain values of a dataset."""
-    beside = os.path.dirname(str(dataset.file.filename))
-    found = (os.path.join(beside, name) for name in _sources_of(dataset))
+    parent = os.path.dirname(str(dataset.file.filename))
+    found = (os.path.join(parent, name) for name in _sources_of(dataset))
     return [path for path in (*found, *map(os.path.abspath, _external_of(dataset))) if os.path.exists(path)]
 
 
