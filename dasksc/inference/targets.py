@@ -42,7 +42,7 @@ from dasksc.inference.zarr_elements import (
     write_obs,
 )
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.output.work_folder import discard, extend, sync_folder
+from dasksc.output.work_folder import WorkFolder, discard, extend, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
 
@@ -275,14 +275,17 @@ class InStore:
                 os.rename(work.store / one.key, element_path)
             sync_folder(self.path / "obsm")
             columns = [one.name for one in outputs if one.width is None]
-            if columns:
-                table = self.path / "obs" / "zarr.json"
-                metadata = json.loads(table.read_text())
-                order = metadata["attributes"]["column-order"]
-                metadata["attributes"]["column-order"] = [*order, *(name for name in columns if name not in order)]
-                replace_json(table, metadata)
-            if json.loads((self.path / "zarr.json").read_text()).get("consolidated_metadata") is not None:
-                zarr.consolidate_metadata(str(self.path))
+            # Runs with other keys change the same metadata.
+            publishing = self.path.with_name(f"{self.path.name}.publishing")
+            with WorkFolder(self.path, publishing, what="prediction").locked(wait=True):
+                if columns:
+                    table = self.path / "obs" / "zarr.json"
+                    metadata = json.loads(table.read_text())
+                    order = metadata["attributes"]["column-order"]
+                    metadata["attributes"]["column-order"] = [*order, *(name for name in columns if name not in order)]
+                    replace_json(table, metadata)
+                if json.loads((self.path / "zarr.json").read_text()).get("consolidated_metadata") is not None:
+                    zarr.consolidate_metadata(str(self.path))
 
 
 class InFile:

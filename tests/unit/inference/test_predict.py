@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,26 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
         predict(Embedder(seed=1), store, store)
     predict(Embedder(seed=1), store, store, overwrite=True)
     assert np.array_equal(read(store).obsm["X_emb"], plain(Embedder(seed=1), store))
+
+
+def test_two_runs_that_publish_into_a_store_at_the_same_time_keep_both_columns(store, tmp_path, monkeypatch):
+    model, replace_json, others = Embedder(), targets.replace_json, []
+
+    def predicting(name: str) -> None:
+        predict(lambda batch: {name: model(batch)[:, 0]}, store, store, key=name)
+
+    def after_another_run(path: Path, value: Any) -> None:
+        if not others:
+            others.append(threading.Thread(target=predicting, args=["second"]))
+            others[0].start()
+            others[0].join(timeout=2)
+        replace_json(path, value)
+
+    monkeypatch.setattr(targets, "replace_json", after_another_run)
+    predicting("first")
+    others[0].join()
+    assert list(read(store).obs.columns)[-2:] == ["first", "second"]
+    assert not list(tmp_path.glob("*.publishing"))
 
 
 def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
