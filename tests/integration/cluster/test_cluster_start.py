@@ -225,7 +225,7 @@ def _two_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_host_name_that_leads_to_loopback_is_refused_if_ranks_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolving(monkeypatch, "node7", "127.0.1.1")  # as /etc/hosts of Debian has it
+    _resolving(monkeypatch, "node7", "127.0.1.1")  # as in /etc/hosts on Debian
     pytest.importorskip("cryptography")
     store = _two_machines(monkeypatch)
     with pytest.raises(dasksc.InputError, match=r"host='node7' is 127\.0\.1\.1.*address of the network interface"):
