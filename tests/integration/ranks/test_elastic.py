@@ -55,7 +55,7 @@ def assert_covered(batches: list[list[int]], *, n_padded: int) -> None:
 
 
 def unbroken(n_ranks: int) -> tuple[list[Batches], float]:
-    """Return the rows that each rank reads in an uninterrupted training run, and the weight that a plain loop learns."""
+    """Return the rows that each rank reads in an uninterrupted training, and the weight that a plain loop learns."""
     options = {"batch_size": 7, "fetch_factor": 2, "seed": 3, "world_size": n_ranks}
     ranks = [
         dasksc.scDataset(np.arange(float(N_OBS)), dasksc.BlockShuffling(4), rank=rank, **options)
