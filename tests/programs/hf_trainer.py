@@ -1,4 +1,4 @@
-"""Train with Trainer of Hugging Face, several times in one process; write the rows of each rank each time."""
+"""Train with the Hugging Face Trainer several times in one process; write the rows of each rank each time."""
 
 from __future__ import annotations
 

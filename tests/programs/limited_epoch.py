@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Read an epoch in a process whose memory may be limited, and print what it was.
+"""Read an epoch in a process whose memory may be limited, and print a summary.
 
     python tests/programs/limited_epoch.py atlas.h5ad '{"fetch_factor": 64}'
 
-Says "ready" after the first batches, waits for a line and reads the rest. The last line is JSON: a digest of the
-batches, how many rows there were, how many bytes were read from disks, and whether files were mapped at the end.
+The program prints "ready" after the first batches, waits for a line of input and reads the remaining batches. The
+last line is JSON: a digest of the batches, the number of rows, the number of bytes read from disk, and whether files
+were mapped at the end.
 """
 
 from __future__ import annotations
