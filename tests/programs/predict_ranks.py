@@ -1,6 +1,6 @@
-"""Under torchrun: ranks predict an atlas together, ``predict_ranks.py IN OUT ddp|fsdp|failing|nan``.
+"""Under torchrun: predict an atlas on several ranks, ``predict_ranks.py IN OUT ddp|fsdp|failing``.
 
-``failing``: the last rank fails on the way. Each rank prints what it reports, or the error.
+With ``failing``, the last rank fails in the middle. Each rank prints its report or its error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dasksc.planning.process_groups import leave_group
 
 
 def say(line: str) -> None:
-    """Print a line in one call, so that lines of several ranks do not mix."""
+    """Print a line in one call, so that the lines of several ranks do not mix."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
