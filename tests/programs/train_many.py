@@ -1,8 +1,8 @@
-"""Several trainings in one start of the ranks.
+"""Run several trainings in one launch of the ranks.
 
     train_many.py TRAININGS.json
 
-The file holds a dict of configurations by name. What went wrong is written to <name>.error beside it.
+The file holds a dict of configurations by name. Error messages are written to <name>.error in the same folder.
 """
 
 from __future__ import annotations

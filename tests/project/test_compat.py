@@ -1,4 +1,4 @@
-"""Private names of other libraries: used in ``dasksc/_compat`` only, and never missing without an error or warning."""
+"""Private names of other libraries: only ``dasksc/_compat`` uses them, and a missing name causes an error or warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 PACKAGE = Path(dasksc.__file__).parent
 
-# Modules without an underscore whose names no documentation promises.
+# Modules without an underscore whose names are not documented.
 INTERNAL = {
     *("dask.array.chunk", "dask.array.core", "dask.array.optimization", "dask.array.slicing", "dask.blockwise"),
     *("dask.core", "dask.local", "dask.optimization"),
@@ -33,7 +33,7 @@ INTERNAL = {
     *("torch.utils.data.dataloader",),
 }
 
-# Attributes, private or undocumented, of objects of other libraries.
+# Private or undocumented attributes of objects of other libraries.
 ATTRIBUTES = {
     *("_oidx", "_vidx"),  # AnnData
     *("_cached_dict", "_meta", "io_deps", "new_axes", "output_indices"),  # Dask
@@ -47,14 +47,14 @@ ATTRIBUTES = {
     *("_get_default_store", "distributed_c10d", "auto_collation"),  # PyTorch
     *("codec_config",),  # zarr-python
 }
-# Names that others have, too: private where they are not an object's own.
+# Names that dasksc's own objects use as well; other objects' attributes of this name are private.
 NOT_ON_OTHERS = {"_cache"}
-# Questions that a Client can ask its scheduler.
+# Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}
-# Private functions of libraries, by which they are known in a graph.
+# Modules whose private functions a graph names.
 MODULES_IN_TEXT = ("dask.", "scanpy._", "torch.distributed.distributed_c10d", "jax._src")
 
-# Modules of _compat that import their library only when something is asked of them.
+# Modules of _compat that import their library on first use.
 LATE = {"anndata", "distributed", "fsspec", "jax", "scanpy", "torch"}
 
 
@@ -72,9 +72,9 @@ def is_internal(module: str) -> bool:
 
 
 def private_uses(source: str) -> Iterator[tuple[int, str]]:
-    """Every use of something private of another library in a file: its line, and what it is."""
+    """Yield the line and the name of every use of another library's private names in a file."""
     tree = ast.parse(source)
-    foreign: dict[str, str] = {}  # what names of the file stand for
+    foreign: dict[str, str] = {}  # what the names in the file refer to
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -108,7 +108,7 @@ def private_uses(source: str) -> Iterator[tuple[int, str]]:
 
 
 def root_and_rest(node: ast.expr) -> tuple[str, str]:
-    """The name that a chain of attributes begins with, empty if it is none, and the attributes."""
+    """Return the name at the start of a chain of attributes, or an empty string, and the attributes."""
     rest: list[str] = []
     while isinstance(node, ast.Attribute):
         rest.insert(0, node.attr)
