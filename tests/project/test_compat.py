@@ -1,4 +1,4 @@
-"""Private names of other libraries: only ``dasksc/_compat`` uses them, and a missing name causes an error or warning."""
+"""Private names of other libraries: only ``dasksc/_compat`` uses them, and a missing one causes an error or warning."""
 
 from __future__ import annotations
 

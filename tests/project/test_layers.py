@@ -1,4 +1,4 @@
-"""Layers of the package: the imports that each may make. docs/architecture.md gives the reasons."""
+"""Layers of the package and the imports that each may make; docs/architecture.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(dasksc.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Lowest first: a room imports from rooms before it, never from one after it.
+# Lowest first: a room imports only from the rooms before it.
 ROOMS = [
     "errors",
     "platforms",
@@ -62,7 +62,7 @@ ROOMS = [
 ]
 ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
-# Which rooms may import a library when they are imported, and which only inside a function.
+# Rooms that may import a library at import time, and rooms that may import it only inside a function.
 LIBRARIES = {
     "torch": (
         {"batches", "transforms", "loader", "inference", "integrations", "train"},
@@ -95,7 +95,7 @@ PIP_NAMES = {
     "scvi": "scvi-tools",
     "skmisc": "scikit-misc",
 }
-# Libraries that the package does without until somebody asks for what needs them, and the extra that brings each.
+# Optional libraries, which the package imports on demand, and the extra that installs each.
 IN_EXTRAS = {
     "lightning": "lightning",
     "matplotlib": "train",
@@ -108,18 +108,18 @@ IN_EXTRAS = {
     "tqdm": "demo",
     "transformers": "transformers",
 }
-# Those that no extra brings, since they are used only where the user has them.
+# Optional libraries without an extra, which are used only if the user has installed them.
 USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
 # Rooms that are imported only on request.
 OPTIONAL_ROOMS = {"train", "integrations"}
-# Chosen only when a Client exists, so it may import the dependencies of a Client.
+# This folder is used only with a Client, so it may import the dependencies of a Client.
 DISTRIBUTED_ONLY = "executor/cluster/"
 
 
 class Import(NamedTuple):
-    """One imported module: ``dasksc.pushdown``, ``torch``, ...
+    """Imported module: ``dasksc.pushdown``, ``torch``, ...
 
-    `when` is "load" (as the file is imported), "call" (inside a function) or "types" (only for
+    `when` is "load" (when the file is imported), "call" (inside a function) or "types" (only for
     annotations).
     """
 
@@ -137,7 +137,7 @@ class Import(NamedTuple):
 
 
 def imports_of(source: str, file: str) -> Iterator[Import]:
-    """Return every import in a file of the package."""
+    """Yield every import in a file of the package."""
 
     def walk(node: ast.AST, when: str) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -186,7 +186,7 @@ def wrong_libraries(files: dict[str, str]) -> list[str]:
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
         library = arrow.name.split(".")[0]
         if arrow.room == "_compat":
-            # A module of a library imports that one only; test_compat.py says which may do so when they are imported.
+            # A module imports only its own library; test_compat.py checks which modules may do so at import time.
             if library in LIBRARIES and library != Path(arrow.file).stem:
                 wrong.append(f"{arrow} ({arrow.when})")
             continue
@@ -208,7 +208,7 @@ def modules(files: dict[str, str]) -> dict[str, str]:
 
 
 def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
-    """Return the modules that each module imports, whenever it does."""
+    """Return the modules that each module imports, at import time or later."""
     sources = modules(files)
     arrows: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
@@ -219,7 +219,7 @@ def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
                     arrows[name].add(deeper if deeper in sources else str(node.module))
             elif isinstance(node, ast.Import):
                 arrows[name] |= {alias.name for alias in node.names}
-        # Public names come from the top, which imports what they need when they are asked for.
+        # Public names come from the top-level package, which imports their modules on first access.
         arrows[name] = {target for target in arrows[name] if target in sources} - {"dasksc", name}
     return arrows
 
@@ -234,7 +234,7 @@ def circles(files: dict[str, str]) -> list[str]:
 
 
 def private_names_of_others(files: dict[str, str]) -> list[str]:
-    """Return the uses of a name with an underscore in front that belongs to a module of another package."""
+    """Return the uses of names with a leading underscore that belong to a module of another package."""
     sources = modules(files)
     wrong = []
     for file, source in files.items():
@@ -268,7 +268,7 @@ def test_no_package_uses_private_names_of_another():
 
 
 def test_no_module_has_the_name_of_a_function_of_its_package():
-    """Importing ``dasksc.convert`` would put a module where ``dasksc.convert`` is a function."""
+    """Importing a module ``dasksc.convert`` would replace the function ``dasksc.convert``."""
     names = modules(package_files())
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
     assert {"dasksc", "dasksc.conversion"} <= packages
@@ -300,7 +300,7 @@ def test_libraries_are_imported_only_where_they_belong():
 
 
 def undeclared(files: dict[str, str], project: dict[str, Any]) -> list[str]:
-    """Imports of libraries that `pip install` with the extra they belong to need not bring."""
+    """Return the imports of libraries that neither a dependency nor the matching extra declares."""
 
     def names(lines: list[str]) -> set[str]:
         return {canonicalize_name(Requirement(line).name) for line in lines}
@@ -376,7 +376,7 @@ def test_an_undeclared_library_is_found():
     declared = {"dependencies": ["pyyaml>=6"], "optional-dependencies": PROJECT["optional-dependencies"]}
     assert not undeclared({"planning/plan.py": "import yaml"}, declared)
     assert undeclared({"planning/plan.py": "import toolz"}, declared)
-    # An extra is no reason to import it without one, nor is another extra that has it.
+    # A library of an extra may be imported only inside functions, and only if it is listed with that extra.
     assert undeclared({"planning/plan.py": "import tqdm"}, declared)
     assert not undeclared({"planning/plan.py": "def f():\n    import tqdm"}, declared)
     assert undeclared({"planning/plan.py": "def f():\n    import bokeh"}, declared)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# What conda-forge calls some packages, or splits them into.
+# Names of packages in conda-forge that differ from those in PyPI.
 CONDA_NAMES = {
     "torch": ["pytorch"],
     "matplotlib": ["matplotlib-base"],
@@ -34,14 +34,14 @@ CONDA_NAMES = {
 }
 
 
-# The extras that environment.yml has.
+# Extras in environment.yml.
 USERS_EXTRAS = ("cluster", "dashboard", "remote", "demo", "train")
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
-    """Every package that pyproject.toml asks for, with these extras or all, and its bounds.
+    """Return the bounds of every package that pyproject.toml requires, with the given extras or all extras.
 
-    An extra may ask for more than the core, never two extras for different versions.
+    An extra may require a higher version than the core, but two extras must agree.
     """
     extras = PYPROJECT["project"]["optional-dependencies"]
     chosen = extras if wanted is None else wanted
@@ -69,7 +69,7 @@ def test_conda_and_pip_ask_for_the_same_packages_and_bounds(file, name, extras):
     assert environment["channels"] == ["conda-forge", "nodefaults"]
     *lines, from_pip = (line for line in environment["dependencies"] if line != "pip")
     assert from_pip["pip"].pop() == "--editable ."
-    lines += from_pip["pip"]  # what conda-forge does not have
+    lines += from_pip["pip"]  # packages that conda-forge lacks
     conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines) if match}
     pip = {name: bound for ours, bound in declared(extras).items() for name in CONDA_NAMES.get(ours, [ours])}
     assert conda == pip
@@ -149,7 +149,7 @@ PUBLIC = (
 
 
 def public_names(module_name: str) -> Iterator[str]:
-    """Import names of what users meet in a module: the public names, and the methods and properties of classes."""
+    """Yield the import names of the public functions and classes of a module, and of their methods and properties."""
     module = importlib.import_module(module_name)
     for name in module.__all__:
         thing = getattr(module, name)
@@ -162,7 +162,7 @@ def public_names(module_name: str) -> Iterator[str]:
                     yield f"{module_name}.{name}.{member}"
 
 
-# By module, since naming what a module has imports it, and a trainer with it, in every pytest worker.
+# Parametrized by module, since listing the names of a module would import it in every pytest worker.
 @pytest.mark.parametrize("module_name", PUBLIC)
 def test_public_docstrings_follow_numpydoc(module_name):
     validate = pytest.importorskip("numpydoc.validate").validate
