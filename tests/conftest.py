@@ -195,7 +195,7 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], subproces
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Callable[[str], Bucket]]:
-    """Return a function that makes a bucket by name on the one S3 endpoint on loopback."""
+    """Return a function that creates a named bucket on the shared S3 endpoint on loopback."""
     with s3_endpoint() as bucket_of:
         yield bucket_of
 

@@ -392,7 +392,7 @@ STRATEGIES = {
 }
 
 
-# Each strategy once, and each number of ranks.
+# Each strategy, and each number of ranks with one strategy that draws rows and one that does not.
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [

@@ -1,4 +1,4 @@
-"""Run several trainings in one launch of the ranks.
+"""Run several training configurations in one launch of the ranks.
 
     train_many.py TRAININGS.json
 

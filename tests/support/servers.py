@@ -224,7 +224,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
-    """Start an S3 endpoint on loopback; yield a function that makes a bucket by name."""
+    """Start an S3 endpoint on loopback; yield a function that creates a named bucket."""
     import pytest
 
     pytest.importorskip("flask_cors")

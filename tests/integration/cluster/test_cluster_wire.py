@@ -209,7 +209,7 @@ def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
     expected = dasksc.scDataset(path, dasksc.BlockShuffling(5), scheduler="synchronous", **options)
     for batch, other in zip(batches, expected, strict=True):
         np.testing.assert_array_equal(batch.numpy(), other.numpy())
-    # No block is pickled: the workers use the serializer family dask, and the rank sends none.
+    # No block is pickled, neither by the workers nor by the rank: all headers name the serializer family dask.
     assert all(part["serializer"] == "dask" for header in headers for part in header["headers"])
 
 

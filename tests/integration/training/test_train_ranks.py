@@ -105,7 +105,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
-    """Return runs: a training, a branch from an older step with another optimizer, and two that resume the branch."""
+    """Return runs: a first one, a branch from its step 2 with another optimizer, and two that resume the branch."""
     start = six_steps(atlas, folder, **section)
     optimizer = {"weight_decay": 0.0}
     changes: dict[str, dict[str, Any]] = {
