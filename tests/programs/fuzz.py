@@ -5,7 +5,7 @@
 
 Each read runs in a separate process and must end with values or a `DaskscError`, and never with a crash, a hang,
 another exception or a column that does not exist. If a checksum covers the damaged bytes, the values must be
-unchanged. Otherwise, the program prints the seeds of the failing cases and exits with 1.
+unchanged. The program prints the seeds of failing cases, and exits with 1 if there are any.
 """
 
 from __future__ import annotations

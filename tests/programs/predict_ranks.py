@@ -1,6 +1,6 @@
 """Under torchrun: predict an atlas on several ranks, ``predict_ranks.py IN OUT ddp|fsdp|failing``.
 
-With ``failing``, the last rank fails in the middle. Each rank prints its report or its error.
+With ``failing``, the last rank fails during the prediction. Each rank prints its report or its error.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ ATTRIBUTES = {
 NOT_ON_OTHERS = {"_cache"}
 # Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}
-# Modules whose private functions a graph names.
+# Prefixes of modules whose private names may occur as strings.
 MODULES_IN_TEXT = ("dask.", "scanpy._", "torch.distributed.distributed_c10d", "jax._src")
 
 # Modules of _compat that import their library on first use.

@@ -79,7 +79,7 @@ def worker() -> Stub:
 
 
 class Prefixes:
-    """Mapping whose only value is also an attribute, for paths."""
+    """Mapping whose only value is also an attribute, so that a path can name it."""
 
     def __init__(self) -> None:
         self.known = Stub(states={"released": 0, "waiting": 0})

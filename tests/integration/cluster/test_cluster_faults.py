@@ -84,7 +84,7 @@ def local(n_workers: int, *, processes: bool = True, **options: Any) -> distribu
 
 
 def watched(cluster: distributed.LocalCluster) -> list[int]:
-    """Return the process ids of started workers; nannies do not restart a worker that dies while starting."""
+    """Return the process IDs of started workers; nannies do not restart a worker that dies while starting."""
 
     def started() -> list[int]:
         # The status of a nanny is "running" even while it restarts its worker.
@@ -113,7 +113,7 @@ def nothing_is_left(client: distributed.Client) -> bool:
 
 @pytest.mark.timeout(600)  # starts ten processes, which takes long on a busy machine
 def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
-    # Ten seeded moments in an epoch; with batches 4 ms apart they hit workers reading, sending and idle.
+    # Ten seeded moments in an epoch; with batches 4 ms apart, they hit reading, sending and idle workers.
     rng = random.Random(20)
     # By default, a cluster drops workers that take longer than 15 s to restart, as they do on a busy machine.
     patient = dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"})

@@ -255,7 +255,7 @@ def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
 
 @pytest.fixture
 def scheduler_file(two_process_client: distributed.Client, tmp_path: Path) -> Iterator[Path]:
-    # As `dask scheduler --scheduler-file` writes it.
+    # The content is that of `dask scheduler --scheduler-file`.
     path = tmp_path / "scheduler.json"
     path.write_text(json.dumps(two_process_client.cluster.scheduler.identity(n_workers=0)))
     yield path
