@@ -3,15 +3,15 @@
 #   make demo           train a classifier on a 100,000-cell atlas with two processes
 #   make test           run the core tests
 #   make test-programs  run every program, example, launcher, trainer and benchmark
-#   make test-faults    run the tests of faults, memory and hostile files, and the property tests in breadth
+#   make test-faults    run the tests of faults, memory and hostile files, and the property tests with more examples
 #   make test-all       run all three
 #   make docs           build the site into .cache/site, and execute its tutorials
 #   make tutorials-record  run the tutorials that need a memory limit or a browser, and record their output
-#   make lowest         run the core tests with the lowest versions of everything
-#   make rapids         run the core tests with the versions of RAPIDS 26.02
-#   make check          run all that CI does
+#   make lowest         run the core tests with the lowest versions of the dependencies
+#   make rapids         run the core tests with the versions that RAPIDS 26.02 requires
+#   make check          run all checks of CI
 #
-# make PYTHON=python3.12 ... uses another Python.
+# make PYTHON=python3.12 ... uses another Python interpreter.
 
 SHELL := bash
 PYTHON ?= python3
@@ -21,10 +21,10 @@ BIN := $(VENV)/bin
 DEMO_CELLS ?= 100000
 ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
-# Many tests wait for ranks, workers and servers of their own: three keep two cores busy.
+# Many tests wait for ranks, workers and servers, so three processes keep two cores busy.
 TEST_PROCESSES ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
-# Compiled files are kept, whatever the environment says: tests start some hundred programs.
+# Python writes bytecode files whatever the environment says, since the tests start many programs.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
@@ -33,7 +33,7 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 env: $(VENV)/.dev
 
-# The demo needs the extra demo, the core tests their own extras, everything else the developers' extras.
+# The demo needs the extra demo, the core tests need the extra test, and everything else needs the extra dev.
 $(VENV)/.demo: PACKAGES := .[demo]
 $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]
@@ -41,8 +41,8 @@ $(VENV)/.test: CONTAINED := $(VENV)/.demo
 $(VENV)/.dev: CONTAINED := $(VENV)/.demo $(VENV)/.test
 $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'No venv could be made. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
-	@echo 'Installing $(PACKAGES) into $(VENV): some minutes the first time.'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'The venv cannot be created. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	@echo 'Installing $(PACKAGES) into $(VENV), which takes some minutes the first time.'
 # torch is installed first and alone, so that an existing CPU build is kept.
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '$(PACKAGES)'
@@ -54,14 +54,14 @@ $(ATLAS): examples/make_atlas.py | $(VENV)/.demo
 demo: $(VENV)/.demo $(ATLAS)
 	$(BIN)/torchrun --standalone --nproc_per_node=2 examples/train_ddp.py $(ATLAS)
 
-# Modules are dealt out in their order: those of real parts, of few tests that take long, come first.
+# Modules run in the order of collection: those with few but slow tests of real components come first.
 test: $(VENV)/.test
 	$(PYTEST) --no-loadscope-reorder -m core $(PYTEST_ARGS)
 
 test-programs: $(VENV)/.dev
 	$(PYTEST) -m programs $(PYTEST_ARGS)
 
-# Property tests run again here, with more examples.
+# The property tests run again, with more examples.
 test-faults: $(VENV)/.dev
 	$(PYTEST) -m 'faults or hypothesis' --hypothesis-profile thorough $(PYTEST_ARGS)
 
@@ -78,34 +78,35 @@ types: $(VENV)/.dev
 bounds: $(VENV)/.dev
 	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
 
-# Damaged files, read by two processes for half a minute.
+# Two processes read damaged files for half a minute.
 fuzz: $(VENV)/.dev
 	fuzz="$(BIN)/python -W ignore tests/programs/fuzz.py --seconds $(FUZZ_SECONDS)"; \
 	    $$fuzz --seed 0 & first=$$!; $$fuzz --seed 1000000; second=$$?; wait $$first && exit $$second
 
-# The site; a warning is an error, and so is a cell of a tutorial that raises.
+# Build the site; warnings and exceptions in tutorial cells are errors.
 docs: $(VENV)/.dev
 	$(BIN)/python docs/prose.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
-# Output and pictures of the tutorials that the site does not execute. A control group needs root, and a picture chromium.
+# Record the output and pictures of the tutorials that the site does not execute. Control groups need root, and pictures
+# need chromium.
 tutorials-record: $(VENV)/.dev
 	$(BIN)/python docs/tutorials/record.py
 
-# The core tests with the lowest versions that pyproject.toml allows, but for torch, whose other builds are of gigabytes.
-# Such old versions warn about newer dependencies.
+# Run the core tests with the lowest versions that pyproject.toml allows, except for torch, whose other builds take
+# gigabytes. Old versions warn about newer dependencies.
 lowest:
 	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet --no-deps uv "$$(grep '^torch==' constraints.txt)"; }
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[test]' "$$(grep '^torch==' constraints.txt)"
 	.venv-lowest/bin/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup -m core -W ignore::DeprecationWarning \
 	    -W ignore::PendingDeprecationWarning -W ignore::FutureWarning $(PYTEST_ARGS)
 
-# The core tests beside the versions of Dask, numba, pandas and NumPy that RAPIDS 26.02 asks for, and scanpy; pip must
-# resolve them with dasksc.
+# Run the core tests with scanpy and the versions of Dask, numba, pandas and NumPy that RAPIDS 26.02 requires; pip must
+# resolve them together with dasksc.
 rapids:
 	$(MAKE) VENV=.venv-rapids CONSTRAINTS=constraints-rapids.txt test
 
-# The quickest first; says what each took, in seconds on the clock and of processors, and ends at the first that fails.
+# Run all checks, the fastest first; print the wall-clock and CPU time of each, and stop at the first failure.
 check: $(VENV)/.dev
 	@for part in $(CHECKS); do \
 	    TIMEFORMAT="make $$part: %0R s, %0U s of user time, %0S s of system time"; \

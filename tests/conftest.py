@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of modules of other tiers: trainers take longer to import than many tests to run."""
+    """Skip modules of other tiers: importing a trainer takes longer than running many tests."""
     if config.option.markexpr not in TIERS or not collection_path.name.startswith("test_"):
         return None
     declared = re.search(r"^pytestmark = .*?pytest\.mark\.(\w+)", collection_path.read_text(), re.MULTILINE | re.DOTALL)
@@ -51,7 +51,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse modules that do not declare the one tier of their tests; keep those of a core module in one process."""
+    """Raise an error for modules that do not declare exactly one tier; run each core module in one process."""
     for item in items:
         declared = [mark.name for mark in item.iter_markers() if mark.name in TIERS]
         if len(declared) != 1:
@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 f"{item.nodeid} is in the tiers {declared}; its module must declare one: "
                 f"pytestmark = pytest.mark.<{'|'.join(sorted(TIERS))}>"
             )
-        # If the tests of a module were distributed one by one, every process would make its fixtures and compile the
-        # same kernels. Other tiers have few tests, each of which takes long.
+        # If the tests of a module were distributed one by one, every process would create its fixtures and compile
+        # the same kernels. Other tiers have few tests, and each takes long.
         if declared == ["core"] and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
@@ -77,7 +77,7 @@ def _own_settings() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Run PyTorch on one thread: more threads are slower for small matrices, and change the order of sums."""
+    """Run PyTorch on one thread: more threads are slower for small matrices and change the order of summation."""
     import torch
 
     n_threads = torch.get_num_threads()
@@ -95,7 +95,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def atlas_of(shared_folder: Path) -> Callable[..., Path]:
-    """Return `make_atlas` without the path: each read-only atlas is written once per session, for all workers."""
+    """Return a form of `make_atlas` that chooses the path and writes each atlas once per session, for all workers."""
 
     @cache
     def made(*args: int, **options: int) -> Path:
@@ -121,10 +121,10 @@ IDLE = {
 @pytest.fixture(scope="session")
 def in_process_cluster() -> Iterator[distributed.LocalCluster]:
     """Start a Dask cluster whose worker has four threads in this process."""
-    # Imported before the tests, it would hide its log records from caplog.
+    # Importing distributed before the tests would hide its log records from caplog.
     import distributed
 
-    # The process also holds the memory of the tests, which must not pause the worker.
+    # No memory limit: this process also holds the memory of the tests, which must not pause the worker.
     with dask.config.set(IDLE):
         cluster = distributed.LocalCluster(
             n_workers=1, threads_per_worker=4, processes=False, memory_limit=0, **LOOPBACK
@@ -162,7 +162,7 @@ def two_process_client(two_process_cluster: distributed.LocalCluster) -> Iterato
 
 @contextlib.contextmanager
 def _client_of(cluster: distributed.LocalCluster) -> Iterator[distributed.Client]:
-    """Connect to a shared cluster; afterwards, fail if the test has left anything there."""
+    """Connect to a shared cluster; afterwards, fail if the test has left tasks or plugins there."""
     import distributed
 
     with distributed.Client(cluster, set_as_default=False) as client:
@@ -195,14 +195,14 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], subproces
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Callable[[str], Bucket]]:
-    """Return a function that makes a bucket by name on the one S3 endpoint on loopback."""
+    """Return a function that creates a named bucket on the shared S3 endpoint on loopback."""
     with s3_endpoint() as bucket_of:
         yield bucket_of
 
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an atlas in every format and layout: `csr.h5ad`, `dense.zarr3.zarr` and so on."""
+    """Return a folder with an atlas in every format and layout: `csr.h5ad`, `dense.zarr3.zarr` and so on."""
     folder = tmp_path_factory.mktemp("stores")
     for layout in LAYOUTS:
         for format in FORMATS:
@@ -221,14 +221,14 @@ def s3_stores(stores: Path, s3: Callable[[str], Bucket]) -> Bucket:
 
 @pytest.fixture
 def web_stores(stores: Path) -> Iterator[HTTPServer]:
-    """Start a web server of `stores` for this test."""
+    """Start a web server that serves `stores` for this test."""
     with serving(stores) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def training_atlas(atlas_of: Callable[..., Path]) -> Path:
-    """Return the atlas of small trainings, with the numbers of cells, genes and types of tests/support/training.py."""
+    """Return the atlas for small training runs; tests/support/training.py has its numbers of cells, genes and types."""
     return atlas_of(203, 40, n_types=5, n_plates=6, seed=1)
 
 
@@ -241,7 +241,7 @@ def mpirun() -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[dict[str, str]]:
-    """Return the environment of commands for a Slurm cluster of one node."""
+    """Return the environment variables for commands on a one-node Slurm cluster."""
     if absent := with_slurm.missing():
         pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
     with with_slurm.cluster() as environment:

@@ -1,4 +1,4 @@
-"""One program with dasksc, scanpy, AnnData and a Dask cluster, whose libraries must agree on versions."""
+"""One program with dasksc, scanpy, AnnData and a Dask cluster, whose versions must be compatible."""
 
 from __future__ import annotations
 

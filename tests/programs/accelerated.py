@@ -1,4 +1,4 @@
-"""Read an epoch, also resumed, under torchrun in each way of using Accelerate, and write the rows of each rank."""
+"""Under torchrun: read an epoch with each use of Accelerate, and resume one; write the rows of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ path, folder = sys.argv[1], Path(sys.argv[2])
 
 
 def read(case: str) -> dict[str, list[list[int]]]:
-    """Read the epoch of a data set, prepared or not, or of a prepared loader around one."""
+    """Read an epoch from a data set, prepared or not, or from a prepared loader around a data set."""
     accelerator = Accelerator(cpu=True)
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, obs=["cell_type"], seed=3)
     model = torch.nn.Linear(17, 1)
@@ -32,7 +32,7 @@ def read(case: str) -> dict[str, list[list[int]]]:
     rest: list[list[int]] = []
     for i, batch in enumerate(loader):
         batch = batch.to(accelerator.device)
-        # The step waits for no other rank, since misuse gives ranks different numbers of batches.
+        # No step waits for other ranks, since misuse gives ranks different numbers of batches.
         seen.append(batch.index.tolist())
         if case == "unprepared":
             accelerator.backward(model(batch.X).mean())

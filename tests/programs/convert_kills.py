@@ -1,8 +1,8 @@
-"""Convert an atlas repeatedly, killed by SIGKILL during the conversion: ``convert_kills.py IN FOLDER how``.
+"""Convert an atlas repeatedly and send SIGKILL during the conversion: ``convert_kills.py IN FOLDER how``.
 
 With ``steps``, conversions are killed at 20 of their file system steps, and each is run once more. With ``moments``,
-twenty are killed at random moments, and each resumes from the files of the previous one. FOLDER keeps every completed
-store. Children are forked before any thread is started.
+twenty conversions are killed at random moments, and each resumes from the files of the previous one. Completed stores
+remain in FOLDER. Children are forked before any thread starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dasksc.output import work_folder as workplace
 
 
 def in_child(work: Callable[[], Any]) -> int:
-    """Start `work` in a child; return its process id."""
+    """Start `work` in a child process; return its process ID."""
     pid = os.fork()
     if pid:
         return pid
@@ -44,7 +44,7 @@ def in_child(work: Callable[[], Any]) -> int:
 
 
 def finished(pid: int) -> bool:
-    """Wait for a child; return True if it finished, False if it was killed."""
+    """Wait for a child process; return True if it finished, False if it was killed."""
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return False
@@ -54,7 +54,7 @@ def finished(pid: int) -> bool:
 
 
 def convert(source: str, target: Path) -> None:
-    """Convert in many small tasks, by way of runs."""
+    """Convert in many small tasks, through intermediate runs."""
     with (
         mock.patch.object(writing, "_CHUNK_VALUES", 512),
         mock.patch.object(converting, "_SCAN_ROWS", 64),
@@ -89,7 +89,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> Callable[[], None]:
 
 
 def watch(before: Callable[[int], None], after: Callable[[int], None]) -> Iterator[int]:
-    """Call back before and after every step that conversions take in the file system; return their numbers."""
+    """Call back before and after every file system step of a conversion; return the step numbers."""
     numbers = itertools.count(1)
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def at_moments(source: str, folder: Path, n_kills: int) -> int:
 
 
 def is_done(target: Path) -> bool:
-    """Return True if a target exists and its conversion has left at most an empty folder."""
+    """Return True if a target exists and its conversion left no plan to resume."""
     return target.exists() and not (partial(target) / "plan.json").exists()
 
 

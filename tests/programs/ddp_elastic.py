@@ -1,9 +1,9 @@
-"""Training that resumes from its checkpoint: two epochs under DDP, with one rank killed in the first.
+"""Training that resumes from its checkpoint: two epochs under DDP, where one rank is killed in the first epoch.
 
     ddp_elastic.py FOLDER KILLED [AGENT]
 
-Each rank records its batches in FOLDER/batches-<attempt>-<rank>. Rank KILLED (-1: none) kills itself before step 5 of
-the first attempt. With AGENT, it also kills its torchrun agent, as if the machine were lost.
+Each rank records its batches in FOLDER/batches-<attempt>-<rank>. The rank KILLED (-1: none) kills itself before step
+5 of the first attempt. With AGENT, it also kills its agent, as if a machine were lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ folder, killed, takes_agent = Path(sys.argv[1]), int(sys.argv[2]), "AGENT" in sy
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=20))
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 while (folder / f"batches-{attempt}-{rank}").exists():
-    attempt += 1  # another torchrun
+    attempt += 1  # a restart by another torchrun
 dataset = dasksc.scDataset(np.arange(203.0), dasksc.BlockShuffling(4), batch_size=7, fetch_factor=2, seed=3)
 torch.manual_seed(0)
 model = DistributedDataParallel(torch.nn.Linear(1, 1))

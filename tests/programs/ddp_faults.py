@@ -1,4 +1,4 @@
-"""Rank of a DDP training in which only rank argv[2] suffers the fault argv[1], in batch 3."""
+"""Rank of a DDP training in which rank argv[2] alone suffers the fault argv[1], in batch 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the rows and errors of four ranks under torchrun, two data-parallel by two tensor-parallel."""
+"""Under torchrun with four ranks, two data-parallel by two tensor-parallel: write the rows and errors of each rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def dataset(**options):
-    # With seed=None, the ranks agree on a seed, in every group.
+    # With seed=None, the ranks of every group agree on a seed.
     return dasksc.scDataset(np.arange(101), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, **options)
 
 
@@ -39,11 +39,11 @@ found = {
 grouped.set_epoch(0)
 found |= {"epochs": [rows(meshed), rows(meshed)], "named": rows(named), "grouped": rows(grouped)}
 
-# The two groups of one dimension are independent, so another epoch in one does not concern the other.
+# The two groups of one dimension are independent, so they may read different epochs.
 apart = dataset(group=mesh, seed=1)
 apart.set_epoch(here % 2)
 found["apart"] = rows(apart)
-# Within one group, another epoch is an error.
+# Within a group, different epochs are an error.
 wrong = dataset(group=mesh, seed=1)
 wrong.set_epoch(5 if here == 3 else 0)
 if here == 3:

@@ -1,6 +1,7 @@
-"""Train and predict on two ranks under torchrun: ``ddp_two_ranks.py IN OUT.json OUT.zarr``. The ranks print their
-numbers, train two DDP epochs over an odd number of rows, write the rows read, predict the atlas into a store, and read
-a batch on rank 0 alone.
+"""Under torchrun: train and predict on two ranks: ``ddp_two_ranks.py IN OUT.json OUT.zarr``.
+
+The ranks print their number, train two DDP epochs over a number of rows that is not divisible, write the rows that they
+read, predict the atlas into a store, and finally only one rank reads a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ epochs = []
 for _ in range(2):
     rows, sizes = [], []
     for batch in dataset:
-        # The gradient's all-reduce makes every rank wait for the others at every step.
+        # The all-reduce of the gradient synchronizes the ranks at every step.
         model(torch.ones(len(batch.X), model.module.in_features)).sum().backward()
         rows += batch.index.tolist()
         sizes.append(len(batch.X))
@@ -56,7 +57,7 @@ torch.manual_seed(0)
 layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
 model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
-# 64 units are several for each rank.
+# 64 units give many to each rank.
 with mock.patch.object(work, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
     # The key exists on every rank when the call returns.
@@ -65,7 +66,7 @@ with mock.patch.object(work, "_LEAST_ROWS", 16):
     again = dasksc.predict(model, dataset, predictions).n_predicted
     print(f"rank {rank} again: {again}, training {model.training, model.module.training}", flush=True)
 
-# Only rank 0 looks at a batch; each rank prints its error.
+# Only rank 0 reads a batch first; each rank prints its error.
 dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
 if rank == 0:
     print(f"rank 0 peeked at {len(next(iter(dataset)))} rows", flush=True)
@@ -78,6 +79,6 @@ except dasksc.RankMismatchError as error:
     print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
 else:
     print(f"rank {rank} finished {n_batches}", flush=True)
-# Ranks that stopped wait here for the others.
+# Ranks that stopped wait here for those that did not.
 dist.all_reduce(torch.zeros(1))
 leave_group()

@@ -19,7 +19,7 @@ deepspeed.init_distributed(dist_backend="gloo")
 
 
 def start() -> tuple[deepspeed.DeepSpeedEngine, dasksc.scDataset]:
-    """Make an engine and a data set, as a user's program does."""
+    """Create an engine and a data set, as a user's program does."""
     model = torch.nn.Linear(17, 1)
     config = {
         "train_micro_batch_size_per_gpu": 8,

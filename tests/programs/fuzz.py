@@ -3,9 +3,9 @@
 
     python tests/programs/fuzz.py --seconds 60 --seed 0
 
-Each read runs in a separate process and must return values or raise a `DaskscError`. It must never crash, hang, raise
-another exception, or return a column that does not exist. If a checksum covers the damaged bytes, it must not return
-other values. The program exits with status 1 after any violation, and prints the seeds of these cases.
+Each read runs in a separate process and must end with values or a `DaskscError`, and never with a crash, a hang,
+another exception or a column that does not exist. If a checksum covers the damaged bytes, the values must be
+unchanged. The program prints the seeds of failing cases, and exits with 1 if there are any.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Layout:
     name
         Name in reports.
     write
-        Writes the matrix to a path.
+        Function that writes the matrix to a path.
     is_checked
         True if every chunk carries a checksum.
     is_atlas
-        True if it is a whole AnnData, which is opened and read as an epoch.
+        True if the layout is a whole AnnData, which is opened and read as an epoch.
     """
 
     name: str
@@ -174,7 +174,7 @@ def chunk_ranges(path: Path) -> list[tuple[Path, int, int]]:
 
 
 def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None:
-    """Change some bytes of a range of a file, or cut the file off in it."""
+    """Change some bytes within a range of a file, or truncate the file there."""
     file, offset, size = where
     data = bytearray(file.read_bytes())
     if not size:
@@ -204,10 +204,10 @@ def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None
 
 
 def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
-    """Read all rows in every way; return True if the values are unchanged."""
+    """Read all rows in every way; return SAME if the values are unchanged, else CHANGED."""
     found = open_matrix(path, "X", use_mmap=use_mmap)
     n_obs, n_vars = found.shape
-    if n_obs > 10_000 or n_vars > 10_000:  # the metadata of the shape is damaged, so there is nothing to compare
+    if n_obs > 10_000 or n_vars > 10_000:  # the stored shape is damaged, so there is nothing to compare
         found.fetch(np.array([0, n_obs - 1]))
         return CHANGED
     rows = np.arange(n_obs)
@@ -227,7 +227,7 @@ def read(path: Path, expected: Any, *, use_mmap: bool) -> int:
 
 
 def read_atlas(path: Path, expected: Any, *, use_mmap: bool) -> int:
-    """Open a whole atlas and read an epoch of it; return True if the values are unchanged."""
+    """Open a whole atlas and read an epoch; return SAME if the values are unchanged, else CHANGED."""
     adata = dasksc.open(path, mmap=use_mmap)
     dataset = dasksc.scDataset(
         adata, dasksc.BlockShuffling(4), 8, 2, obs=["type", "n"], layers=["twice"], scheduler="synchronous", seed=0
@@ -246,7 +246,7 @@ def read_atlas(path: Path, expected: Any, *, use_mmap: bool) -> int:
 
 
 def in_a_process(work: Callable[[], int]) -> tuple[int, str]:
-    """Run `work` in a forked child; return its result, or FOUND and the failure."""
+    """Run `work` in a forked child process; return its result, or FOUND and the failure."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -292,7 +292,7 @@ def h5py_fails_too(path: Path) -> bool:
 
 
 def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], str]]:
-    """Yield seed, layout, outcome and finding, without end."""
+    """Yield seed, layout, outcome and finding of an unlimited number of cases."""
     originals = {}
     for layout in LAYOUTS:
         for kind in ("csr", "dense"):
@@ -300,7 +300,7 @@ def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], st
             layout.write(path, matrix(kind))
             expected = matrix("dense")
             reader = read_atlas if layout.is_atlas else read
-            assert reader(path, expected, use_mmap=True) == SAME, path  # compiles, too
+            assert reader(path, expected, use_mmap=True) == SAME, path  # also compiles
             originals[path] = (layout, expected, chunk_ranges(path))
     for seed in range(first, sys.maxsize):
         rng = random.Random(seed)

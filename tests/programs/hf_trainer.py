@@ -1,4 +1,4 @@
-"""Train several times in one process with the Trainer of Hugging Face, and write the rows of each rank."""
+"""Train with the Hugging Face Trainer several times in one process; write the rows of each rank each time."""
 
 from __future__ import annotations
 

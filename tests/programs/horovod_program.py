@@ -1,4 +1,4 @@
-"""Training program in the style of Horovod, with fakes of its functions; write the rows of each epoch."""
+"""Train in the style of Horovod, with fakes of its functions; write the rows of each epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read two epochs in a process of jax.distributed, pass the batches to JAX, and write the rows read."""
+"""In a process of jax.distributed: read two epochs, pass the batches to JAX, and write the rows read."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 
     python tests/programs/limited_epoch.py atlas.h5ad '{"fetch_factor": 64}'
 
-The program prints "ready" after the first batches, waits for a line and reads the remaining batches. The last line is
-JSON: a digest of the batches, the number of rows, the bytes read from disks, and whether files were mapped at the end.
+The program prints "ready" after the first batches, waits for a line of input and reads the remaining batches. The
+last line is JSON: a digest of the batches, the number of rows, the number of bytes read from disk, and whether files
+were mapped at the end.
 """
 
 from __future__ import annotations

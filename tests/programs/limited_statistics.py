@@ -4,8 +4,8 @@
     python tests/programs/limited_statistics.py atlas.h5ad
     python tests/programs/limited_statistics.py atlas.h5ad emb.zarr
 
-The last line is JSON: a digest of the results, sums over all genes, the growth of anonymous memory at its peak in
-bytes, and for predictions the projected memory.
+The last line is JSON: a digest of the results, sums over all genes, the peak increase of anonymous memory in bytes,
+and for predictions the projected memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def summarize(path: str) -> dict[str, Any]:
 
 
 def predict(path: str, out: str) -> dict[str, Any]:
-    import torch  # Statistics are measured without it.
+    import torch  # statistics are measured without torch
 
     from dasksc.loader.row_range import over_range
 
     dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
     torch.manual_seed(0)
     model = torch.nn.Linear(dasksc.open(path, obs=[], names=False).n_vars, 8)
-    for mmap in (True, False):  # compiles and imports, with batches too small for their memory to be reused
+    for mmap in (True, False):  # compiles and imports, with batches so small that their memory is not reused
         few = dasksc.open(path, obs=[], mmap=mmap)[:64]
         dasksc.predict(model, few, f"{out}.few.{mmap}", batch_size=8)
     del few
@@ -63,7 +63,7 @@ def digest(values: np.ndarray) -> str:
 
 @contextlib.contextmanager
 def peak_beyond() -> Iterator[list[int]]:
-    """Sample anonymous memory; on exit, the list holds its growth at the peak in bytes."""
+    """Sample anonymous memory; afterwards, the list holds its peak increase in bytes."""
     before, peaks, done = rss_anon_bytes(), [0], threading.Event()
 
     def sample() -> None:

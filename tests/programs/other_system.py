@@ -1,7 +1,7 @@
-"""Run dasksc without some Linux calls: ``other_system.py SYSTEM FOLDER ATLAS...``, with a SYSTEM from `LACKING`.
+"""Emulate a system without some Linux functions: ``other_system.py SYSTEM FOLDER ATLAS...``.
 
-The program imports every module twice, first unchanged and then without the calls that SYSTEM lacks, and reads and
-converts the atlases both times. Libraries are imported only the first time, and keep the calls that they have found.
+SYSTEM is a key of `LACKING`. The program imports every module twice, before and after it removes the functions that the
+system lacks, and reads and converts the atlases both times. Libraries are imported only before the removal.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def become(system: str) -> None:
 
 
 def msvcrt() -> Any:
-    """Emulate the file locks of Windows, which cover some bytes from the file position on."""
+    """Emulate the file locks of Windows, which cover a range of bytes from the file position."""
     module: Any = types.ModuleType("msvcrt")
     module.LK_LOCK, module.LK_NBLCK = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
 
@@ -74,7 +74,7 @@ def msvcrt() -> Any:
 
 
 def no_libc(name: str | None, *_: Any, **__: Any) -> Any:
-    """Refuse to load a library, as Windows does."""
+    """Raise the errors of Windows on loading a library."""
     if name is None:
         raise TypeError("argument of type 'NoneType' is not iterable")
     raise OSError(f"no library {name}")
@@ -92,7 +92,7 @@ def values(atlas: str, folder: Path, *, target: str) -> list[np.ndarray]:
 
 
 def main(system: str, folder: str, *atlases: str) -> None:
-    """Compare results on this system and on the emulated one; print the number of modules."""
+    """Compare the results on this system with those on the emulated one; print the number of modules."""
     first = modules()
     here = [values(atlas, Path(folder), target=f"here{i}.zarr") for i, atlas in enumerate(atlases)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "dasksc"]:

@@ -1,7 +1,7 @@
-"""Predict an atlas repeatedly, killed by SIGKILL at random moments: ``predict_kills.py IN OUT key``.
+"""Predict an atlas repeatedly and send SIGKILL at random moments: ``predict_kills.py IN OUT key``.
 
-Ten times, 1, 2 or 3 ranks predict and are all killed at a random moment; the next ranks resume. Meanwhile, a reader
-reads OUT repeatedly. Children are forked before any thread is started.
+Ten times, one to three ranks predict and are all killed at a random moment; the next ranks continue the unfinished
+work. Meanwhile, OUT is read repeatedly. Children are forked before any thread starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def predict(source: str, out: str, key: str, rank: int, world_size: int) -> dask
 
 
 def started(source: str, out: str, key: str, world_size: int) -> list[int]:
-    """Start ranks; return their process ids."""
+    """Start ranks; return their process IDs."""
     pids = []
     for rank in range(world_size):
         pid = os.fork()
@@ -70,12 +70,12 @@ def started(source: str, out: str, key: str, world_size: int) -> list[int]:
 
 
 def seen(out: Path, key: str) -> np.ndarray | None:
-    """Return the predictions that a reader finds, or None."""
+    """Return the predictions that a reader sees, or None."""
     try:
         if out.is_file():
             with h5py.File(out, "r") as file:
                 return file[f"obsm/{key}"][:] if f"obsm/{key}" in file else None
-        # Keys are listed in two ways: by the list of the root and by the folders.
+        # A key is visible in two ways: in the consolidated metadata of the root, and as a folder.
         root = zarr.open_group(out, mode="r")
         listed = f"obsm/{key}" in root
         if (out / "obsm" / key).exists():

@@ -1,5 +1,6 @@
-"""Predict an atlas on all ranks under torchrun: ``predict_ranks.py IN OUT ddp|fsdp|failing|nan``. With ``failing``, the
-last rank fails during the run. Each rank prints its report or error.
+"""Under torchrun: predict an atlas on several ranks, ``predict_ranks.py IN OUT ddp|fsdp|failing``.
+
+With ``failing``, the last rank fails during the prediction. Each rank prints its report or its error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dasksc.planning.process_groups import leave_group
 
 
 def say(line: str) -> None:
-    """Print a line in one call, so that lines of several ranks do not mix."""
+    """Print a line in one call, so that the lines of several ranks do not mix."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

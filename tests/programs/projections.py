@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Run benchmarks/memory.py for each list of arguments, each in a fork of one process that has imported it.
+"""Run benchmarks/memory.py for each list of arguments, each time in a fork of one process that has imported it.
 
     python tests/programs/projections.py '[["--atlas", "atlas.h5ad"], ["--atlas", "atlas.h5ad", "--no-mmap"]]'
 
-A measurement cannot reuse memory that an earlier one has freed. The last line of each is its report.
+Thus, no measurement reuses memory that an earlier one freed. The last line of each measurement is its report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Read through a shared cluster under torchrun, killing each rank once, and write the progress of each rank."""
+"""Under torchrun: read through a shared cluster and kill each rank once; write the progress of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dasksc.planning.process_groups import leave_group
 
 def main(path: str, folder: str) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # The store is torchrun's. Gloo would keep the addresses of its own peers there, and connect to peers that have
+    # The store belongs to torchrun. Gloo would keep the addresses of its peers there and connect to peers that have
     # ended.
     store, rank, n_ranks = next(rendezvous("env://"))
     dist.init_process_group("fake", store=store, rank=rank, world_size=n_ranks)

@@ -1,8 +1,7 @@
-"""Read through Dask clusters that rank 0 starts, under torchrun: ``shared_cluster.py ATLAS OUT SECRET WHAT...``.
+"""Under torchrun: share Dask clusters that rank 0 starts: ``shared_cluster.py ATLAS OUT SECRET WHAT...``.
 
-Each WHAT is the host of a cluster through which the ranks read an epoch; beyond loopback, the cluster uses the file
-SECRET. With ``port`` or ``dashboard``, rank 0 alone receives an invalid one. OUT has the observations of each rank for
-each WHAT.
+Each WHAT is the host of a cluster through which the ranks read an epoch. Hosts other than loopback use the file SECRET.
+If WHAT is ``port`` or ``dashboard``, this setting is invalid on rank 0 only. OUT receives the results of each rank.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def main(path: str, out: str, secret: str, *whats: str) -> None:
 
 
 def epoch(path: str, host: str, secret: str) -> dict[str, Any]:
-    """Read an epoch through a cluster at `host`; beyond loopback its workers are threads of rank 0."""
+    """Read an epoch through a cluster at `host`; except on loopback, its workers are threads of rank 0."""
     more: dict[str, Any] = {} if host == "127.0.0.1" else {"processes": False, "host": host, "security": secret}
     with dasksc.start_cluster(2, threads_per_worker=1, **more) as cluster:
         dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, fetch_factor=3, obs=["int64"], seed=0)

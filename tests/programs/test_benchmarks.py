@@ -1,4 +1,4 @@
-"""Benchmarks at tiny sizes, where their measurements mean nothing."""
+"""Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("modules"), pytest.m
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Folder of the atlases, which are written once."""
+    """Return the folder of the atlases, which are written once."""
     return tmp_path_factory.mktemp("benchmarks")
 
 
@@ -101,7 +101,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# Pairs of file and layout; the second row of each is in one process.
+# Pairs of file and layout; the second pair runs in this process.
 @pytest.mark.parametrize(("files", "layout", "is_program"), [("gzip", "dense", True), ("zarr", "csr", False)])
 def test_compare_writes_a_table_json_and_a_picture(work, tmp_path, capsys, files, layout, is_program):
     pytest.importorskip("matplotlib")
@@ -171,7 +171,7 @@ def test_a_peer_is_credited_with_its_better_rate_and_we_are_not():
     assert (against_peer["ratio"], against_peer["theirs_credited"]) == (90 / 20, "consumed")
     assert against_peer["ratio_range"] == [80 / 30, 100 / 15]
     assert not against_peer["met"]
-    # One after the other: 1 / (1 / 600 + 1 / 300).
+    # Sequential limits combine to 1 / (1 / 600 + 1 / 300).
     assert against_peer["limit_cells_per_s"] == pytest.approx(200)
     assert against_peer["share_of_limit"] == pytest.approx(0.45)
     against_ourselves = report_of(rows["dask gzip"], ours, theirs, limits)
@@ -312,7 +312,7 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert [(row["fetch_factor"], row["block_size"]) for row in rows] == [(4, 1), (4, 64), (16, 1), (16, 64)]
     assert all(row["rows_per_s"] > 0 for row in rows)
     share = {(row["fetch_factor"], row["block_size"]): row["share"] for row in rows}
-    # Single rows mix like random ones. Blocks mix better with longer fetches.
+    # Single rows mix like random rows; with blocks, longer fetches mix more.
     assert share[4, 1] == pytest.approx(1, abs=0.05)
     assert share[4, 64] < share[16, 64] < share[16, 1]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -377,7 +377,7 @@ def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
     }
     assert report["least_share"] > 0
     assert [one["n_obs"] for one in report["memory"]][:2] == [CELLS // 4, CELLS]
-    # With so few cells, the libraries take more memory than the projected batches.
+    # For so few cells, the libraries take more memory than the batches that are projected.
     assert all(one["projected_bytes"] > 0 for one in report["memory"])
     assert [one["limit"] for one in report["memory"]] in ([None, None], [None, None, "1GiB"])
     assert "| dense |" in capsys.readouterr().out
@@ -438,7 +438,7 @@ def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
 
 
 class Clock:
-    """Clock that advances only when a batch is made."""
+    """Clock that advances only when a batch is created."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -451,10 +451,10 @@ class Clock:
     ("seconds", "n_rows"),
     [
         (0, 100),  # one epoch
-        (1, 40),  # a fetch of 40 rows takes 4 s, so the first fetch has ended
+        (1, 40),  # a fetch of 40 rows takes 4 s, so the measurement ends after the first fetch
         (5, 80),
         (9, 100),  # the epoch ends before the third fetch does
-        (11, 140),  # into the second epoch
+        (11, 140),  # the measurement ends in the second epoch
     ],
 )
 def test_measure_counts_whole_fetches_and_goes_on_with_the_next_epoch(monkeypatch, seconds, n_rows):

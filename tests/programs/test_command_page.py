@@ -1,4 +1,4 @@
-"""Commands of docs/reference/cli.md, and their output as shown on the page."""
+"""Commands in docs/reference/cli.md, and their output as shown on the page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MEASURED = {"suggest", "bench", "train", "embed"}
 
 
 def without_figures(output: str) -> list[str]:
-    """Return the lines of an output with ``#`` for every number with its unit, and spaces as one."""
+    """Return the lines of an output with ``#`` for every number and its unit, and runs of spaces as one space."""
     return [" ".join(re.sub(r"\d[\d,.]*(?: [KMGkm]?i?B\b)?", "#", line).split()) for line in output.splitlines()]
 
 
 def printed_by(*arguments: str) -> str:
-    if arguments[0] == "check":  # counts the memory of its process
+    if arguments[0] == "check":  # reports the memory of its process
         return run([sys.executable, "-m", "dasksc", *arguments])
     done = CliRunner().invoke(group, arguments, prog_name="dasksc")
     assert done.exit_code == 0, (arguments, done.output, done.exception)

@@ -1,4 +1,4 @@
-"""Unchanged examples, and the learning of their models."""
+"""Tests that run the examples unchanged and check that their models learn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*command: object, **options: float) -> str:
 
 @pytest.fixture(scope="session")
 def atlas(atlas_of) -> Path:
-    """Return cells of ten separable types, with a third of the cells in the most common type."""
+    """Return an atlas of ten separable cell types, where the most common type has a third of the cells."""
     return atlas_of(3_000, 8_000, n_types=10)
 
 
@@ -60,7 +60,7 @@ def test_make_atlas_writes_what_it_says(tmp_path):
     assert 1_200 < adata.X.nnz / adata.n_obs < 1_700
     assert (np.diff(types.codes) >= 0).all()  # sorted on disk
     sizes = np.sort(np.bincount(types.codes))[::-1]
-    assert sizes[0] > 10 * sizes[-1]  # a few common types, many rare ones
+    assert sizes[0] > 10 * sizes[-1]  # few common types and many rare ones
     assert adata.obs["plate"].nunique() == 14
 
 
@@ -77,13 +77,12 @@ def test_quickstart_recognises_cells_of_held_out_donors_without_packages_of_extr
     program = f"{absent}import runpy; runpy.run_path({str(EXAMPLES / 'quickstart.py')!r})"
     printed = programs.run([sys.executable, "-c", program], cwd=tmp_path)
     right, held_out = map(int, re.search(r"(\d+) of (\d+) cells of held-out donors", printed).groups())
-    assert right > 0.8 * held_out  # the most common type has a third
+    assert right > 0.8 * held_out  # the most common type has a third of the cells
     assert not list(tmp_path.iterdir())
 
 
 def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Return the weights after some steps of train_ddp.py on two ranks with three accumulated batches of 16, from a
-    plain loop."""
+    """Yield the weights of train_ddp.py after some steps on two ranks, from a plain loop that accumulates batches."""
     adata = dasksc.open(atlas, obs=["cell_type"])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1
     balanced = dasksc.ClassBalancedSampling(label_key="cell_type", indices=np.flatnonzero(~held_out))
@@ -112,7 +111,7 @@ def test_train_ddp_accumulates_goes_on_where_it_was_stopped_as_a_plain_loop_woul
     stopped = torch.load(checkpoint)
     printed = run(*program, "--checkpoint", checkpoint, "--resume")
     ended = torch.load(checkpoint)
-    # 1,341 cells per rank: 84 batches, so 28 steps per epoch.
+    # 1,341 cells per rank are 84 batches, so 28 steps per epoch.
     assert (stopped["done"], ended["done"]) == ({"steps": 4}, {"steps": 56})
     for saved, expected in zip((stopped, ended), trained(atlas, [4, 56]), strict=True):
         for ours, theirs in zip(saved["model"].values(), expected, strict=True):
@@ -124,8 +123,7 @@ def test_train_ddp_accumulates_goes_on_where_it_was_stopped_as_a_plain_loop_woul
 def test_train_fsdp_learns_and_goes_on_with_more_ranks(small_atlas, tmp_path):
     options = (EXAMPLES / "train_fsdp.py", small_atlas, "--batch-size", 32, "--width", 32, "--epochs", 2)
     two, three = ((*TORCHRUN[:-1], f"--nproc_per_node={n}", *options) for n in (2, 3))
-    # 2,000 cells in batches of 32 are 64 batches of two ranks. After 22 of them, 42 and a short one remain for three
-    # ranks.
+    # 2,000 cells are 64 batches of 32 on two ranks; after 22 batches, 42 and a short one remain for three ranks.
     printed = run(*two, "--checkpoint", tmp_path / "run", "--max-steps", 11)
     assert re.findall(r"^step (\d+):", printed, re.MULTILINE) == ["11"]
     printed = run(*three, "--checkpoint", tmp_path / "run", "--resume")
@@ -171,7 +169,7 @@ def test_train_lightning_shards_accumulates_and_clips_and_copies_of_the_model_go
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 50
     assert saved["state_dict"]["scores.weight"].shape == (10, 8_000)
-    # Means of clipped gradients; Adam learns from their directions.
+    # The means of the clipped gradients; Adam learns from their directions.
     means = [one["exp_avg"].flatten() for one in saved["optimizer_states"][0]["state"].values()]
     assert 1e-5 < torch.cat(means).norm() <= 1e-3
     copied = run(*program, "--accumulate", 2, "--epochs", 2, "--resume", "last")

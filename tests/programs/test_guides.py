@@ -1,4 +1,4 @@
-"""Guides of the documentation: their blocks run from an empty folder with the wheel and print the output shown."""
+"""Documentation guides, whose blocks run in an empty folder with the wheel and print the output shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = sorted(guides.GUIDES.glob("*.md"))
 
 @pytest.fixture(scope="session")
 def installed(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with the installed wheel in `site` and the files of the guides in `demo`, once per session."""
+    """Create a folder with the installed wheel in `site` and the files of the guides in `demo`, once per session."""
     shared = shared_folder / "guides"
     if not shared.exists():
         own = tmp_path_factory.mktemp("wheel")

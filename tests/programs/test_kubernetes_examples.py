@@ -29,18 +29,18 @@ def read(name: str) -> dict[str, Any]:
 
 
 def read_training() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ConfigMap and the job of the training from a YAML file."""
+    """Return the ConfigMap and the job of the training that a YAML file configures."""
     given, job = yaml.safe_load_all((FOLDER / "pytorchjob-train.yaml").read_text())
     return given, job
 
 
 def check(kind: str, given: dict[str, Any]) -> None:
-    """Fail if `given` is not a Kubernetes object of this kind: a wrong type, a missing or an unknown property."""
+    """Fail if `given` is not a Kubernetes object of this kind: wrong types, missing or unknown properties."""
     kubeflow = pytest.importorskip("kubeflow.training")
     client = kubeflow.ApiClient()
-    # The types of Kubernetes and of Kubeflow's training operator, made from their published schemas.
+    # The types of Kubernetes and of Kubeflow's training operator, generated from their published schemas.
     parsed = client.deserialize(SimpleNamespace(data=json.dumps(given)), kind)
-    # A type ignores unknown properties.
+    # Parsing ignores unknown properties.
     assert client.sanitize_for_serialization(parsed) == given
 
 
@@ -126,7 +126,7 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
     *command, _ = pods()["training"]["containers"][0]["command"]
     assert command[0] == "torchrun"
     (port,) = free_ports(1)
-    # Variables that the operator sets for one pod with two processes: RANK and WORLD_SIZE count pods.
+    # The operator sets these for one pod with two processes: RANK and WORLD_SIZE describe the pods.
     set_by_operator = {
         "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": "2",
@@ -178,7 +178,7 @@ def test_the_network_policy_lets_in_those_who_are_there_and_only_them():
     policy, cluster, job = read("network-policy.yaml"), read("daskcluster.yaml"), read("pytorchjob.yaml")
     check("V1NetworkPolicy", policy)
     pods_of_cluster = {"dask.org/cluster-name": cluster["metadata"]["name"]}
-    # Workers execute the code that they receive, so a policy restricts access to them, too.
+    # Workers execute the code that they receive, so the policy restricts access to them as well.
     assert policy["spec"]["podSelector"]["matchLabels"] == pods_of_cluster
     for_pods, for_operator = policy["spec"]["ingress"]
     labels = [one["podSelector"]["matchLabels"] for one in for_pods["from"]]

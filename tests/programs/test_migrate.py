@@ -1,4 +1,4 @@
-"""Rows of docs/guides/migrate.md: the code on the right does the same as the code on the left."""
+"""Rows of docs/guides/migrate.md, where the code on the right does the same as the code on the left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.programs
 PAGE = ROOT / "docs" / "guides" / "migrate.md"
 N_OBS, BATCH = 240, 8
 
-# (heading, code on the left) of a row, and the test that runs it.
+# Tests of each row, by heading and left column.
 RUNS: dict[tuple[str, str], Callable[..., None]] = {}
 
 
@@ -63,7 +63,7 @@ def path(adata, tmp_path_factory) -> Path:
 
 
 class Watched:
-    """Rows whose values are their numbers, with a record of the requests."""
+    """Rows whose values are their row numbers, with a record of the reads."""
 
     def __init__(self, n: int = N_OBS) -> None:
         self.rows = np.arange(n)
@@ -312,7 +312,7 @@ def test_classes_are_drawn_equally_often(path, adata):
     strategy = ClassBalancedSampling(label_key="cell_type", total_size=9_000)
     dataset = scDataset(path, strategy, 100, obs=["cell_type"], seed=0)
     counts = np.bincount(np.concatenate([batch.obs["cell_type"] for batch in dataset]), minlength=4)
-    # Three classes are present; 3,000 draws of each are expected, with a standard deviation of 45.
+    # Each of the three present classes has 3,000 expected draws with a standard deviation of 45.
     assert counts[3] == 0
     assert (np.abs(counts[:3] - 3_000) < 5 * 45).all()
 

@@ -1,4 +1,4 @@
-"""Statements of README.md about other loaders, tested against the installed ones.
+"""Statements of README.md about other loaders, tested against the installed versions.
 
 ``pip install scDataset annbatch``; annbatch needs Python 3.12.
 """
@@ -19,7 +19,7 @@ import dasksc
 pytestmark = pytest.mark.programs
 
 N_CELLS, N_RANKS, BATCH = 1_000, 4, 128
-Rows = list[list[int]]  # of each batch of an epoch
+Rows = list[list[int]]  # rows of each batch of an epoch
 
 
 def cells() -> np.ndarray:
@@ -55,7 +55,7 @@ def annloader(adata: anndata.AnnData) -> DataLoader:
 
 
 def annloader_epoch(rank: int, epoch: int) -> Rows:
-    # The library does not distinguish ranks.
+    # AnnLoader has no notion of ranks.
     return [batch.X.ravel().tolist() for batch in annloader(anndata.AnnData(cells()))]
 
 

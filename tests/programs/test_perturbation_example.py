@@ -1,4 +1,4 @@
-"""Example of perturbation screens: a model of sets beats the means on held-out conditions."""
+"""Example for perturbation screens, whose set model beats the means on held-out conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page on predictions, and its example: train, embed, UMAP."""
+"""Page on predictions, and its example of training, embedding and UMAP."""
 
 from __future__ import annotations
 

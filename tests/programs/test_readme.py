@@ -1,4 +1,4 @@
-"""README.md and the pages of the site: their programs run, and their commands and links exist."""
+"""README.md and the pages of the site, whose programs run and whose commands and links exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown(page: Path) -> str:
 
 
 def stable(text: str) -> str:
-    """Remove losses, shares and memory, which differ between processors and versions of other libraries."""
+    """Mask losses, shares and memory, which differ between processors and versions of other libraries."""
     return re.sub(r"(?<=loss )\d+\.\d+|\d+\.\d+%|\d+\.\d+ [MG]iB|(?<=value )\d+\.\d+", "~", text)
 
 
@@ -55,7 +55,7 @@ def test_the_readme_is_short_and_its_pictures_exist():
     assert all((ROOT / picture).is_file() for picture in pictures)
 
 
-# Guides are tested in test_guides.py. docs/tutorials/record.py runs the recorded tutorials.
+# test_guides.py runs the guides, and docs/tutorials/record.py the recorded tutorials.
 RECORDED = ("watch", "larger_than_memory")
 ELSEWHERE = ("get_started", *RECORDED)
 RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.parent != GUIDES and page.stem not in ELSEWHERE]

@@ -26,7 +26,7 @@ from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata, hf_t
 
 N_OBS, N_VARS = 600, 30
 BATCH, FETCH_FACTOR = 16, 4
-# Sorted on disk and far from balanced, as cell types are.
+# Sorted on disk and far from balanced, as cell types often are.
 LABELS = np.repeat(["T", "B", "NK"], [450, 120, 30])
 
 pytestmark = [
@@ -243,7 +243,7 @@ def test_a_hugging_face_data_set_through_a_batch_callback():
     assert sorted(drugs) == sorted(f"drug{i}" for i in range(N_OBS))
 
 
-# Each collection, and each strategy, with arrays, sparse matrices and objects.
+# Each collection once, and each strategy with arrays, sparse matrices and objects.
 @pytest.mark.parametrize(
     ("collection", "kind", "dense", "strategy"),
     [
@@ -331,7 +331,7 @@ def test_weights_computed_from_obs(adata):
     )
     drawn = labels_in(dataset)
     assert sum(drawn.values()) == 1200
-    # The expected number is a third, 400; six standard deviations are 98.
+    # The expectation is a third each, 400; six standard deviations are 98.
     assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
 
 
@@ -392,7 +392,7 @@ STRATEGIES = {
 }
 
 
-# Each strategy, and each number of ranks with a strategy that draws and one that does not.
+# Each strategy, and each number of ranks with one strategy that draws rows and one that does not.
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
@@ -405,7 +405,7 @@ def test_four_strategies_under_manual_ranks_share_out_what_one_rank_draws(name, 
         return scDataset(counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7)
 
     ranks = [list(dataset(rank, world_size)) for rank in range(world_size)]
-    # 600 rows are a multiple of 2, 3 and 4 ranks, so no row is repeated.
+    # 600 rows are divisible by 2, 3 and 4 ranks, so no row is repeated.
     together = sorted(row for batches in ranks for row in rows_of(batches))
     assert together == sorted(rows_of(dataset(0, 1)))
     if name in ("Streaming", "BlockShuffling"):
@@ -435,7 +435,7 @@ def test_epochs_differ_by_themselves_and_a_seed_repeats_them():
     assert epochs(1, 1) != [first]
 
 
-# --- A strategy of one's own --------------------------------------------------------------------------
+# --- User-defined strategies --------------------------------------------------------------------------
 
 
 class EveryOther(SamplingStrategy):

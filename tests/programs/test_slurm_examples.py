@@ -1,4 +1,4 @@
-"""Job scripts of examples/slurm, submitted to a Slurm cluster of one node without GPUs."""
+"""Job scripts in examples/slurm, submitted to a one-node Slurm cluster without GPUs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes
     assert "resuming from" not in first
     assert (tmp_path / "run" / "step-00000005").is_dir()
     again = submit(slurm, "train_yaml.sbatch", tmp_path, config, *options, tasks=2)[len(first) :]
-    # 900 training cells: 15 batches per rank.
+    # 900 training cells are 15 batches per rank.
     assert re.search(r"resuming from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Programs of docs/guides/trainers.md and docs/guides/lightning.md, for each installed library."""
+"""Programs in docs/guides/trainers.md and docs/guides/lightning.md, for each installed library."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_its_programs_run(library, folder):
     run_text("".join([common, *of_library]), f"{library}_program.py", folder)
 
 
-# --- Keys of YAML files and arguments of Lightning ------------------------------------------------------------------
+# --- Keys of YAML files and arguments of Lightning ----------------------------------------------------
 
 on_lightning = pytest.mark.filterwarnings("ignore")  # it emits many warnings
 
@@ -197,7 +197,7 @@ def test_lightning_keeps_the_best_and_goes_on_from_the_last_as_the_table_says(pl
     trainer, model = run(5)
     assert (model.first_step, trainer.global_step) == (0, 100)
     best, _ = trainer.checkpoint_callbacks
-    # The second, fourth and fifth epochs.
+    # These are the second, fourth and fifth epochs.
     assert sorted(Path(path).name for path in best.best_k_models) == [
         f"epoch={i}-step={20 * i + 20}.ckpt" for i in (1, 3, 4)
     ]
@@ -247,8 +247,7 @@ def test_lightning_logs_and_profiles_what_the_table_says(pl, tmp_path):
     assert trace.stat().st_size > 1_000
 
 
-# The model of the page on two processes: its shards, the global norm of the gradient before and after clipping, and the
-# rates.
+# The page's model on two processes: its shards, the global gradient norm before and after clipping, learning rates.
 SHARDED = """
 import json
 from pathlib import Path
@@ -300,7 +299,7 @@ def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["recomputed"] == [True, True]
     assert all(n_here in (n // 2, -(-n // 2)) for n_here, n in seen["shards"])
-    # About 900 cells: eight batches on each rank, two per step.
+    # About 900 cells are eight batches per rank, and two batches are a step.
     assert seen["n_steps"] == len(seen["before"]) == 32
     assert min(seen["before"]) > 0.2
     assert seen["after"] == pytest.approx([0.1] * 32, rel=1e-3)

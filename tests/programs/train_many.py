@@ -1,8 +1,8 @@
-"""Run several trainings in one launch of the ranks.
+"""Run several training configurations in one launch of the ranks.
 
     train_many.py TRAININGS.json
 
-The file holds a dict of configurations by name. Errors are written to <name>.error in the same folder.
+The file holds a dict of configurations by name. Error messages are written to <name>.error in the same folder.
 """
 
 from __future__ import annotations

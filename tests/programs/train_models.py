@@ -15,7 +15,7 @@ from dasksc.train.models import MLPClassifier, TokenTransformer
 
 
 class Noting(nn.Module):
-    """Small model that writes the rows of each training batch to a file for each rank."""
+    """Small model that writes the rows of each training batch to one file per rank."""
 
     def __init__(self, n_genes: int, folder: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Noting(nn.Module):
 
 
 class SetEffect(nn.Module):
-    """Model of the mean difference of each set from its controls, against a learned one."""
+    """Model that learns the mean difference between a set and its controls."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SetEffect(nn.Module):
 
 
 class Fragile(MLPClassifier):
-    """Model that ends its process in one forward pass of training, by SIGKILL or by an error, once."""
+    """Model that once, in a forward pass of training, raises an error or kills its process."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Fragile(MLPClassifier):
 
 
 class Plain(nn.Module):
-    """Model without a list of blocks, whose batches may be X alone."""
+    """Model without a list of blocks that accepts batches of X alone."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Exact(Plain):
 
 
 class MaskingByGene(TokenTransformer):
-    """Model that predicts every third gene: masks of the tokenizer differ for batches with other rows."""
+    """Model that masks every third gene, since the masks of the tokenizer depend on the rows of a batch."""
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         tokens = batch["input_ids"]

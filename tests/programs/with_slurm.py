@@ -1,9 +1,9 @@
-"""Run a command on a temporary Slurm cluster of one node.
+"""Run a command on a temporary one-node Slurm cluster.
 
     python with_slurm.py srun -n 2 hostname
 
-The cluster writes only to its own folder and uses free ports. Its node is called localhost, since the name of a machine
-may not resolve to an address. Needs root and Debian's packages slurm-wlm and munge.
+The cluster writes to a temporary folder only and uses free ports. Its node is called localhost, since the name of a
+machine need not resolve to an address. The program needs root and the Debian packages slurm-wlm and munge.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun")
 N_TASKS = 4
-MEMORY_OF_TASK = 2_000  # MB; requests of jobs are counted, not enforced
+MEMORY_OF_TASK = 2_000  # MB; Slurm accounts for requests but does not enforce them
 
 CONFIGURATION = """
 ClusterName=one
@@ -49,7 +49,7 @@ PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES State=UP
 
 
 def missing() -> list[str]:
-    """Return the names of missing programs, and "root" if this process lacks root privileges."""
+    """Return the names of missing programs, and "root" if this process does not run as root."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     return absent if os.geteuid() == 0 else [*absent, "root"]
@@ -66,7 +66,7 @@ def free_ports(n: int) -> list[int]:
 
 @contextlib.contextmanager
 def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Keep a program running; end it on exit."""
+    """Keep a program running; terminate it on exit."""
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
             yield
@@ -80,8 +80,8 @@ def daemon(*command: str, log: Path, environment: dict[str, str]) -> Iterator[No
 
 @contextlib.contextmanager
 def cluster() -> Iterator[dict[str, str]]:
-    """Start the cluster; yield the environment of its commands."""
-    # In the system's temporary folder, because the path of a Unix socket must be short.
+    """Start the cluster; yield the environment variables for its commands."""
+    # The folder is in the system's temporary directory because the path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="slurm-") as name, contextlib.ExitStack() as running:
         folder = Path(name)
         path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
@@ -121,14 +121,14 @@ def cluster() -> Iterator[dict[str, str]]:
 
 
 def state_of_nodes(environment: dict[str, str]) -> str:
-    """Return the nodes' status from the controller, once it answers."""
+    """Return the state of the nodes, which is empty until the controller answers."""
     command = ["sinfo", "--noheader", "--format=%t"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def end_jobs(environment: dict[str, str]) -> None:
-    """End the running jobs, which would outlive the cluster."""
+    """Cancel the running jobs, which would outlive the cluster."""
     end = time.monotonic() + 20
     while (
         time.monotonic() < end
@@ -149,7 +149,7 @@ def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -
 
 
 def main() -> int:
-    """Run the command of the command line; return its exit status."""
+    """Run the command given on the command line; return its exit status."""
     with cluster() as environment:
         return subprocess.run(sys.argv[1:], env=environment, check=False).returncode
 

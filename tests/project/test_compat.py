@@ -1,4 +1,4 @@
-"""Private names of other libraries: used only in ``dasksc/_compat``, and never missing without an error or warning."""
+"""Private names of other libraries: only ``dasksc/_compat`` uses them, and a missing one causes an error or warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.core
 
 PACKAGE = Path(dasksc.__file__).parent
 
-# Modules without an underscore whose names are undocumented.
+# Modules without an underscore whose names are not documented.
 INTERNAL = {
     *("dask.array.chunk", "dask.array.core", "dask.array.optimization", "dask.array.slicing", "dask.blockwise"),
     *("dask.core", "dask.local", "dask.optimization"),
@@ -33,7 +33,7 @@ INTERNAL = {
     *("torch.utils.data.dataloader",),
 }
 
-# Attributes, private or undocumented, of objects of other libraries.
+# Private or undocumented attributes of objects of other libraries.
 ATTRIBUTES = {
     *("_oidx", "_vidx"),  # AnnData
     *("_cached_dict", "_meta", "io_deps", "new_axes", "output_indices"),  # Dask
@@ -47,14 +47,14 @@ ATTRIBUTES = {
     *("_get_default_store", "distributed_c10d", "auto_collation"),  # PyTorch
     *("codec_config",),  # zarr-python
 }
-# Names that other objects have, too: private unless they belong to the object itself.
+# Names that dasksc's own objects use as well; other objects' attributes of this name are private.
 NOT_ON_OTHERS = {"_cache"}
-# Requests of a Client to its scheduler.
+# Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}
-# Private functions by which a graph identifies operations of libraries.
+# Prefixes of modules whose private names may occur as strings.
 MODULES_IN_TEXT = ("dask.", "scanpy._", "torch.distributed.distributed_c10d", "jax._src")
 
-# Modules of _compat that import their library only on use.
+# Modules of _compat that import their library on first use.
 LATE = {"anndata", "distributed", "fsspec", "jax", "scanpy", "torch"}
 
 
@@ -72,9 +72,9 @@ def is_internal(module: str) -> bool:
 
 
 def private_uses(source: str) -> Iterator[tuple[int, str]]:
-    """Return every use of a private name of another library in a file: its line and the name."""
+    """Yield the line and the name of every use of another library's private names in a file."""
     tree = ast.parse(source)
-    foreign: dict[str, str] = {}  # objects that the names of the file refer to
+    foreign: dict[str, str] = {}  # what the names in the file refer to
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -108,7 +108,7 @@ def private_uses(source: str) -> Iterator[tuple[int, str]]:
 
 
 def root_and_rest(node: ast.expr) -> tuple[str, str]:
-    """Return the name that begins a chain of attributes (empty if there is none), and the attributes."""
+    """Return the name at the start of a chain of attributes, or an empty string, and the attributes."""
     rest: list[str] = []
     while isinstance(node, ast.Attribute):
         rest.insert(0, node.attr)

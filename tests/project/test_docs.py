@@ -1,4 +1,4 @@
-"""Existence of all names that the pages in docs/ mention."""
+"""Tests that all names in the pages of docs/ exist."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.core
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-# Tutorials that need a memory limit or a browser: docs/tutorials/record.py runs them, and the site shows the records.
+# docs/tutorials/record.py runs the tutorials that need a memory limit or a browser, and the site shows its records.
 RECORDS = {page: page.parent / "recorded" / f"{page.stem}.txt" for page in TUTORIALS}
 RECORDED = [page for page, record in RECORDS.items() if record.exists()]
 
 
 def files_of(page):
-    """Return the files that a page names or links."""
+    """Return the files that a page names or links to."""
     text = page.read_text()
     named = re.findall(r"`((?:dasksc|tests|benchmarks|examples)/[\w./]*)`", text)
     return [ROOT / name for name in named] + [page.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]

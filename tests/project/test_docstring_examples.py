@@ -1,4 +1,4 @@
-"""Docstrings of all public names: an example that prints the output shown, and a signature with its parameters."""
+"""Docstrings of all public names: examples print the output shown, and signatures name every parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
     *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module", "dasksc.integrations.cell_load"),
 )
-# Names chosen by the caller: members of a collection, items of a batch, arguments of a user's function.
+# Classes whose members the caller names freely.
 NAMED_BY_CALLERS = {"MultiIndexable", "Batch"}
 
 
@@ -38,7 +38,7 @@ def test_examples_print_what_they_show(module, demo, tmp_path):
     reports = ""
     for name, thing in examples.public_things(module).items():
         if module == "dasksc.experimental" or (module == "dasksc.transforms" and name in dasksc.__all__):
-            continue  # the same as in dasksc
+            continue  # same name as in dasksc
         with examples.demo_folder(demo, tmp_path / name):
             reports += examples.failures_of(thing.__doc__, f"{module}.{name}")
     assert not reports, reports

@@ -1,4 +1,4 @@
-"""Layers of the package: the imports that each may make. docs/architecture.md gives the reasons."""
+"""Layers of the package and the imports that each may make; docs/architecture.md gives the reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(dasksc.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Lowest first: a subpackage imports only from earlier ones.
+# Lowest first: a room imports only from the rooms before it.
 ROOMS = [
     "errors",
     "platforms",
@@ -62,7 +62,7 @@ ROOMS = [
 ]
 ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
-# Subpackages that may import a library at module level, and those that may do so only inside a function.
+# Rooms that may import a library at import time, and rooms that may import it only inside a function.
 LIBRARIES = {
     "torch": (
         {"batches", "transforms", "loader", "inference", "integrations", "train"},
@@ -95,7 +95,7 @@ PIP_NAMES = {
     "scvi": "scvi-tools",
     "skmisc": "scikit-misc",
 }
-# Libraries that are imported only for the features that need them, and the extra that installs each.
+# Optional libraries, which the package imports on demand, and the extra that installs each.
 IN_EXTRAS = {
     "lightning": "lightning",
     "matplotlib": "train",
@@ -108,17 +108,19 @@ IN_EXTRAS = {
     "tqdm": "demo",
     "transformers": "transformers",
 }
-# Libraries that no extra installs, since they are used only if the user has installed them.
+# Optional libraries without an extra, which are used only if the user has installed them.
 USERS_OWN = {"annbatch", "bionemo", "hdf5plugin", "pytorch_lightning"}
 # Subpackages that are imported only on request.
 OPTIONAL_ROOMS = {"train", "integrations"}
-# Chosen only when a Client exists, so it may import the dependencies of a Client.
+# This folder is used only with a Client, so it may import the dependencies of a Client.
 DISTRIBUTED_ONLY = "executor/cluster/"
 
 
 class Import(NamedTuple):
-    """Imported module, such as ``dasksc.pushdown`` or ``torch``. `when` is "load" (at module level), "call" (inside a
-    function) or "types" (only for annotations).
+    """Imported module: ``dasksc.pushdown``, ``torch``, ...
+
+    `when` is "load" (when the file is imported), "call" (inside a function) or "types" (only for
+    annotations).
     """
 
     file: str
@@ -135,7 +137,7 @@ class Import(NamedTuple):
 
 
 def imports_of(source: str, file: str) -> Iterator[Import]:
-    """Return every import in a file of the package."""
+    """Yield every import in a file of the package."""
 
     def walk(node: ast.AST, when: str) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -184,8 +186,7 @@ def wrong_libraries(files: dict[str, str]) -> list[str]:
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
         library = arrow.name.split(".")[0]
         if arrow.room == "_compat":
-            # A module for a library imports only that library; test_compat.py lists those that may do so at module
-            # level.
+            # A module imports only its own library; test_compat.py checks which modules may do so at import time.
             if library in LIBRARIES and library != Path(arrow.file).stem:
                 wrong.append(f"{arrow} ({arrow.when})")
             continue
@@ -207,7 +208,7 @@ def modules(files: dict[str, str]) -> dict[str, str]:
 
 
 def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
-    """Return the modules that each module imports at any time."""
+    """Return the modules that each module imports, at import time or later."""
     sources = modules(files)
     arrows: dict[str, set[str]] = {name: set() for name in sources}
     for name, source in sources.items():
@@ -218,7 +219,7 @@ def module_arrows(files: dict[str, str]) -> dict[str, set[str]]:
                     arrows[name].add(deeper if deeper in sources else str(node.module))
             elif isinstance(node, ast.Import):
                 arrows[name] |= {alias.name for alias in node.names}
-        # The top-level package provides public names, and imports their modules on first use.
+        # Public names come from the top-level package, which imports their modules on first access.
         arrows[name] = {target for target in arrows[name] if target in sources} - {"dasksc", name}
     return arrows
 
@@ -233,7 +234,7 @@ def circles(files: dict[str, str]) -> list[str]:
 
 
 def private_names_of_others(files: dict[str, str]) -> list[str]:
-    """Return the uses of a name with an underscore in front that belongs to a module of another package."""
+    """Return the uses of names with a leading underscore that belong to a module of another package."""
     sources = modules(files)
     wrong = []
     for file, source in files.items():
@@ -267,7 +268,7 @@ def test_no_package_uses_private_names_of_another():
 
 
 def test_no_module_has_the_name_of_a_function_of_its_package():
-    """Fail if importing ``dasksc.convert`` would replace the function of that name by a module."""
+    """Importing a module ``dasksc.convert`` would replace the function ``dasksc.convert``."""
     names = modules(package_files())
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
     assert {"dasksc", "dasksc.conversion"} <= packages
@@ -299,7 +300,7 @@ def test_libraries_are_imported_only_where_they_belong():
 
 
 def undeclared(files: dict[str, str], project: dict[str, Any]) -> list[str]:
-    """Return imports of libraries that `pip install` with their extra may not install."""
+    """Return the imports of libraries that neither a dependency nor the matching extra declares."""
 
     def names(lines: list[str]) -> set[str]:
         return {canonicalize_name(Requirement(line).name) for line in lines}
@@ -375,7 +376,7 @@ def test_an_undeclared_library_is_found():
     declared = {"dependencies": ["pyyaml>=6"], "optional-dependencies": PROJECT["optional-dependencies"]}
     assert not undeclared({"planning/plan.py": "import yaml"}, declared)
     assert undeclared({"planning/plan.py": "import toolz"}, declared)
-    # A library of an extra may not be imported without that extra, even if another extra installs it.
+    # A library of an extra may be imported only inside functions, and only if it is listed with that extra.
     assert undeclared({"planning/plan.py": "import tqdm"}, declared)
     assert not undeclared({"planning/plan.py": "def f():\n    import tqdm"}, declared)
     assert undeclared({"planning/plan.py": "def f():\n    import bokeh"}, declared)

@@ -1,4 +1,4 @@
-"""Private names that another version of a library lacks: an error that names each, or a single warning."""
+"""Private names that another version of a library lacks, which cause an error that names them or a single warning."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def executed(name: str) -> Any:
-    """Return a module of ``_compat``, executed again."""
+    """Execute a module of ``_compat`` again and return it."""
     spec = importlib.util.spec_from_file_location(f"anew_{name}", COMPAT / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -70,7 +70,7 @@ def executed(name: str) -> Any:
     return module
 
 
-# Attributes of objects: adapter, library, object, and names by their path from the object.
+# Attributes that adapters read: library, adapter, object, and paths of the names from the object.
 
 
 def worker() -> Stub:
@@ -79,7 +79,7 @@ def worker() -> Stub:
 
 
 class Prefixes:
-    """Mapping whose only value is also an attribute, for paths."""
+    """Mapping whose only value is also an attribute, so that a path can name it."""
 
     def __init__(self) -> None:
         self.known = Stub(states={"released": 0, "waiting": 0})
@@ -210,7 +210,7 @@ def test_a_missing_attribute_raises(
         adapter(lacking)
 
 
-# Names looked up in modules: source module, name, and the call that looks it up.
+# Names that are looked up in a module: source module, name, and the call that looks it up.
 IMPORTED: list[tuple[str, str, Callable[[], Any]]] = [
     ("dask._task_spec", "convert_legacy_graph", lambda: executed("dask")),
     ("dask.core", "toposort", lambda: executed("dask")),
@@ -278,7 +278,7 @@ def test_jax_needs_the_module_and_the_state(monkeypatch: pytest.MonkeyPatch) -> 
         jax.distributed_state()
 
 
-# Requests, which a server answers with None if it does not know them.
+# Requests that a server answers with None if it does not support them.
 REQUESTS: list[tuple[str, Callable[[Any], Any]]] = [
     ("identity", distributed.workers_of),
     ("processing", lambda client: distributed.processing(client, [])),
@@ -460,7 +460,7 @@ def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCa
     assert said.endswith("Until then the number of fetches in flight does not follow that of workers.")
 
 
-# Names used only for displayed figures: place of use, and the consequence named in the warning.
+# Adapters used only to display figures: the place of use, and the consequence in the warning.
 SHOWN = [
     ("dasksc.executor.local.active_callbacks", "Dask's profilers and progress bars see no fetches"),
     ("dasksc.executor.reporting.event_loop", "the loader page shows nothing"),
@@ -516,7 +516,7 @@ def test_a_scheduler_starts_without_the_loader_page(name: str, caplog: pytest.Lo
 
 
 def names_read(source: str) -> Iterator[str]:
-    """Return the names of libraries that a module of ``_compat`` looks up, each of which may be missing."""
+    """Yield the library names that a module of ``_compat`` looks up, each of which may be missing."""
     tree = ast.parse(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for node in ast.walk(tree):
@@ -546,7 +546,7 @@ def test_every_name_is_missed_in_a_test() -> None:
     missed = {(library, path.split(".")[-1]) for library, *_, paths in READ for path in paths}
     missed |= {(module.partition(".")[0], name) for module, name, _ in (*IMPORTED, *FAST)}
     missed |= {("distributed", operation) for operation, _ in REQUESTS}
-    # Names covered by tests without parameters.
+    # Names covered by tests that are not parametrized.
     missed |= {("dask", "active"), ("distributed", "template_variables"), ("distributed", "_scheduler_identity")}
     missed |= {("jax", "global_state"), ("numba", "FunctionCache"), ("numba", "_cache"), ("anndata", "unify_dtypes")}
     modules = [path for path in COMPAT.glob("*.py") if path.name != "unsupported.py"]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.core
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# Names of some packages on conda-forge, which may split a package.
+# Names of packages in conda-forge that differ from those in PyPI.
 CONDA_NAMES = {
     "torch": ["pytorch"],
     "matplotlib": ["matplotlib-base"],
@@ -34,13 +34,14 @@ CONDA_NAMES = {
 }
 
 
-# Extras that environment.yml includes.
+# Extras in environment.yml.
 USERS_EXTRAS = ("cluster", "dashboard", "remote", "demo", "train")
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
-    """Return the packages that pyproject.toml requires with these extras (default: all), and their version bounds. An
-    extra may require a narrower range than the core; two extras may not require different versions.
+    """Return the bounds of every package that pyproject.toml requires, with the given extras or all extras.
+
+    An extra may require a higher version than the core, but two extras must agree.
     """
     extras = PYPROJECT["project"]["optional-dependencies"]
     chosen = extras if wanted is None else wanted
@@ -68,7 +69,7 @@ def test_conda_and_pip_ask_for_the_same_packages_and_bounds(file, name, extras):
     assert environment["channels"] == ["conda-forge", "nodefaults"]
     *lines, from_pip = (line for line in environment["dependencies"] if line != "pip")
     assert from_pip["pip"].pop() == "--editable ."
-    lines += from_pip["pip"]  # packages missing from conda-forge
+    lines += from_pip["pip"]  # packages that conda-forge lacks
     conda = {match[1]: match[2] for match in (re.fullmatch(r"([\w.-]+)(.*)", line) for line in lines) if match}
     pip = {name: bound for ours, bound in declared(extras).items() for name in CONDA_NAMES.get(ours, [ours])}
     assert conda == pip
@@ -148,8 +149,7 @@ PUBLIC = (
 
 
 def public_names(module_name: str) -> Iterator[str]:
-    """Yield the import names of the public interface of a module: its public names, and the methods and properties of
-    classes."""
+    """Yield the import names of the public functions and classes of a module, and of their methods and properties."""
     module = importlib.import_module(module_name)
     for name in module.__all__:
         thing = getattr(module, name)
@@ -162,7 +162,7 @@ def public_names(module_name: str) -> Iterator[str]:
                     yield f"{module_name}.{name}.{member}"
 
 
-# By module, because listing the names of a module would import it, and possibly a trainer, in every pytest worker.
+# Parametrized by module, since listing the names of a module would import it in every pytest worker.
 @pytest.mark.parametrize("module_name", PUBLIC)
 def test_public_docstrings_follow_numpydoc(module_name):
     validate = pytest.importorskip("numpydoc.validate").validate

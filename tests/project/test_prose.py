@@ -1,4 +1,4 @@
-"""Linter of prose: it finds bad sentences in pages, docstrings and messages, and accepts good sentences and code."""
+"""Prose linter, which finds bad sentences in pages, docstrings and messages and accepts good sentences and code."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CELL = re.compile(r"(?<!\\)\|")
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:
-    """Return the rows of the table below each heading of a page, as cells."""
+    """Return the rows of the table below each heading of a page, as lists of cells."""
     found: dict[str, list[list[str]]] = {}
     heading = ""
     for line in page.read_text().splitlines():

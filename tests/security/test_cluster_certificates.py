@@ -1,4 +1,4 @@
-"""Certificates of a Dask cluster that listens beyond loopback: distribution, and refusal of peers without one."""
+"""Certificates of a Dask cluster that listens beyond loopback: distribution, and rejection of peers without one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_client_without_the_certificates_is_refused(encrypted: dasksc.StartedC
         address = address.replace("tls://", "tcp://")
     with pytest.raises((OSError, TypeError, ValueError)), distributed.Client(address, **options) as client:
         client.submit(os.getpid).result()
-    # Garbage collection must not close it in the thread of the next Client while that Client starts.
+    # Collect the Client here: otherwise, it might be closed in the thread of the next Client while that starts.
     gc.collect()
     security = encrypted.client.security
     with distributed.Client(encrypted.address, security=security, set_as_default=False) as client:
@@ -70,7 +70,7 @@ def test_certificates_never_lie_where_others_can_read_them(encrypted: dasksc.Sta
     security = encrypted.client.security
     for name in ("tls_client_key", "tls_scheduler_key", "tls_worker_key"):
         assert getattr(security, name).startswith("-----BEGIN")  # held in memory, not a path
-    # They appear in no command line and no environment, which other users may see.
+    # No command line or environment, which other users may see, contains the keys.
     for process in psutil.Process().children(recursive=True):
         assert "PRIVATE KEY" not in " ".join(process.cmdline())
         assert not any("PRIVATE KEY" in value for value in process.environ().values())

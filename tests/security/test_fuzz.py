@@ -15,9 +15,9 @@ pytestmark = pytest.mark.faults
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each damaged file is read in a forked process")
 def test_damaged_files_neither_crash_nor_lie() -> None:
     pytest.importorskip("hdf5plugin")
-    # The run ends after the last case, long before the time limit.
+    # The program ends after 150 cases, long before the time limit.
     printed = run([sys.executable, PROGRAMS / "fuzz.py", "--seconds", 220, "--cases", 150, "--seed", 1_000_000])
-    # Some reads succeed, and some raise errors.
+    # Some files are read, and others raise an error.
     last = printed.splitlines()[-1]
     assert "150 cases" in last
     assert "refused" in last

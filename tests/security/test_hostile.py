@@ -30,7 +30,7 @@ from tests.support.hostile import (
     store_with_pickles,
 )
 
-# Future formats.
+# Warnings about future formats.
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-# Every array behind a URL; on disk, the arrays that are read first and last.
+# Every array at a URL; on disk, only the arrays that are read first and last.
 @pytest.mark.parametrize(
     ("where", "place"),
     [("X", "local"), ("X", "remote"), ("obs/int8", "remote"), ("obs/_index", "local"), ("obs/_index", "remote")],
@@ -83,7 +83,7 @@ def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
         matrix.fetch(np.arange(50))
 
 
-# Every codec once, and every kind of array.
+# Every codec, and every kind of array.
 @pytest.mark.parametrize(
     ("codec", "where"),
     [
@@ -176,7 +176,7 @@ def test_columns_whose_names_lead_elsewhere_are_refused(tmp_path: Path, format: 
         opened(path.name)
 
 
-# Together with test_refusals, every way and location.
+# Together with the cases of test_refusals, every way and place.
 @pytest.mark.parametrize(
     ("how", "place"), [("absolute", "remote"), ("upwards", "local"), ("virtual", "remote"), ("external", "local")]
 )

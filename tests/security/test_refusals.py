@@ -1,6 +1,6 @@
-"""Refusal of malicious files with a reason, without running code, reading other files or filling memory.
+"""Rejection of malicious files with a reason, without running code, reading other files or filling memory.
 
-One file for each guard, and valid files that resemble them; `test_hostile` covers many more files.
+The tests use one file per guard, and valid files that resemble it; `test_hostile` covers many more files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from tests.support.hostile import (
 )
 from tests.support.servers import serving
 
-# Future formats.
+# Warnings about future formats.
 pytestmark = [
     pytest.mark.core,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
@@ -84,7 +84,7 @@ def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, format: str, where
         dasksc.open(path).X.compute()
 
 
-# One codec is decoded by dasksc, the other by zarr-python.
+# dasksc decodes one codec and zarr-python the other.
 @pytest.mark.parametrize("codec", ["zstd", "bz2"])
 def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
     compressor, bomb = bomb_of(codec)
@@ -237,7 +237,7 @@ def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_store(full(), tmp_path, format)
-    if format == "zarr2":  # X is read through zarr-python, too
+    if format == "zarr2":  # X is also read through zarr-python
         group = zarr.open_group(path, mode="r+", use_consolidated=False)
         group.create_array("X", data=VALUES[:20], chunks=(7, 6), compressors=numcodecs.BZ2(1), overwrite=True)
         group["X"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
@@ -247,7 +247,7 @@ def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
     seen, get = [], zarr_guard.GuardedLocalStore.get
 
     async def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Value that another thread would see while the store is read.
+        # Record the setting that another thread of the program sees while the store is read.
         with ThreadPoolExecutor(1) as thread:
             seen.append(thread.submit(lambda: str(zarr.config.get("codec_pipeline.path"))).result())
         return await get(self, *arguments, **named)
@@ -260,7 +260,7 @@ def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
     np.testing.assert_array_equal(of_user[:], np.arange(9))
 
 
-# Zarr 3.4 warns of such a chain before it builds the codec.
+# Zarr 3.4 warns about such a chain before it builds the codec.
 @pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec")
 @pytest.mark.parametrize("format", ["zarr2", "zarr3"])
 def test_stores_that_name_the_codec_with_a_bound_themselves_are_refused(tmp_path: Path, format: str) -> None:
@@ -349,7 +349,7 @@ def test_links_that_a_linked_file_has_are_looked_at_too(tmp_path: Path, where: s
         dasksc.open(path)
 
 
-# Types that dasksc reads, types that it byte-swaps, and types that h5py reads.
+# dtypes that dasksc reads, leaves to h5py, or byte-swaps.
 @pytest.mark.parametrize(("where", "dtype"), [("X", "f4"), ("X", "f2"), ("obs/n", ">i2")])
 def test_what_hdf5_would_seek_where_the_process_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str
@@ -519,7 +519,7 @@ def test_memory_that_is_short_is_not_said_to_be_a_damaged_row(tmp_path: Path) ->
 
 
 class _Short:
-    """Object that needs more memory than is available for any operation."""
+    """Object that raises MemoryError in its operations."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise MemoryError("no room")

@@ -32,7 +32,7 @@ ENCODERS: dict[str, Callable[[bytes], bytes]] = {
     "lz4": numcodecs.LZ4().encode,
     "h5-lzf": lzf,
 }
-# Repeated bytes, so that compression reduces the size.
+# The bytes repeat, so that compression makes them smaller.
 texts = st.tuples(st.binary(min_size=1, max_size=400), st.integers(1, 300)).map(lambda one: one[0] * one[1])
 
 
@@ -63,7 +63,7 @@ def test_gzip_counts_what_python_reads() -> None:
     bomb = gzip.compress(bytes(2**20))
     padded = gzip.compress(b"x") + bytes(8) + bomb
     flagged = bytearray(bomb)
-    flagged[3] = 0x80  # meaningless, and ignored by Python
+    flagged[3] = 0x80  # a reserved flag, which Python ignores
     checked = bytearray(bomb)
     checked[3] = 0x02  # two bytes of a checksum follow, which Python ignores
     for one in (padded, bytes(flagged), bytes(checked[:10]) + b"no" + bytes(checked[10:])):
@@ -73,7 +73,7 @@ def test_gzip_counts_what_python_reads() -> None:
 
 
 def test_zstandard_frames_that_say_nothing_of_their_size_count_by_their_blocks() -> None:
-    # Four blocks: stored blocks count exactly, compressed ones as their maximum of 128 KiB.
+    # Four blocks: incompressible blocks are counted exactly, and others as the maximum of 128 KiB.
     noise = np.random.default_rng(0).bytes(2**19)
     unsaid = {zstd.CompressionParameter.content_size_flag: 0}
     raw = zstd.compress(noise, options=unsaid)

@@ -1,4 +1,4 @@
-"""Zarr arrays whose codecs have a size bound: values equal to those of zarr-python without a bound."""
+"""Zarr arrays whose codecs have a size bound, with the same values as in zarr-python without a bound."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ FLAGS = np.arange(10) % 3 == 0
 
 
 def _numcodec(name: str, **configuration: Any) -> dict[str, Any]:
-    """Return the metadata of a numcodecs codec in Zarr 3. Creating the codec here would issue a warning before any
-    test."""
+    """Return the Zarr 3 metadata of a numcodecs codec; creating the codec here would warn before any test."""
     return {"name": f"numcodecs.{name}", "configuration": configuration}
 
 

@@ -1,4 +1,4 @@
-"""Objects of a store that record the byte ranges requested of them, and a cache for their blocks."""
+"""Stored objects that record the byte ranges requested from them, and a cache for their blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT = 16 * BLOCK_BYTES
 
 
 class Object:
-    """Object of random bytes that records the byte ranges requested of it."""
+    """Object of random bytes that records the byte ranges requested from it."""
 
     def __init__(self, n_bytes: int, *, name: str = "object", etag: str | None = '"1"') -> None:
         self.data = np.random.default_rng(len(name)).bytes(n_bytes)

@@ -37,7 +37,7 @@ def write_v3(
     variable_strings: bool = False,
     compression: str | None = "gzip",
 ) -> Path:
-    """Write counts as CellRanger 3 does: ``matrix``, genes by cells in CSC, and ``matrix/features``."""
+    """Write counts in the layout of CellRanger 3: ``matrix`` (genes by cells, CSC) and ``matrix/features``."""
     _n_obs, n_vars = counts.shape
     columns = {
         "name": name or [f"gene {i}" for i in range(n_vars)],
@@ -60,7 +60,7 @@ def write_v3(
 
 
 def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix], *, compression: str | None = "gzip") -> Path:
-    """Write counts as CellRanger 2 does: one group for each genome, with cells of its own."""
+    """Write counts in the layout of CellRanger 2: one group per genome, each with its own cells."""
     with h5py.File(path, "w") as file:
         for genome, counts in genomes.items():
             group = file.create_group(genome)

@@ -13,7 +13,7 @@ _numbers = itertools.count()
 
 
 class NoCgroupError(RuntimeError):
-    """Error for a system where no control group can be made; the message gives the reason."""
+    """Error on a system where no control group can be created; the message gives the reason."""
 
 
 class Cgroup:
@@ -22,7 +22,7 @@ class Cgroup:
     Parameters
     ----------
     path
-        Its folder.
+        Folder of the control group.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,15 +31,15 @@ class Cgroup:
     def limit(self, n_bytes: int) -> None:
         """Limit the memory of the group, page cache included, and disable swap."""
         names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max", "memory.swap.max")
-        # The limit with swap must never be below the one without. The right order depends on whether the limits grow
-        # or shrink, so the first two are written twice.
+        # The limit with swap must never be below the limit without swap. The right order depends on whether the
+        # limits grow or shrink, so the first two are written twice.
         for name in (*names, *names[:2]):
             if (self.path / name).exists():
                 with contextlib.suppress(OSError):
                     (self.path / name).write_text("0" if name == "memory.swap.max" else str(n_bytes))
 
     def enter(self) -> None:
-        """Move the calling process into the group: the ``preexec_fn`` of a `subprocess.Popen`."""
+        """Move the calling process into the group; serves as the ``preexec_fn`` of `subprocess.Popen`."""
         (self.path / "cgroup.procs").write_text(str(os.getpid()))
 
     def n_killed(self) -> int:
@@ -53,12 +53,12 @@ class Cgroup:
 
 @contextlib.contextmanager
 def memory_cgroup(n_bytes: int) -> Iterator[Cgroup]:
-    """Make a control group with a memory limit, removed once its processes have ended.
+    """Create a control group with a memory limit; remove it once its processes have ended.
 
     Raises
     ------
     NoCgroupError
-        If this process may not make one.
+        If this process cannot create one.
     """
     cgroup = Cgroup(_root() / f"dasksc-{os.getpid()}-{next(_numbers)}")
     try:

@@ -66,7 +66,7 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "_DENSE_CHUNK_BYTES", 200)
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     monkeypatch.setattr(converting, "_PIECE_VALUES", 40)
-    # No test simulates a power failure, and each sync waits for the disk.
+    # Each sync waits for the disk, and no test simulates a power failure, so syncs are disabled.
     monkeypatch.setattr(shards, "sync", lambda file: None)
 
 

@@ -1,4 +1,4 @@
-"""Dask clusters of tests: their listening addresses, an epoch read through one, schedulers and workers as processes."""
+"""Dask clusters for tests: listening addresses, an epoch read through a cluster, scheduler and worker processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def listening() -> set[str]:
 
 
 class DaskProcesses:
-    """Processes that end with this context and write their logs to `folder`."""
+    """Scheduler and worker processes that end with this context and write their logs to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,7 +88,7 @@ class DaskProcesses:
 
 
 def secret_file(folder: Path) -> Path:
-    """Write a private key and its certificate, as users make them for the ranks of a run."""
+    """Write a private key and its certificate, as users create them for the ranks of a run."""
     path = folder / "ranks.pem"
     security = Security.temporary()
     path.touch(mode=0o600)

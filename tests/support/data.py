@@ -1,7 +1,7 @@
 """Small stores for the tests, and the paths of the sample files.
 
-Data is identical in every run, and every value differs from its neighbors. A row or column read from the wrong position
-therefore changes the result.
+The data are identical in every run, and every value differs from its neighbors. A row or column read
+from the wrong position therefore changes the result.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def batches(data: Any, **options: Any) -> list[NDArray[Any]]:
 
 
 def lzf(data: bytes) -> bytes:
-    """Compress a chunk as HDF5 does, which stores incompressible data unchanged."""
+    """Compress a chunk with HDF5; return no bytes if HDF5 would store it uncompressed."""
     with h5py.File("any", "w", driver="core", backing_store=False) as file:
         dataset = file.create_dataset("x", data=np.frombuffer(data, np.uint8), chunks=(len(data),), compression="lzf")
         mask, stored = dataset.id.read_direct_chunk((0,))

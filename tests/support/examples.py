@@ -1,4 +1,4 @@
-"""Examples of docstrings and pages, run by doctest in a folder with the files of `dasksc demo-data`."""
+"""Examples in docstrings and pages, run by doctest in a folder with the files of `dasksc demo-data`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_example(text: str | None) -> bool:
 
 
 def failures_of(code: str, name: str) -> str:
-    """Run the examples in a text in the working directory; return the doctest reports of those that fail.
+    """Run the examples of a docstring or page in the working directory; return the doctest reports of failures.
 
     ``dasksc`` is imported. ``...`` in an output stands for any text.
     """

@@ -1,14 +1,14 @@
-"""Guides of the documentation as programs: their blocks, run from an empty folder, and the output of each block.
+"""Documentation guides as programs: their code blocks, run in an empty folder, and the output of each block.
 
 ``python -m tests.support.guides PAGE ...`` runs pages and writes the output of their blocks into them.
 
 A page runs from top to bottom in one Python process:
 
 - ```` ```python ```` blocks form one program. A block whose first line is a comment with the name of a file
-  (``# train.py``) is not run but written to this file, as are blocks in other languages.
-- ```` ```bash ```` blocks have a command on each line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
-  extras of the page and is not run. Commands that need a cluster or a cloud are in ```` ```console ```` blocks.
-- A ```` ```text ```` block after them has exactly their output, except for machine-dependent figures (`comparable`).
+  (``# train.py``) is written to this file instead of being run, as are blocks in other languages.
+- ```` ```bash ```` blocks have one command per line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
+  extras of the page and is not run. Commands that need a cluster or a cloud appear in ```` ```console ```` blocks.
+- A ```` ```text ```` block after them shows their exact output, except for machine-dependent values (`comparable`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COMMANDS = ("dasksc", "python", "torchrun")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Block of code of a page: offsets of its fence and of its end, and the output shown below it."""
+    """Code block of a page, with the offsets of its start and end and the output shown below it."""
 
     language: str
     code: str
@@ -75,7 +75,7 @@ def blocks_of(text: str) -> list[Block]:
     return [block for block in found if block.start not in owned]
 
 
-# --- What a page needs --------------------------------------------------------------------------------
+# --- Requirements of a page ---------------------------------------------------------------------------
 
 # Modules whose names differ from those of their packages.
 MODULES = {"scikit-misc": "skmisc", "scvi-tools": "scvi"}
@@ -97,7 +97,7 @@ def missing_of(text: str) -> list[str]:
 
 
 def install_wheel(folder: Path) -> Path:
-    """Build the wheel and install it in a separate folder, beside the packages of this environment."""
+    """Build the wheel and install it into a separate folder, without its dependencies."""
     run([sys.executable, "-m", "build", "--wheel", "--outdir", folder / "dist", ROOT], cwd=folder)
     (wheel,) = (folder / "dist").glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
@@ -144,7 +144,7 @@ def program_of(text: str, blocks: list[Block]) -> str:
 def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, str]:
     """Run a page in a folder; return the output of each block, by its number in `blocks_of`.
 
-    `demo` is a folder with the files of the first command, which are copied.
+    `demo` is a folder with the files that the first command writes; they are copied instead of running it.
     """
     text = page.read_text()
     blocks = blocks_of(text)
@@ -164,7 +164,7 @@ def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, st
     return {int(number): output for number, output in zip(parts[1::2], outputs, strict=True)}
 
 
-# --- What it prints -----------------------------------------------------------------------------------
+# --- Output of a page ---------------------------------------------------------------------------------
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 # Values that depend on the machine: durations, rates, memory, loopback addresses, shares of time, processes.
@@ -177,7 +177,7 @@ MACHINE = (
     r"(?<=wait_share )[\d.]+%",
     r"[\d.]+%(?= of the time)",
     r"(?<=pid )\d+",
-    # Sizes that `dasksc suggest` finds.
+    # Sizes that `dasksc suggest` recommends.
     r"^ +(?:fetch_factor|block_size|more random|faster) +\d+",
     r"(?:fetch_factor=\d+,|BlockShuffling\(block_size=\d+\),)$",
 )

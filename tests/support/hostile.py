@@ -30,13 +30,13 @@ from tests.support.data import write_store
 from tests.support.servers import serving
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
-# Twice the allowance of a chunk regardless of its array (decompression_limits.ROOM_BYTES).
+# Twice the tolerated excess of a chunk over its expected size (decompression_limits.ROOM_BYTES).
 BOMB_BYTES = 2**26
 
 
 @contextlib.contextmanager
 def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
-    """Yield a function that opens a store of a folder by name, from disk ("local") or a web server ("remote")."""
+    """Yield a function that opens a store in a folder by name, from disk ("local") or a web server ("remote")."""
     if place == "local":
         yield lambda name: dasksc.open(folder / name)
         return
@@ -47,7 +47,7 @@ def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Fail if the body allocates much memory."""
+    """Fail if the body allocates half of `BOMB_BYTES` or more."""
     tracemalloc.start()
     try:
         yield
@@ -81,8 +81,8 @@ def bomb_of(codec: str) -> tuple[Any, bytes]:
     zeros = bytes(BOMB_BYTES)
     return {
         "gzip": lambda: (numcodecs.GZip(), gzip.compress(zeros, 1)),
-        # The chunk is compressed at level 9 to less than 64 KiB: HDF5 1.14.2 and 1.14.4 write no longer chunk into a
-        # dataset this small.
+        # The chunk is compressed at level 9 to less than 64 KiB: HDF5 1.14.2 and 1.14.4 do not write a larger
+        # chunk into a dataset this small.
         "zlib": lambda: (numcodecs.Zlib(), numcodecs.Zlib(9).encode(zeros)),
         "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(zeros)),
         "lz4": lambda: (numcodecs.LZ4(), numcodecs.LZ4().encode(zeros)),
@@ -213,7 +213,7 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
 
 
 def h5ad_whose_x_swells(folder: Path, codec: str) -> Path:
-    """Write an h5ad bomb whose X is read through h5py: floats of two bytes, or a filter that only HDF5 supports."""
+    """Write an h5ad file whose X is a bomb read through h5py: two-byte floats, or a filter that only HDF5 supports."""
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:
         attributes = dict(file["X"].attrs)
@@ -283,7 +283,7 @@ def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
     return path
 
 
-# --- Either -----------------------------------------------------------------------------------------------
+# --- Both formats -----------------------------------------------------------------------------------------
 
 
 def store_of_shape(folder: Path, format: str, where: str, n: int) -> Path:
@@ -327,7 +327,7 @@ def store_with_a_column_called(folder: Path, format: str, name: str) -> Path:
 
 
 def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
-    """Write a store with ten arrays of 128 MiB, never written, in one group."""
+    """Write a store with ten arrays of 128 MiB without stored chunks in one group."""
     path = write_store(full(), folder, format)
     length = 20 if where in ("obs", "obsm") else 6
     attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}

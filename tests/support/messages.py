@@ -1,8 +1,8 @@
 """Every error, warning and log message of the package as text, so that a review shows how a message changes.
 
-Messages are collected from the source: texts of ``raise X(...)``, of calls that make an exception, of
-``warnings.warn(...)``, ``error.add_note(...)`` and ``logger.warning(...)``. Placeholders stand as in the source. A
-message that a function assembles from variables appears as the name of the variable only.
+Messages are collected from the source: the strings of ``raise X(...)``, of calls that create an exception, of
+``warnings.warn(...)``, ``error.add_note(...)`` and ``logger.warning(...)``. Placeholders appear as in the source. For
+a message that a function assembles from variables, only the name of the variable appears.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FORMATTERS = ("join", "format", "rstrip", "removesuffix")
 
 
 def messages(package: Path = _PACKAGE) -> str:
-    """Return the messages of all modules, a section for each module, in the order of the source."""
+    """Return the messages of all modules in source order, one section per module."""
     sections = []
     for path in sorted(package.rglob("*.py")):
         lines = [f"{kind}: {text}" for _, kind, text in sorted(_of_module(ast.parse(path.read_text())))]
@@ -47,7 +47,7 @@ def _of_module(tree: ast.Module) -> Iterator[tuple[tuple[int, int], str, str]]:
         kind = _kind_of(node.func) or ("raise " + ast.unparse(node.func) if node in raised else None)
         if kind is None:
             continue
-        # logger.log has its level first.
+        # The first argument of logger.log is the level.
         texts = [text for argument in node.args if (text := _text_of(argument, outermost=True))]
         if texts:
             yield (node.lineno, node.col_offset), kind, " | ".join(texts)

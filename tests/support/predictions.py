@@ -1,4 +1,4 @@
-"""Predictions of ranks, and the plain loop they must equal."""
+"""Predictions of ranks, and the plain loop that they must match."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how:
     reports = re.findall(r"^rank (\d): (\d+) cells, True, \(203, \d\)$", printed, re.MULTILINE)
     assert len(reports) == n_ranks, printed
     assert sum(int(n) for _, n in reports) == N_OBS
-    # DDP and its module share their mode, and a model in training mode returns to that mode.
+    # DDP and its module share the training mode, and predicting restores it.
     assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == n_ranks
 
 
 def plain(atlas: Path, *, is_whole: bool) -> np.ndarray:
-    """Return the predictions of a plain loop over the atlas, with the model of the ranks or with its first layer."""
+    """Return the predictions of a plain loop over the atlas, with the model of the ranks or only its first layer."""
     torch.manual_seed(0)
     first, second = nn.Linear(dasksc.open(atlas).n_vars, 6), nn.Linear(6, 3)
     dataset = dasksc.scDataset(atlas, dasksc.Streaming(), BATCH)

@@ -27,7 +27,7 @@ def ended(
     timeout_s: float = 240,
     **changes: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to completion, on CPUs unless an environment is given; `changes` are further variables."""
+    """Run a command to completion, on CPUs unless an environment is given; `changes` add environment variables."""
     given = {**os.environ, **NO_GPU} if environment is None else environment
     return subprocess.run(
         [*map(str, command)],

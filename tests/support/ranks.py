@@ -26,7 +26,7 @@ def on_ranks(world_size: int, act: Callable[[int, Store], T], store: Store | Non
 def rank_of(
     rank: int, world_size: int, store: Store, data: Any = None, *, group: str = "", **options: Any
 ) -> scDataset:
-    """Make the data set of a rank that shares `store` with others; 103 numbers, shuffled, by default."""
+    """Return the data set of a rank that shares `store` with other ranks; by default, it shuffles 103 numbers."""
     options = {"batch_size": 5, "fetch_factor": 2, "seed": 3, "scheduler": "synchronous", **options}
     strategy = options.pop("strategy", BlockShuffling(4))
     collection = np.arange(103) if data is None else data

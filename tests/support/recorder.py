@@ -1,9 +1,9 @@
-"""Digests of the output of the package, case by case, identical on any machine.
+"""Digests of the package's output for each case, identical on every machine.
 
 A refactoring must leave them unchanged. The atlas uses integer arithmetic, values are copied or doubled, and results
 that a mathematical library may round differently are rounded first. Record them with
-``python -m tests.support.recorder``: the new file shows in the diff which cases changed. With ``messages`` it records
-only the messages of errors, warnings and logs.
+``python -m tests.support.recorder``: the new file shows in the diff which cases changed. With the argument
+``messages``, it records only the error, warning and log messages.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SEED = 20_240_229
 
 
 def scattered(n_rows: int, n_columns: int, salt: int, *, most: int = 1000) -> NDArray[np.int64]:
-    """Return numbers from 1 to `most` in a third of the positions and zeros elsewhere: splitmix64 of the position."""
+    """Return numbers up to `most` in a third of the positions and zeros elsewhere, by splitmix64 of the position."""
     mixed = (np.arange(n_rows * n_columns, dtype=np.uint64) + np.uint64(salt << 32)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -275,7 +275,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Return cases: every strategy by way, for each of both every start by world size, all pairs of other values."""
+    """Yield cases that cover all pairs of values; each strategy and each way meets every start and world size."""
     moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
     others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
     for i, strategy in enumerate(STRATEGIES):
@@ -313,7 +313,7 @@ def covering() -> list[Case]:
 
 
 class Atlas:
-    """Atlas in every store, written on first use, in a folder that the caller removes."""
+    """Atlas in every store format; each store is written on first use, to a folder that the caller removes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -391,7 +391,7 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype.name} {value.shape}".encode()
         if value.dtype.kind == "f":
-            value = np.where(np.isnan(value), value.dtype.type(np.nan), value)  # NaN and 0 have many bit patterns
+            value = np.where(np.isnan(value), value.dtype.type(np.nan), value)  # NaN and 0 have several bit patterns
             value = value + value.dtype.type(0)
         yield np.ascontiguousarray(value.astype(value.dtype.newbyteorder("<"))).tobytes()
     else:
@@ -511,7 +511,7 @@ def other_results(atlas: Atlas) -> dict[str, str]:
     return {name: digest_of(value) for name, value in found.items()}
 
 
-# --- States and a training ----------------------------------------------------------------------------
+# --- States and a training run ------------------------------------------------------------------------
 
 
 def make_states(atlas: Atlas) -> list[dict[str, Any]]:
@@ -525,9 +525,9 @@ def make_states(atlas: Atlas) -> list[dict[str, Any]]:
 
 
 def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
-    """Return the current state at the point of a recorded one, and the digest of batches after the recorded one.
+    """Return the state that the package now yields in a recorded case, and the digest after the recorded state.
 
-    Recorded states have no settings, which serve error messages only.
+    Recorded states have no settings, which are used only in error messages.
     """
     case = Case(**one["case"])
     state = state_of(case, atlas, 2)
@@ -547,7 +547,7 @@ def data_module(atlas: Atlas, state: Any = None) -> DataModule:
 
 
 def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
-    """Return the configuration of a small training whose fifth step is in the middle of an epoch."""
+    """Return the configuration of a small training run whose fifth step is in the middle of an epoch."""
     return {
         "data": {
             "path": str(atlas),
@@ -572,7 +572,7 @@ def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
 
 
 def after_training(folder: Path) -> dict[str, list[float]]:
-    """Return the losses of a training from its sixth step on, and that of its final model."""
+    """Return the losses of a training run after its fifth step, and the loss of its final model."""
     with open(folder / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["step"]) > 5]
     found = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("loss", "validation_loss")}
@@ -600,7 +600,7 @@ def dumped(found: Any) -> str:
 
 
 def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
-    """Return the computed digests that differ from those recorded for a group and a way, and the recorded ones."""
+    """Return the computed and the recorded digest of each case of a group and a way in which they differ."""
     expected = recorded("batches.json")[group]
     found = {case.name: batches_of(case, atlas) for case in cases() if case.way == way and case.name in expected}
     assert found
@@ -615,7 +615,7 @@ def an_atlas() -> Iterator[Atlas]:
 
 
 def record() -> None:
-    """Write the digests and the public names of the present version."""
+    """Write the digests, public names and messages of the current version."""
     RECORDED.mkdir(exist_ok=True)
     with an_atlas() as atlas:
         some = {case.name: batches_of(case, atlas) for case in covering()}
@@ -627,12 +627,12 @@ def record() -> None:
 
 
 def record_messages() -> None:
-    """Write the error, warning and log messages of the present version."""
+    """Write the error, warning and log messages of the current version."""
     (RECORDED / "messages.txt").write_text(messages())
 
 
 def record_states() -> None:
-    """Write states and a checkpoint, replacing the more valuable ones of an earlier version."""
+    """Write states and a checkpoint; they replace those of an earlier version, which test compatibility."""
     torch.set_num_threads(1)
     with an_atlas() as atlas:
         module = data_module(atlas)

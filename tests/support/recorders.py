@@ -1,4 +1,4 @@
-"""Recorders of reads, which prove that arrays are read or, more often, not read."""
+"""Recorders of reads, which show that arrays are read or, more often, not read."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Reads:
     Attributes
     ----------
     reached
-        Calls of ``locate`` on any array of `dasksc.storage`, in order, over all threads.
+        Calls of ``locate`` on any array of `dasksc.storage`, in order, in all threads.
     h5py_names
-        Name of the dataset of each read through h5py, by anyone: ``"/X/data"``.
+        Name of the dataset of each read through h5py, by any caller: ``"/X/data"``.
     zarr_keys
-        Keys of the chunks (not metadata) that zarr-python read, by anyone: ``"X/data/c/0"``.
+        Keys of the chunks (not metadata) that zarr-python read, for any caller: ``"X/data/c/0"``.
     """
 
     reached: list[Reach] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Reads:
         return sum(reach.label.endswith(end) for reach in self.reached)
 
     def n_items(self, end: str) -> int:
-        """Return the number of elements (rows, if dense) requested of arrays whose label ends in `end`."""
+        """Return the number of elements (rows, if dense) requested from arrays whose label ends in `end`."""
         return sum(reach.n_items for reach in self.reached if reach.label.endswith(end))
 
     def of(self, part: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small perturbation screen with expression, and batches of its sets."""
+"""Small perturbation screen with expression values, and batches of its cell sets."""
 
 from __future__ import annotations
 

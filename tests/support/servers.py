@@ -1,4 +1,4 @@
-"""Servers on loopback for tests and benchmarks of remote reads: S3, and plain HTTP with faults."""
+"""Servers on loopback for tests and benchmarks of remote reads: S3, and plain HTTP with injected faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "sUpErSeCrEt-0123456789"
 class Faults:
     """Faults and delays of a server, which may be changed while it runs.
 
-    `status` maps the number of a request to an error status or None; `cut` returns True if the response breaks off.
+    `status` maps the number of a request to an error status or None. `cut` returns True if the response is truncated.
     """
 
     latency_s: float = 0.0
@@ -41,7 +41,7 @@ class Faults:
     ranges: bool = True
     # Method, path and ``Range`` header of each request.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
-    # Bytes of response bodies.
+    # Number of bytes in response bodies.
     sent_bytes: int = 0
 
 
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(source, stop - start, is_cut=faults.cut(number))
 
     def met(self, path: str, wanted: str | None) -> tuple[int, int | None]:
-        """Record a request; return its number, and the status of its refusal or None."""
+        """Record a request; return its number, and its error status or None."""
         faults = self.server.faults
         faults.requests.append((self.command, path, wanted))
         number = next(self.server.numbers)
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Relay(Handler):
-    """Handler that relays requests to an S3 endpoint and returns its responses; refusals have the form of S3 errors."""
+    """Handler that relays requests to an S3 endpoint and returns its responses; faults have the form of S3 errors."""
 
     def answer(self, *, with_body: bool) -> None:
         number, status = self.met(urlsplit(self.path).path, self.headers.get("Range"))
@@ -161,7 +161,7 @@ class Relay(Handler):
 
 
 class HTTPServer(ThreadingHTTPServer):
-    """Server of a folder over plain HTTP with byte ranges, or relay of an endpoint."""
+    """Server of a folder over plain HTTP with byte ranges, or relay to an endpoint."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -224,7 +224,7 @@ class Bucket:
 
 @contextlib.contextmanager
 def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
-    """Start an S3 endpoint on loopback; yield a function that makes a bucket by name."""
+    """Start an S3 endpoint on loopback; yield a function that creates a named bucket."""
     import pytest
 
     pytest.importorskip("flask_cors")
@@ -267,7 +267,7 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
 
 
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """Make objects below a prefix public; return options to read them as Google's, whose XML is the same."""
+    """Make objects below a prefix public; return options to read them with the Google client (same XML)."""
     for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
         bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
     account = {

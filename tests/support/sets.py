@@ -1,4 +1,4 @@
-"""Small perturbation screen, and sets drawn from it."""
+"""Small perturbation screen, and cell sets drawn from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plan_of(sampler: SetSampler, sets_of_batch: int = 2, **options: Any) -> Epoc
 
 
 def sets_of(plan: EpochPlan, first_batch: int = 0) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Return the group, rows and control rows of each set that a rank yields, from a given batch on."""
+    """Yield the group, rows and control rows of each set that a rank yields, from a given batch on."""
     for i in range(first_batch, plan.n_batches):
         fetch = plan.fetch(i // plan.fetch_factor)
         at = i % plan.fetch_factor

@@ -1,4 +1,4 @@
-"""Small trainings: their configurations, their metrics, and the same training as a plain loop."""
+"""Small training runs: configurations, metrics, and the same training as a plain loop."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def training(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration of one process with dropout, by default with two epochs of 13 steps."""
+    """Return a configuration for one process with dropout, by default with two epochs of 13 steps."""
     raw: dict[str, Any] = {
         "data": {
             "path": str(atlas),
@@ -118,7 +118,7 @@ def small(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def six_steps(atlas: Path, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration of one process and six steps that keeps every second step as a checkpoint."""
+    """Return a configuration for one process and six steps that keeps every second step as a checkpoint."""
     steps = {"training__max_steps": 6, "training__save_every": 2, "training__save_top_k": -1}
     return small(atlas, folder, **steps | changes)
 
@@ -143,7 +143,7 @@ def alone(
 ) -> dict[str, list[float]]:
     """Run the same training in a plain loop, whose batches concatenate those of all ranks.
 
-    `then`: the ranks of the epochs after the first, if they differ.
+    `then` is the number of ranks in later epochs, if it differs from that of the first.
     """
     adata = dasksc.open(atlas)
     rows, held_out = split_rows(adata, Validation(share=share))
@@ -206,7 +206,7 @@ def checkpoints(folder: Path) -> list[int]:
 
 
 def saved(path: Path, *names: str) -> dict[str, Any]:
-    """Return arguments of the optimizer as stored in a checkpoint."""
+    """Return the optimizer arguments stored in a checkpoint."""
     group = dict.fromkeys(names)
     with _quiet():
         load({"optimizer": {"param_groups": [group]}}, checkpoint_id=path, no_dist=True)

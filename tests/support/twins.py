@@ -1,4 +1,4 @@
-"""Plain Python twins of the random kernels: arbitrary integers, one value at a time, no numba."""
+"""Pure-Python counterparts of the random kernels, with arbitrary-precision integers, one value at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stream(key: int, number: int) -> int:
 
 
 def below(key: int, counter: int, n: int) -> int:
-    """Draw an integer by Lemire's method over 32-bit halves, then over words of a separate stream."""
+    """Draw an integer below `n` with Lemire's method over 32-bit halves, then over words of a separate stream."""
     too_few = 2**32 % n
     word = bits(key, counter)
     for half in (word >> 32, word % 2**32):
@@ -81,7 +81,7 @@ def heads(key: int, n: int, end: int) -> int:
 
 
 def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, n_rounds: int) -> int:
-    """Return draw `number` of a class: a pass starts at a random row and takes runs of neighbors in random order."""
+    """Return draw `number` of a class: a pass starts at a random row and takes runs of rows in random order."""
     pass_key = stream(key, number // n_rows)
     place, n_runs = number % n_rows, n_rows // run_rows
     if place // run_rows < n_runs:

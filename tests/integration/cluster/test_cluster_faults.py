@@ -1,4 +1,4 @@
-"""Faults of Dask workers and schedulers: workers that die, join or run out of memory, and their effect on batches."""
+"""Faults of Dask workers and schedulers: batches stay the same when workers die, join or run out of memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def identical(batches: list[torch.Tensor], expected: list[torch.Tensor]) -> bool
     )
 
 
-OVER_TCP = {"processes": False, "protocol": "tcp"}  # within this process, but otherwise like processes
+OVER_TCP = {"processes": False, "protocol": "tcp"}  # workers in this process that otherwise behave like processes
 
 
 def local(n_workers: int, *, processes: bool = True, **options: Any) -> distributed.LocalCluster:
@@ -84,7 +84,7 @@ def local(n_workers: int, *, processes: bool = True, **options: Any) -> distribu
 
 
 def watched(cluster: distributed.LocalCluster) -> list[int]:
-    """Return the process ids of started workers; nannies do not restart a worker that dies while starting."""
+    """Return the process IDs of started workers; nannies do not restart a worker that dies while starting."""
 
     def started() -> list[int]:
         # The status of a nanny is "running" even while it restarts its worker.
@@ -111,11 +111,11 @@ def nothing_is_left(client: distributed.Client) -> bool:
 # Workers
 
 
-@pytest.mark.timeout(600)  # ten starts of a process, on a busy machine
+@pytest.mark.timeout(600)  # starts ten processes, which takes long on a busy machine
 def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
-    # Ten seeded moments in an epoch; with batches 4 ms apart they hit workers reading, sending and idle.
+    # Ten seeded moments in an epoch; with batches 4 ms apart, they hit reading, sending and idle workers.
     rng = random.Random(20)
-    # A cluster drops workers that take longer than 15 s to restart, as they do on a busy machine.
+    # By default, a cluster drops workers that take longer than 15 s to restart, as they do on a busy machine.
     patient = dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"})
     with patient, local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         expected = epoch_of(atlas)
@@ -212,10 +212,10 @@ def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
     ):
         full, free = client.nthreads()
         expected = epoch_of(atlas)
-        assert identical(list(dataset(atlas, client)), expected)  # compiles outside the measured time
+        assert identical(list(dataset(atlas, client)), expected)  # compiles the kernels in advance
 
         def fill(dask_worker: Any) -> None:
-            # Dask cannot spill this memory, so the worker can only stop.
+            # Dask cannot spill this array, so the worker can only pause.
             dask_worker.ballast = np.ones(int(0.6 * limit) - dask_worker.monitor.proc.memory_info().rss, np.uint8)
 
         batches = []
@@ -253,7 +253,7 @@ def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
 
 
 class Frozen:
-    """Task, or result, that stops the process of its worker once."""
+    """Task, or its result, that stops its worker process once."""
 
     def __init__(self, mark: Path, k: int, when: str, number: int) -> None:
         self.mark = mark
@@ -295,7 +295,7 @@ def test_a_frozen_worker_is_named_and_others_do_its_fetches(
         gave_up.start()
         with Window(Frozen(mark, 5, when, -1), range(40), name="frozen", depth=6, scheduler=client) as window:
             assert list(window) == [(k, k) for k in range(40)]
-        assert gave_up.is_alive()  # it was still frozen
+        assert gave_up.is_alive()  # the worker was still frozen
         gave_up.cancel()
         (address,) = [address for address, pid in pids.items() if pid == int(mark.read_text())]
         assert caplog.text.count(f"waits: the Dask worker at {address} has not been heard from for") == 1
@@ -328,7 +328,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
 
 
 class Slow:
-    """Task whose first fetch takes longer than the timeout of a silent worker."""
+    """Task whose first fetch takes longer than a worker may be silent."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -369,7 +369,7 @@ def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
     assert known.silent(heard(a=0, b=4), asked_at=start) == {}
     assert known.silent(heard(a=0, b=7), asked_at=start) == {"a": 7}
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
-    # The scheduler answers an old request only now, so the silence is not due to the workers.
+    # The scheduler answers an old request late, so the silence must not be attributed to the workers.
     assert known.silent(heard(a=8, b=8), asked_at=start) == {}
     assert known.silent(heard(a=8, b=8), asked_at=time.perf_counter() + 6).keys() == {"a", "b"}
     # In large clusters, workers send heartbeats less often.
@@ -392,7 +392,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("mmap", [True, False])
 def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, large: Path) -> None:
     limit = 700 * 2**20
-    # Mapped pages count as memory of a process, and each worker maps the whole file.
+    # Mapped pages count toward a process's memory, and each worker maps the whole file.
     assert large.stat().st_size > limit
 
     def peak(dask_worker: Any) -> int:
@@ -510,7 +510,7 @@ def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path:
         assert eventually(lambda: nothing_is_left(client))
         without.terminate()
         assert eventually(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == 1)
-        # A worker that joins during an epoch starts, since it may serve other tasks; Dask drops it when it receives a
+        # A worker that joins during an epoch starts, since it may serve other purposes; Dask drops it when it is sent a
         # fetch.
         batches = iter(dataset(atlas, client, prefetch=1))
         first = next(batches)
@@ -612,7 +612,7 @@ def test_a_scheduler_that_restarts_is_an_error_and_then_goes_on(processes: DaskP
 
 
 def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> None:
-    """The store of torchrun's agent outlives the ranks, and so does the address of a scheduler that has ended."""
+    """The store of torchrun's agent outlives the ranks and still holds the address of a scheduler that has ended."""
     path = write_store(make_adata(n_obs=101), tmp_path, "h5ad")
     program = [PROGRAMS / "restarted_cluster.py", path, tmp_path]
     run([*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", *program])

@@ -1,4 +1,4 @@
-"""Ranks that share a Dask cluster, under torchrun and on several machines."""
+"""Tests of ranks that share a Dask cluster, under torchrun and on several machines."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _two_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_host_name_that_leads_to_loopback_is_refused_if_ranks_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    _resolving(monkeypatch, "node7", "127.0.1.1")  # as /etc/hosts of Debian has it
+    _resolving(monkeypatch, "node7", "127.0.1.1")  # as in /etc/hosts on Debian
     pytest.importorskip("cryptography")
     store = _two_machines(monkeypatch)
     with pytest.raises(dasksc.InputError, match=r"host='node7' is 127\.0\.1\.1.*address of the network interface"):
@@ -255,7 +255,7 @@ def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
 
 @pytest.fixture
 def scheduler_file(two_process_client: distributed.Client, tmp_path: Path) -> Iterator[Path]:
-    # As `dask scheduler --scheduler-file` writes it.
+    # The content is that of `dask scheduler --scheduler-file`.
     path = tmp_path / "scheduler.json"
     path.write_text(json.dumps(two_process_client.cluster.scheduler.identity(n_workers=0)))
     yield path

@@ -97,7 +97,7 @@ def test_column_numbers_take_two_bytes_where_that_is_enough(n_vars: int, expecte
     assert compact.block[1].max() == n_vars - 1
 
 
-# Pairwise: every type with every possible width, and both sides of each bound.
+# Pairs of every type with every possible width, on both sides of each bound.
 @pytest.mark.parametrize(
     ("dtype", "largest", "expected"),
     [
@@ -209,7 +209,7 @@ def test_workers_hold_and_send_narrow_csr_and_the_rank_makes_it_dense(
     expected = dasksc.scDataset(path, dasksc.BlockShuffling(5), scheduler="synchronous", **options)
     for batch, other in zip(batches, expected, strict=True):
         np.testing.assert_array_equal(batch.numpy(), other.numpy())
-    # Neither the workers, which used Dask's serialization, nor the rank pickled a block.
+    # No block is pickled, neither by the workers nor by the rank: all headers name the serializer family dask.
     assert all(part["serializer"] == "dask" for header in headers for part in header["headers"])
 
 
@@ -238,7 +238,7 @@ def test_whatever_a_task_returns_is_its_result(client: distributed.Client, value
 
 def test_tasks_that_return_nothing_of_size_run_side_by_side_on_a_worker() -> None:
     with (
-        # Over TCP, also within this process, tasks and results are those of a worker process.
+        # Over TCP, even within this process, tasks and results are serialized as for a worker process.
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=2, processes=False, protocol="tcp", dashboard_address=":0"
         ) as cluster,
@@ -361,7 +361,7 @@ def test_a_worker_that_joins_and_does_not_see_the_file_is_named(tmp_path: Path) 
         data = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, fetch_factor=1, prefetch=2, scheduler=client)
         batches = iter(data)
         next(batches)
-        hide(str(path))  # from this process and thus from workers that join later; the first worker has already checked
+        hide(str(path))  # from this process and workers that join; the first worker has already checked
         try:
             cluster.scale(2)
             client.wait_for_workers(2, timeout=60)

@@ -20,12 +20,12 @@ N_OBS = 1009
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Return the output of two ranks, the rows each read in two training epochs, the atlas and the predictions."""
+    """Return the output of two ranks, the rows that each read in two training epochs, the atlas and the predictions."""
     folder = tmp_path_factory.mktemp("two")
     path = write_store(make_adata(n_obs=N_OBS), folder, "h5ad")
     # srun torchrun: one task per node, which starts the node's ranks.
     step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
-    # Kubeflow's PyTorchJob: RANK and WORLD_SIZE count pods.
+    # Kubeflow's PyTorchJob: RANK and WORLD_SIZE describe the pods.
     pods = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "PET_NNODES": "1"}
     printed = torchrun(2, "ddp_two_ranks.py", path, folder / "seen.json", folder / "emb.zarr", **step, **pods)
     return printed, json.loads((folder / "seen.json").read_text()), path, folder / "emb.zarr"
@@ -68,5 +68,5 @@ def test_two_ranks_predict_what_the_plain_loop_yields(two_ranks):
     assert sorted(rank for rank, _ in reports) == ["0", "1"], printed
     assert sum(int(n) for _, n in reports) == N_OBS
     assert all(400 < int(n) < 600 for _, n in reports)
-    # The training mode of DDP and its module is restored.
+    # DDP and its module return to their previous mode.
     assert len(re.findall(r"^rank \d again: 0, training \(True, True\)$", printed, re.MULTILINE)) == 2

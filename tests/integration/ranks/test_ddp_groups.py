@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("ddp_groups")]
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
-    """Return the rows and messages of each of four ranks, two data-parallel by two tensor-parallel."""
+    """Return the rows and messages of each of the four ranks."""
     out = tmp_path_factory.mktemp("groups") / "found.json"
     torchrun(4, "ddp_groups.py", out)
     return json.loads(out.read_text())

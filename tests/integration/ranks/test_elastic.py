@@ -1,4 +1,4 @@
-"""Trainings under torchrun that lose a rank or a machine and resume from their checkpoint."""
+"""Training runs under torchrun that lose a rank or a machine and resume from their checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Batches = dict[tuple[int, int], list[int]]
 def torchrun(*options: str, folder: Path, killed: int, more: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*(sys.executable, "-m", "torch.distributed.run"), *options, str(PROGRAM), str(folder), str(killed), *more],
-        # By default torch keeps one store for all attempts, and gloo then connects to ranks of earlier ones.
+        # By default, torch keeps one store for all attempts, and gloo then connects to ranks of earlier attempts.
         env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         stderr=subprocess.PIPE,
         text=True,
@@ -37,14 +37,14 @@ def torchrun(*options: str, folder: Path, killed: int, more: tuple[str, ...] = (
 
 
 def notes(folder: Path, attempt: int) -> list[Batches]:
-    """Return the batches of each rank of an attempt, by epoch and step."""
+    """Return the batches of each rank in an attempt, by epoch and step."""
     files = sorted(folder.glob(f"batches-{attempt}-*"))
     lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
     return [{(epoch, step): rows for epoch, step, rows in of_rank} for of_rank in lines]
 
 
 def last_attempt(folder: Path) -> int:
-    """Return the last attempt that reached training: the rendezvous may take more than one attempt."""
+    """Return the last attempt that reached training, since the rendezvous may take several attempts."""
     return max(int(file.name.split("-")[1]) for file in folder.glob("batches-*"))
 
 
@@ -55,7 +55,7 @@ def assert_covered(batches: list[list[int]], *, n_padded: int) -> None:
 
 
 def unbroken(n_ranks: int) -> tuple[list[Batches], float]:
-    """Return the rows that each rank reads in an uninterrupted training, and the weight learned by a plain loop."""
+    """Return the rows that each rank reads in an uninterrupted training, and the weight that a plain loop learns."""
     options = {"batch_size": 7, "fetch_factor": 2, "seed": 3, "world_size": n_ranks}
     ranks = [
         dasksc.scDataset(np.arange(float(N_OBS)), dasksc.BlockShuffling(4), rank=rank, **options)

@@ -101,9 +101,9 @@ def path(tmp_path_factory):
 # --- Workers of a DataLoader --------------------------------------------------------------------------
 
 
-# A worker that is killed while it hands over a tensor may leave a socket of torch's queue open.
+# A worker that is killed while it transfers a tensor may leave a socket of torch's queue open.
 @pytest.mark.filterwarnings("ignore:.*socket:pytest.PytestUnraisableExceptionWarning")
-# Every signal and every start method, not every pair: the effect of a signal does not depend on the start method.
+# All signals and start methods but not all pairs: the effect of a signal does not depend on the start method.
 @pytest.mark.parametrize(
     ("how", "start"),
     [(signal.SIGKILL, "fork"), (signal.SIGTERM, "fork"), (signal.SIGSEGV, "fork"), (signal.SIGKILL, "spawn")],
@@ -128,7 +128,7 @@ def test_a_worker_that_dies_is_an_error_and_the_next_epoch_is_whole(tmp_path, ho
 
 # --- Ctrl-C -------------------------------------------------------------------------------------------
 
-# A notebook keeps the traceback of the last error, and with it every frame.
+# A notebook keeps the traceback of the last error and hence every frame.
 INTERRUPTED = """
 import os, random, signal, sys, threading, time
 import numpy as np

@@ -1,4 +1,4 @@
-"""Processes of `jax.distributed` on the CPU."""
+"""Tests of `jax.distributed` processes on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
     assert found[0]["epochs"][0] != found[0]["epochs"][1]
     rows = np.concatenate([row for one in found for row in one["epochs"]]).astype(int)
     assert sum(one["sum"] for one in found) == pytest.approx(adata.X[rows].sum(dtype=np.float64), rel=1e-5)
-    # One process reads its four batches; the one that compares epochs second raises the error.
+    # One process reads its four batches; the process that compares epochs second raises the error.
     told = [one["apart"] for one in found]
     assert 4 in told
     (complaint,) = [one for one in told if isinstance(one, str)]

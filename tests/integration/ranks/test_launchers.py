@@ -1,4 +1,4 @@
-"""Launchers: Open MPI's mpirun, srun on a Slurm cluster of one node, and the environment variables of the others."""
+"""Launchers: Open MPI's mpirun, srun on a one-node Slurm cluster, and the environment variables of other launchers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(command: list[object], environment: dict[str, str] | None = None) -> s
 
 
 def launched(folder: Path, command: list[object], environment: dict[str, str] | None = None) -> list[dict]:
-    """Return the output of each rank of a launched program; fail unless together they read an epoch."""
+    """Return the output of each rank of a launched program; fail unless the ranks together read one epoch."""
     start([*command, LAUNCHED, folder], environment)
     ranks = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
     assert [rank["rank"] for rank in ranks] == list(range(len(ranks)))
@@ -125,7 +125,7 @@ class Repeating:
 
 @pytest.mark.parametrize("real", [False, True], ids=["as DeepSpeed does", "DeepSpeed's"])
 def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
-    # DeepSpeed warns of torch's deprecations as it is imported, so nothing is an error here.
+    # Importing DeepSpeed raises deprecation warnings of torch, so `recwarn` keeps warnings from being errors.
     repeating = pytest.importorskip("deepspeed.runtime.dataloader").RepeatingLoader if real else Repeating
     dataset = dasksc.scDataset(np.arange(40), dasksc.BlockShuffling(4), batch_size=10, seed=0)
     batches = [batch.tolist() for batch in islice(repeating(dataset), 12)]
@@ -135,7 +135,7 @@ def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
 
 
 def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monkeypatch):
-    # Horovod has no wheels, so its module and the variables of horovodrun are faked.
+    # Horovod has no wheels, so the test fakes its module and sets the environment variables of horovodrun.
     program = PROGRAMS / "horovod_program.py"
     monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
     monkeypatch.setitem(sys.modules, "horovod.torch", None)  # removed again at the end

@@ -1,4 +1,4 @@
-"""Predictions of several ranks with DDP and FSDP, with ranks that fail or are killed by SIGKILL at random moments."""
+"""Predictions of several ranks with DDP and FSDP when ranks fail or receive SIGKILL at random moments."""
 
 from __future__ import annotations
 

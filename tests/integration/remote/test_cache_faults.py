@@ -1,4 +1,4 @@
-"""Cache of blocks shared by processes that are killed at random moments."""
+"""Block cache shared by processes that are killed at random moments."""
 
 from __future__ import annotations
 

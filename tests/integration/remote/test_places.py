@@ -1,4 +1,4 @@
-"""Locations other than one file: patterns, folders and collections behind URLs, and the file systems of fsspec."""
+"""Locations other than one file: patterns, folders and collections at URLs, and the file systems of fsspec."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.core
 
-# --- Several atlases behind a URL ---------------------------------------------------------------------
+# --- Several atlases at a URL -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write three atlases, other files, and a collection of eleven as annbatch writes it."""
+    """Write three atlases, other files, and a collection of eleven atlases in the format of annbatch."""
     folder = tmp_path_factory.mktemp("places")
     parts = folder / "parts"
     parts.mkdir()
     for number, kind in enumerate(["h5ad", "zarr3", "h5ad"]):
         part = make_adata(30 + number, 12)
-        # One element of each kind; test_remote reads whole atlases over a network.
+        # One element of each kind; test_remote tests that a whole atlas is read over a network.
         part.obs = part.obs[["cell_type", "text", "int8"]]
         del part.layers["counts"], part.obsm["sparse"], part.obsm["table"], part.varm, part.obsp, part.uns
         path = write_store(part, folder, kind, name=f"one{number}")
@@ -91,8 +91,8 @@ def places(folder: Path, bucket: Bucket, memory: str) -> dict[str, tuple[str, di
     }
 
 
-# Pairwise: every kind of location with every kind of name (a folder, a pattern of files, one at any depth, one that
-# matches folders, a collection), and every pattern at least once.
+# Pairs of every kind of location with every kind of name (a folder, a pattern of files, a pattern at any depth, a
+# pattern that matches folders, a collection); and every pattern at least once.
 @pytest.mark.parametrize(
     ("kind", "what", "n_parts"),
     [
@@ -229,7 +229,7 @@ def test_atlases_on_azure_are_the_local_ones(folder: Path) -> None:
         assert wrong["account_key"] not in "".join(traceback.format_exception(caught.value))
 
 
-# --- Sizes that suit a network ------------------------------------------------------------------------
+# --- Sizes suited to a network ------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
@@ -248,7 +248,7 @@ def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) 
         assert "chunks of about 100 rows are transferred whole, and blocks have 8" in warning
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
-        # The mean of twelve fetches has an error of half a percentage point.
+        # The mean over twelve fetches deviates by half a percentage point.
         told = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
         assert told == pytest.approx(n_obs / sum(read), abs=0.02)
         assert dasksc.check(dataset(url, 200)).warnings == ()
@@ -260,7 +260,7 @@ def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) 
 
 
 class Counted(AbstractBufferedFile):
-    """File of `Faulty`, which counts the bytes read."""
+    """File of `Faulty` that counts the bytes read."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         self.fs.asked(start, end)
@@ -268,7 +268,7 @@ class Counted(AbstractBufferedFile):
 
 
 class Faulty(AbstractFileSystem):
-    """File system as other packages register them, with single-threaded connections that fail occasionally."""
+    """File system like those that packages register, with single-threaded connections that fail on demand."""
 
     protocol = "faulty"
     folder: Path
@@ -381,7 +381,7 @@ def test_an_object_is_looked_at_once_in_a_while(
     identity = client.stat("parts/part0.h5ad")
     for start in range(10):
         client.get("parts/part0.h5ad", start, start + 1, expected=identity)
-    assert len(looks) == 2  # one of them by fsspec, which asks for the size
+    assert len(looks) == 2  # one of them by fsspec, which queries the size
     monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
     client.get("parts/part0.h5ad", 0, 1, expected=identity)
     assert len(looks) == 3
@@ -509,7 +509,7 @@ def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(
             dasksc.open(url, storage_options=options)
         with pytest.raises(InputError, match=message):
             dasksc.storage.open_matrix(RemoteLocation.of(url, options), "X")
-    # A directory of that name is a store like any other.
+    # A directory with such a name is a store like any other.
     store.rename(tmp_path / "unpacked.zip")
     with serving(tmp_path) as server:
         same(dasksc.open(f"{server.url}/unpacked.zip"), dasksc.open(archive))

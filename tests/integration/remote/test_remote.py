@@ -1,4 +1,4 @@
-"""Atlases behind URLs: values equal to those of the local file, and no secrets in any output."""
+"""Atlases at URLs: values equal those of the local file, and no output contains secrets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("obstore")
 pytestmark = pytest.mark.core
 
 
-# A file and a store, and each layout; every pair of format and layout is read from a web server.
+# A file and a store, each layout once; the test of the web server covers every pair of format and layout.
 @pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
 def test_an_atlas_on_s3_is_the_local_one(stores: Path, s3_stores: Bucket, name: str) -> None:
     remote = dasksc.open(f"s3://{s3_stores.name}/{name}", storage_options=s3_stores.options)
@@ -93,7 +93,7 @@ def test_tokens_in_urls_are_sent_and_not_shown(web_stores: HTTPServer) -> None:
     assert web_stores.url in matrix_of(data.X).label
 
 
-# Pickling for spawned workers; Dask workers in separate processes are tested below.
+# The tests of Dask worker processes below cover pickling, which spawned workers need as well.
 @pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
 def test_forked_dataloader_workers_read_for_themselves(web_stores: HTTPServer, name: str) -> None:
     data = dasksc.open(f"{web_stores.url}/{name}")
@@ -156,7 +156,7 @@ def test_several_urls_are_one_atlas(stores: Path, web_stores: HTTPServer) -> Non
 
 def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     dasksc.open(f"{web_stores.url}/csr.h5ad")
-    # The file has 60 objects and is smaller than a block; each matrix lists its members once.
+    # The file has 60 objects and is smaller than a block; each matrix checks the object once.
     assert len(web_stores.faults.requests) < 40
     assert sum(method == "GET" for method, _, _ in web_stores.faults.requests) < 20
 
@@ -164,7 +164,7 @@ def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
 @pytest.mark.parametrize(
     ("places", "most"),
     [
-        # 64 blocks of 256 KiB are read in random order (as names of cells are), in part, and in sequence.
+        # Out of 64 blocks of 256 KiB: all in random order, as cell names are stored; every eighth; all in order.
         (np.random.default_rng(0).permutation(64), 12),
         (np.arange(0, 64, 8), 8),
         (np.arange(64), 9),
@@ -181,7 +181,7 @@ def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, pla
             reader.seek(location * 2**18 + 500)
             assert reader.read(1000) == content[location * 2**18 + 500 :][:1000]
         assert len(server.faults.requests) <= most
-        # For scattered reads, the surrounding bytes are not worth reading.
+        # For scattered reads, reading the surrounding bytes does not pay off.
         wanted = len(places) * 2**18
         assert server.faults.sent_bytes <= wanted * 1.5
 

@@ -1,4 +1,4 @@
-"""Atlases behind URLs under network and server faults: the same values, or an error that names the fault."""
+"""Atlases at URLs under network and server faults: the same values, or an error that names the fault."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_a_server_refuses_for_good_is_named(
     web_stores.faults.status = lambda number: status
     with dask.config.set({"dasksc.retry-timeout": "200ms"}), pytest.raises(dasksc.DaskscError) as caught:
         batches(opened)
-    # The epoch's error, with rows and fetch, is caused by the reader's.
+    # The reader's error is the cause of the epoch's error, which names rows and fetch.
     assert isinstance(caught.value.__cause__, StorageError)
     message = str(caught.value)
     assert f"{web_stores.url}/csr.h5ad" in message
@@ -123,7 +123,7 @@ def test_what_s3_refuses_for_good_is_named_without_credentials(
     assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
-# Pairwise: files and stores, and the property that reveals their replacement.
+# Pairs of files and stores with the two signs of a change: ETag and modification time.
 @pytest.mark.parametrize(
     ("name", "etags"),
     [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],

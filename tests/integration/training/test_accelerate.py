@@ -1,4 +1,4 @@
-"""Data sets with Accelerate: passed unchanged, whereas a DataLoader around one is sharded a second time."""
+"""Data sets with Accelerate, which passes them unchanged but shards a DataLoader around one a second time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that the TOML files of cell-load experiments assign to training, validation and test."""
+"""Rows that the TOML files of cell-load experiments assign to training, validation and test sets."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Behavior specific to GPUs: transfer of pinned and sparse batches, NCCL, half precision, FSDP.
 
-Without a GPU, tests of both devices run on the CPU and tests of the GPU alone are skipped. One GPU suffices.
+Without a GPU, tests for both devices run on the CPU and GPU-only tests are skipped. One GPU suffices.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def test_the_losses_of_a_gpu_are_those_of_the_cpu(name, atlas, tmp_path):
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
         report = json.loads(run([*COMMAND, "--config", "c.yaml", "--json"], cwd=tmp_path, environment=environment))
         assert report["device"] == device
-    # The order of sums differs, and TF32 is not requested.
+    # The order of summation differs, and TF32 is not requested.
     np.testing.assert_allclose(figures(tmp_path / "cuda"), figures(tmp_path / "cpu"), rtol=1e-3)
 
 

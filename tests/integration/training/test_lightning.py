@@ -29,7 +29,7 @@ TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.filterwarnings(
-        # Lightning warns of installed programs, few workers and short epochs.
+        # Lightning warns about installed programs, few workers and short epochs.
         "ignore",
         # It must not warn about the loaders.
         "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
@@ -114,7 +114,7 @@ def test_every_stage_reads_its_own_cells(path, tmp_path):
     assert epochs[0] != epochs[1]
     for epoch in epochs:
         assert sorted(chain(*epoch)) == TRAINING.tolist()
-    # Validation precedes training and follows each epoch.
+    # Validation runs before training and after each epoch.
     assert Counter(chain(*model.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
     one.validate(model, data, verbose=False)
     one.test(model, data, verbose=False)
@@ -209,7 +209,7 @@ def test_with_another_batch_size_what_is_left_of_the_epoch_is_read_once(path, tm
     n_left = -(-(50 - 2 * before) // 8)
     seen = [*chain(*first.seen["train"][:2]), *chain(*again.seen["train"][:n_left])]
     assert sorted(seen) == TRAINING.tolist()
-    # Whole epochs follow, each with a validation pass.
+    # Whole epochs follow, and validation follows each epoch.
     assert len(again.seen["train"]) == n_left + 7 + 7
     assert Counter(chain(*again.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
 
@@ -356,7 +356,7 @@ def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(p
     assert writer.report is None
     assert not (tmp_path / "emb.zarr").exists()
     model._most, model.n_predicted = 100, 0
-    # A counter in the model would make it another model.
+    # The counter is reset because a different counter would make a different model.
     found = trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
     assert not found
     assert writer.report.is_complete
@@ -365,7 +365,7 @@ def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(p
     model.n_predicted = 0
     trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
     assert (writer.report.n_predicted, writer.report.is_complete) == (0, True)
-    # Without the callback the data set is unchanged.
+    # Without the callback, the data set is unchanged.
     assert len(trainer(tmp_path).predict(model, datamodule=data)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Predictions with a trained model: by its configuration, by the command, on any atlas with its genes."""
+"""Predictions of a trained model, by its configuration or by the command, for any atlas with its genes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_training_without_masks(atlas, tmp_path):
     with torch.inference_mode():
         expected = np.concatenate([model.embed(batch).numpy() for batch in dataset])
     np.testing.assert_allclose(read(tmp_path / "trained.zarr").obsm["X_emb"], expected, rtol=1e-4, atol=1e-5)
-    # Another order of genes permutes the columns; the tokens are equal except for ties.
+    # Reordering the genes permutes the columns; the tokens are equal except for ties.
     other = tmp_path / "other.h5ad"
     read(atlas)[:, list(reversed(adata.var_names))].copy().write_h5ad(other)
     embed(other, "--model", report.model, "--out", tmp_path / "emb.zarr", "--batch-size", 16)

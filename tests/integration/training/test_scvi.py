@@ -1,4 +1,4 @@
-"""scvi-tools trained through a data module, compared with its own data loading."""
+"""scvi-tools models trained through a data module, compared with scvi-tools' own data loading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import scvi
 
 from dasksc.integrations.scvi import SCVIDataModule
 
-# scvi-tools and its dependencies emit warnings of their own.
+# scvi-tools and its dependencies emit their own warnings.
 pytestmark = [pytest.mark.programs, pytest.mark.filterwarnings("ignore")]
 
 N_OBS, N_VARS = 300, 40
@@ -24,7 +24,7 @@ N_OBS, N_VARS = 300, 40
 
 @pytest.fixture(scope="module")
 def adata() -> ad.AnnData:
-    """Return two cell types in two batches; the type determines which half of the genes is high."""
+    """Return two cell types in two batches; the type determines which half of the genes is highly expressed."""
     rng = np.random.default_rng(0)
     types = np.arange(N_OBS) % 2
     donors = np.arange(N_OBS) // 2 % 2
@@ -80,7 +80,7 @@ def test_batches_have_the_keys_and_values_of_scvis_own(adata, path):
     for key, values in theirs.items():
         assert torch.equal(ours[key].double(), values.double()), key
         assert ours[key].shape == values.shape, key
-    # The resulting network is the same.
+    # The network that is created from the registry is the same.
     ours_made = scvi.model.SCVI(registry=data.registry)
     shapes = {name: tuple(value.shape) for name, value in model.module.state_dict().items()}
     assert shapes == {name: tuple(value.shape) for name, value in ours_made.module.state_dict().items()}

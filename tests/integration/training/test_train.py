@@ -1,4 +1,4 @@
-"""Trainings of one process: models, checkpoints, resuming, and output files."""
+"""Training in one process: models, checkpoints, resuming, and output files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def raw(atlas, tmp_path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unbroken(atlas, tmp_path_factory) -> list[float]:
-    """Return the losses of an uninterrupted training with dropout."""
+    """Return the losses of an uninterrupted training run with dropout."""
     folder = tmp_path_factory.mktemp("unbroken")
     return losses(train_fragile(atlas, folder, at=0))
 
@@ -84,7 +84,7 @@ def test_a_run_that_has_ended_ends_again_with_nothing_done(raw, tmp_path):
     assert (again.n_steps, again.n_cells, again.figures) == (first.n_steps, 0, first.figures)
 
 
-# 163 rows are 11 batches, so 6 steps an epoch.
+# 163 rows are 11 batches, so 6 steps per epoch.
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 8, 10, 11, 12, 13, 16, 22])
 def test_a_run_that_breaks_at_any_batch_goes_on_with_the_same_losses(at, unbroken, atlas, tmp_path):
     assert len(unbroken) == 12
@@ -228,7 +228,7 @@ def test_a_run_ends_at_its_steps_or_epochs(raw, tmp_path):
 def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, atlas):
     report = train(raw, plots=True, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
     last_epoch = [row["accuracy"] for row in rows_of(tmp_path / "run") if row["epoch"] == 14 and "accuracy" in row]
-    assert np.mean(last_epoch) > 0.65  # the largest of the five types has 44% of the cells
+    assert np.mean(last_epoch) > 0.65  # the largest of the five cell types has 44% of the cells
     model = load_model(report.model)
     _, held = split_rows(dasksc.open(atlas), Validation(share=0.2))
     rest = dasksc.scDataset(str(atlas), dasksc.Streaming(held), batch_size=len(held), obs=["cell_type"], seed=0)
@@ -276,7 +276,7 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, r
     assert again.n_steps == 2 * report.n_steps
 
 
-# Every precision with every strategy, and each of both with X alone and with a batch.
+# Every precision with every strategy; each precision and each strategy both with X alone and with a Batch.
 @pytest.mark.parametrize(
     ("precision", "strategy", "obs"),
     [
@@ -421,7 +421,7 @@ def test_another_atlas_validates(raw, atlas):
 
 @pytest.fixture
 def other(atlas, tmp_path) -> Path:
-    """Write the atlas with reordered genes and two more, one cell type fewer, and a new one."""
+    """Write the atlas with reordered genes, two additional genes, and one cell type replaced by a new one."""
     adata = ad.read_h5ad(atlas)
     extra = ad.AnnData(
         np.full((adata.n_obs, 2), 7, np.float32), obs=adata.obs, var=pd.DataFrame(index=["new", "newer"])
@@ -657,7 +657,7 @@ def test_cells_without_a_label_do_not_count():
 
 @pytest.fixture
 def half_labelled(atlas, tmp_path) -> Path:
-    """Write the atlas without the labels of its first 16 cells and of half of the others."""
+    """Write the atlas without the labels of its first 16 cells and of half of the other cells."""
     adata = ad.read_h5ad(atlas)
     has_label = np.random.default_rng(0).random(adata.n_obs) < 0.5
     has_label[:16] = False

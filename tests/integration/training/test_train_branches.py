@@ -1,4 +1,4 @@
-"""Branches of a resumed training, and the state of its optimizer."""
+"""Branches of a resumed training run, and the state of its optimizer."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_arguments_of_the_optimizer_are_those_of_the_run_that_goes_on(before
 def test_the_state_of_the_optimizer_is_that_of_the_checkpoint(raw, folder, tmp_path):
     raw["training"]["optimizer"] = {"name": "sgd", "lr": 0.1, "momentum": 0.9}
     train(raw)
-    # Only the existing momentum changes the weights, since each gradient is multiplied by 0.
+    # Only the stored momentum moves the parameters, since the dampening multiplies new gradients by 0.
     stopped = {"name": "sgd", "lr": 0.1, "momentum": 1.0, "dampening": 1.0}
     train(raw, training__optimizer=stopped, training__resume_from="auto", training__max_steps=8)
     first, second, third = (load_model(folder / f"step-0000000{step}").state_dict() for step in (4, 6, 8))

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, and disks that cannot be written."""
+"""Damaged checkpoints, and disks that cannot be written to."""
 
 from __future__ import annotations
 

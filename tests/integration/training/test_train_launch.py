@@ -1,4 +1,4 @@
-"""Starts of `dasksc train`: several processes of its own, mpirun, srun; and the files in examples/."""
+"""Launches of `dasksc train` by itself, mpirun and srun, and the configurations in examples/."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_rank_that_fails_shows_its_traceback_once_and_nothing_else_is_said(sma
 
 
 def fragile(atlas: Path, folder: Path, *, how: str) -> Path:
-    """Write a training whose rank 1 fails at its third batch."""
+    """Write a training configuration whose rank 1 fails at its third batch."""
     path = write(folder, atlas)
     raw = yaml.safe_load(path.read_text())
     raw["data"]["batch_size"] = 8

@@ -1,7 +1,7 @@
-"""Trainings on several ranks: processes with gloo, compared with one process on the same global batches.
+"""Training on several ranks: processes with gloo, compared with one process on the same global batches.
 
 Tolerance: losses, norms and accuracies of float32 runs agree to a relative error of 1e-4 over all steps of SGD with
-momentum. The runs differ in the order of their sums.
+momentum. The runs differ in the order of summation.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ HALF: dict[str, dict[str, Any]] = {
 
 
 def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
-    """Run a training, a branch from an older step with another optimizer, and two that resume the branch."""
+    """Return runs: a first one, a branch from its step 2 with another optimizer, and two that resume the branch."""
     start = six_steps(atlas, folder, **section)
     optimizer = {"weight_decay": 0.0}
     changes: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
-    """Return the folder of all trainings of two ranks, run in one launch."""
+    """Return the folder of all training runs on two ranks, executed in one launch."""
     folder = tmp_path_factory.mktemp("two")
     trainings = {
         name: training(atlas, folder / name, **changes)
@@ -139,7 +139,7 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     )
     for name in ("ddp", "full_shard"):
         trainings |= branching(atlas, folder / f"{name}_branches", **PLAIN[name])
-    # 17 rows are held out: 9 for one rank, so two batches, and 8 for the other.
+    # 17 rows are held out: one rank has 9 and hence two batches, the other has 8.
     odd = {"data__validation": ODD_SHARE, "training__fsdp": {"min_num_params": 300}}
     trainings["odd"] = training(atlas, folder / "odd", **odd)
     run(2, folder, trainings)
@@ -180,7 +180,7 @@ def test_the_gradient_is_clipped_by_the_norm_one_process_has(name, two_ranks, at
 def test_half_precision_follows_the_losses_of_full_precision(name, two_ranks, atlas):
     expected = alone(atlas, 2, clip=1.0)["loss"]
     found = figures(two_ranks / name)
-    # The mantissa has eight bits. Equal values would mean full precision.
+    # The mantissa has eight bits. Equal losses would indicate full precision.
     np.testing.assert_allclose(found, expected, rtol=0.1)
     assert found != pytest.approx(expected, rel=1e-6)
 
@@ -237,13 +237,13 @@ def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(na
 
 @pytest.fixture(scope="module")
 def four_ranks(atlas, two_ranks, tmp_path_factory) -> Path:
-    """Return the folder of all trainings of four ranks, run in one launch; one resumes where two ranks stopped."""
+    """Return the folder of all training runs on four ranks, in one launch; one resumes where two ranks stopped."""
     folder = tmp_path_factory.mktemp("four")
     fsdp = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2, "min_num_params": 300}
     part = json.loads((two_ranks / "trainings.json").read_text())["part"]
     part["model"]["folder"] = str(folder / "rows-1")
     part["training"] |= {"max_steps": None, "max_epochs": 2, "resume_from": "auto"}
-    part["training"]["fsdp"] = {"min_num_params": 10}  # from DDP
+    part["training"]["fsdp"] = {"min_num_params": 10}  # the checkpoint is from DDP
     run(4, folder, {"hybrid": training(atlas, folder / "hybrid", training__fsdp=fsdp), "part": part})
     return folder
 
@@ -261,7 +261,7 @@ def test_four_ranks_go_on_where_two_stopped_without_repeating_or_losing_rows(two
     assert len({len(batches) for batches in second}) == 1
     seen = Counter(row for ranks in (first, second) for batches in ranks for batch in batches for row in batch)
     assert set(seen) == set(range(N_CELLS))
-    # Two epochs; padding: at most a row for each rank and segment.
+    # Two epochs; padding adds at most one row per rank and segment.
     assert 2 * N_CELLS <= seen.total() <= 2 * N_CELLS + 2 + 4 + 4
     n_before = 5 * 2 * 8
     left = Counter(row for batches in second for batch in batches[: -(-(N_CELLS - n_before) // 32)] for row in batch)
@@ -323,6 +323,6 @@ def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told:
         told.put((rank, "nothing"))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))
-    # If one rank exited, the other would stop waiting, too.
+    # If one rank exited, the other would stop waiting as well.
     done.wait(120)
     dist.destroy_process_group()

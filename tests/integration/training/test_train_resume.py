@@ -1,4 +1,4 @@
-"""Resuming a training on two ranks and on one; checkpoints that do not match, and retention of checkpoints."""
+"""Resuming a training run on two ranks and on one, checkpoints that do not match, and retention of checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ two_ranks_group = pytest.mark.xdist_group("train_resume")
 
 @pytest.fixture(scope="module")
 def two_ranks(training_atlas, tmp_path_factory) -> Path:
-    """Return the folder of trainings of two ranks that stop within an epoch and resume, run in one launch."""
+    """Return the folder of runs on two ranks that stop within an epoch and resume, executed in one launch."""
     folder = tmp_path_factory.mktemp("two")
     trainings: dict[str, Any] = {}
     for name, section in SHARDED.items():
@@ -78,7 +78,7 @@ def test_a_run_that_two_ranks_stop_and_resume_and_one_ends_has_the_losses_of_a_p
     assert (report.strategy, report.world_size) == ({"ddp": "single"}.get(name, name), 1)
     expected = alone(training_atlas, 2, then=1)
     assert_same(two_ranks / f"{name}-epochs", expected, "loss")
-    # The first is from the step at which it stopped.
+    # The first value is from the step at which the run stopped.
     found = figures(two_ranks / f"{name}-epochs", "validation_loss")[1:]
     np.testing.assert_allclose(found, expected["validation_loss"], rtol=RTOL)
 
@@ -118,7 +118,7 @@ def test_hyperparameters_are_what_constructors_take():
     assert "n_steps" not in names
 
 
-# --- What does not fit --------------------------------------------------------------------------------
+# --- Mismatches ---------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):

@@ -1,4 +1,4 @@
-"""Trainer of Hugging Face: no cell repeated or lost, and resuming at the batch after a checkpoint."""
+"""Hugging Face Trainer: no cell is repeated or lost, and training resumes at the batch after a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Seen = dict[str, list[list[int]]]
 
 
 def run(folder: Path, n_ranks: int, trainings: dict[str, dict[str, object]]) -> dict[str, list[Seen]]:
-    """Run several trainings in one launch; return the rows that each rank read, by the name of the training."""
+    """Run several training configurations in one launch; return the rows that each rank read, by configuration name."""
     path = write_store(make_adata(N_OBS), folder, "h5ad")
     given = json.dumps([{"folder": str(folder / name), "path": str(path), **trainings[name]} for name in trainings])
     if n_ranks > 1:

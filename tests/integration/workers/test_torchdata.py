@@ -1,4 +1,4 @@
-"""StatefulDataLoader of torchdata: a state at every step, with and without DataLoader workers."""
+"""Tests of torchdata's StatefulDataLoader: states at every step, with and without DataLoader workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ N_OBS = 103
 
 pytestmark = [
     pytest.mark.programs,
-    # Warnings of torchdata itself with newer versions of torch.
+    # torchdata itself emits warnings with newer versions of torch.
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning"),
-    # The tests deliberately use more workers than cores and fork a process with threads.
+    # The tests intentionally use more workers than cores, and fork a process with threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

@@ -1,4 +1,4 @@
-"""Epochs across DataLoader workers of every start method."""
+"""Epochs across DataLoader workers with every start method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_OBS = 203
 
 pytestmark = [
     pytest.mark.core,
-    # The tests deliberately use more workers than cores and fork a process with threads.
+    # The tests intentionally use more workers than cores, and fork a process with threads.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
@@ -58,7 +58,7 @@ def test_epochs_differ_and_the_same_seed_gives_them_again(path, epochs):
     assert rows(other) != epochs[0]
 
 
-# Every start method except spawn, which is below; with persistent workers and with new ones each epoch.
+# Every start method except spawn, which a test below covers; with persistent workers and with new ones each epoch.
 @pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("forkserver", True)])
 def test_workers_read_the_same_epochs_as_none_do(path, epochs, start, persistent):
     one = dataset(path)
@@ -80,7 +80,7 @@ def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epoch
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-# Pairwise: layouts with and without workers, and with small and large prefetch factors.
+# Pairs of layouts with and without workers, and with small and large prefetch factors.
 @pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "layout"),
     [(0, None, "dense"), (0, None, "csr"), (2, 1, "csr"), (2, 8, "dense")],

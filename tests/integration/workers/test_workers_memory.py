@@ -1,4 +1,4 @@
-"""Memory and resources that ended DataLoader workers leave in the process of the training loop."""
+"""Memory and resources that terminated DataLoader workers leave in the process of the training loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(a
         n_files.append(len(os.listdir("/proc/self/fd")))
         held.append(anonymous_bytes())
     assert len(epochs) == 30
-    # Ending workers may still hold pipes; only leaked ones remain.
+    # Terminating workers may still hold pipes, whereas a leak persists.
     assert min(n_files[20:]) <= min(n_files[5:15])
-    # A leak of one epoch would accumulate fifteen times: 3 MiB are 200 KiB per epoch, the pipes and queues of a worker.
+    # A leak of each epoch would appear fifteen times: 3 MiB are 200 KiB per epoch, as a worker's pipes and queues.
     assert min(held[20:]) - min(held[5:15]) < 3 * 2**20
