@@ -186,7 +186,7 @@ class Check:
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (
-                f"           this run needs {format_bytes(self.job_bytes)} per rank, in addition to the model; request "
+                f"           this run needs {format_bytes(self.job_bytes)} per rank plus the model; request "
                 f"{format_bytes(to_ask_for(self.job_bytes))}"
             )
         for warning in self.warnings:
