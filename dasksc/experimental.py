@@ -1,4 +1,4 @@
-"""Public module of `dasksc.inspection.suggestions`."""
+"""Public names of `dasksc.inspection.suggestions`."""
 
 from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 

@@ -57,7 +57,7 @@ def split(
     few_shot: float = 0.0,
     control: Mapping[str, Any] | str | None = None,
 ) -> dict[str, NDArray[np.int64]]:
-    """Split rows at random into parts without common groups, such as donors, or perturbations of a cell line.
+    """Split rows at random into parts that share no group, such as a donor or a perturbation of a cell line.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ _SLOW_BLOCKS = 0.5
 
 
 def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Description:
-    """Describe the contents and the storage of an atlas, measure how fast it is read here, and give advice.
+    """Describe the contents and the storage of an atlas, measure how fast this machine reads it, and give advice.
 
     Parameters
     ----------

@@ -122,8 +122,8 @@ class scDataset(IterableDataset[Any]):
     batch_callback
         ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Function applied to each batch. With any hook, this function receives batches of an AnnData as AnnData. Hooks
-        run one at a time.
+        Function applied to each batch. If any hook is given, this function receives the batches of an AnnData as
+        AnnData objects rather than tensors. Hooks run one at a time.
     rank, world_size
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
@@ -170,9 +170,9 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Processes that share every epoch, if they are not all processes: a ``torch.distributed`` process group, or a
-        ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks
-        that differ only in other dimensions (tensor or pipeline parallel) read the same batches.
+        Group of the processes that share every epoch, if only some of the processes do: a ``torch.distributed`` process
+        group, or a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or
+        similar. Ranks that differ only in other dimensions (tensor or pipeline parallel) read the same batches.
     transform
         Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive

@@ -51,9 +51,9 @@ _TINY, _SCALE = 2.0**-500, 2.0**500
 class SamplingStrategy:
     """Base class of sampling strategies. Derive from it to write your own.
 
-    A subclass must define only `get_len` and `get_indices`. It then supports ranks, DataLoader workers
-    and resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result
-    must depend only on the collection and the seed. The result is divided among ranks in runs of the length of a fetch.
+    A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
+    resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result must
+    depend only on the collection and the seed. The result is divided among ranks in runs of the length of a fetch.
 
     Parameters
     ----------
@@ -365,16 +365,16 @@ class ClassBalancedSampling(BuiltInStrategy):
         If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
         has exact shares (largest remainders). An epoch consists of whole batches, which ranks, resuming and
         ``drop_last`` preserve. Resuming requires the same ``batch_size``. Rows of a class are drawn again only after
-        all rows of the class have been drawn, so the numbers of draws of two of them differ by at most one. With
-        ``replace=False``, each row is drawn at most once.
+        all rows of the class have been drawn, so the numbers of draws of any two rows of a class differ by at most one.
+        With ``replace=False``, each row is drawn at most once.
 
     Raises
     ------
     InputError
         If neither or both of `labels` and `label_key` are given; if no row has a label; if labels are continuous
-        (fractional numbers with more than 100 distinct values, or with more than half as many as rows); if `smoothing`
-        is outside [0, 1] or `temperature` is not positive; or if a class has fewer rows than are to be drawn without
-        replacement.
+        (fractional numbers with more than 100 distinct values, or with more distinct values than half the number of
+        rows); if `smoothing` is outside [0, 1] or `temperature` is not positive; or if a class has fewer rows than are
+        to be drawn without replacement.
 
     Examples
     --------

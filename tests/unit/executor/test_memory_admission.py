@@ -1,4 +1,4 @@
-"""Fetches that wait for memory on a Dask worker, never forever."""
+"""Fetches that wait for memory on a Dask worker, but never forever."""
 
 from __future__ import annotations
 
