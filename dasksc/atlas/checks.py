@@ -63,8 +63,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
     memory = memory_limit().n_bytes if n_bytes > _ROOM_BYTES else n_bytes
     if n_bytes > memory:
         raise StorageError(
-            f"{path} has {n_bytes} bytes outside its matrices, {sizes[largest]} of them in {largest}, more than the "
-            f"{memory} bytes of memory of this machine. Read only the obs columns you need: obs=[...]. If the file "
+            f"{path} has {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but this "
+            f"machine has only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If the file "
             "should be smaller, it is corrupt."
         )
     if n_bytes > _ROOM_BYTES:
@@ -73,9 +73,9 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:
             raise CorruptDataError(
-                f"{path} claims {n_bytes} bytes outside its matrices, {sizes[largest]} of them in {largest}, more than "
-                f"the {stored} stored bytes can decompress to. The file is corrupt or malicious; write it again from "
-                "its source."
+                f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but its "
+                f"{stored} stored bytes cannot decompress to that many. The file is corrupt or malicious; write it "
+                "again from its source."
             )
 
 

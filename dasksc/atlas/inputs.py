@@ -106,8 +106,8 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
     parts = _inside(data, options) or [AtlasInput(data=data)]
     if len(parts) > 1:
         raise InputError(
-            f"{key!r}: {quoted(data)} is {len(parts)} atlases, but a dict has one atlas per key. Give a list, or a key "
-            "for each atlas"
+            f"{key!r}: {quoted(data)} contains {len(parts)} atlases, but a dict has one atlas per key. Give a list, or "
+            "a key for each atlas"
         )
     return parts[0]
 

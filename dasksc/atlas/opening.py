@@ -210,7 +210,8 @@ def open(
                 what = ", ".join(f"{name}=" for name in told)
                 verb = "applies" if len(told) == 1 else "apply"
                 raise InputError(
-                    f"{what} {verb} to several atlases, but {quoted(data)} is one; leave it out, or give a list"
+                    f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas; leave it out, or "
+                    "give a list"
                 )
         else:
             result = _open_several(

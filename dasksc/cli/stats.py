@@ -54,8 +54,8 @@ def command(
     atlas = opened(paths, join, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
-            f"statistics need one matrix, and this path contains several modalities ({', '.join(atlas)}). Store one of "
-            "them as an .h5ad file: mudata.read(path)['rna'].write_h5ad('rna.h5ad')"
+            f"statistics need a single matrix, but this path contains several modalities ({', '.join(atlas)}). Store "
+            "one of them as an .h5ad file: mudata.read(path)['rna'].write_h5ad('rna.h5ad')"
         )
     masks = {}
     for name, is_prefix, prefix in (one.partition("=") for one in qc):

@@ -60,8 +60,9 @@ def command(
     atlas = opened(paths, join, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
-            f"sizes are suggested for one matrix, and this path contains several modalities ({', '.join(atlas)}). Try "
-            "sizes yourself: dasksc check prints the memory they need, and dasksc bench how fast they are read"
+            f"sizes are suggested for a single matrix, but this path contains several modalities ({', '.join(atlas)}). "
+            "Try sizes yourself: dasksc check prints the memory that they need, and dasksc bench measures the rate "
+            "that they reach"
         )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

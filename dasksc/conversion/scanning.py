@@ -208,8 +208,8 @@ class Verification:
                 if len(differs):
                     i = int(differs[0])
                     raise CorruptDataError(
-                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but row "
-                        f"{order[start + i]} of the input, which it is a copy of, has {expected[name][i]} "
-                        f"({len(differs)} rows differ among {start} to {stop - 1}). The disk or memory may be failing. "
-                        "The written data are removed; convert again."
+                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but its "
+                        f"source, row {order[start + i]} of the input, has {expected[name][i]} "
+                        f"({len(differs)} rows differ, all between {start} and {stop - 1}). The disk or memory may be "
+                        "failing. The written data are removed; convert again."
                     )

@@ -309,7 +309,7 @@ class Window(Generic[T]):
     def __next__(self) -> tuple[int, T]:
         flight = self._flight
         if flight.foreign:
-            raise FetchError("This window was created before a fork. Create a new one in the child process.")
+            raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
         start = perf_counter()
         try:
             self._fill(max(1, self._depth()))

@@ -371,8 +371,8 @@ class Predictions:
         keys = [one.key for one in outputs]
         if self.target.index_key() in keys:
             raise InputError(
-                f"the model returned {self.target.index_key()!r}, which has the names of the cells in "
-                f"{self.target.path}. Return it under another name"
+                f"the model returned {self.target.index_key()!r}, which is the key of the cell names in "
+                f"{self.target.path}. Return the predictions under another name"
             )
         taken = [] if self._overwrite else self.target.taken(keys)
         if taken:

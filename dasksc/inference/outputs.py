@@ -86,7 +86,7 @@ class Outputs:
             raise InputError("the model returned an empty dict; expected an array or {name: array}")
         if missing := [name for name in self.categories if name not in given]:
             raise InputError(
-                f"categories= names {missing[0]!r}, and the model returned {', '.join(map(repr, given))} only"
+                f"categories= names {missing[0]!r}, but the model returned {', '.join(map(repr, given))} only"
             )
         return {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
 

@@ -166,7 +166,8 @@ class Check:
                 f"  sets     {self.n_rows // self.set_size:,} of {self.set_size:,} cells from {self.sets.n_groups:,} "
                 f"groups ({self.sets.n_cells:,} cells)"
                 + (
-                    f"; {self.n_controls} of {self.sets.n_control_cells:,} control cells a cell"
+                    f"; {self.n_controls} control cell{'s' if self.n_controls > 1 else ''} per cell, drawn from "
+                    f"{self.sets.n_control_cells:,}"
                     if self.n_controls
                     else ""
                 )

@@ -229,7 +229,8 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
                         f'"{key}.{next(iter(value), "...")}"; TOML reads a dot as the start of a subsection'
                     )
                 raise InputError(
-                    f"[{section}] {key!r} must be 'dataset.cell type' of one of [datasets], {', '.join(files)}"
+                    f"[{section}] {key!r} must have the form 'dataset.cell type', with a data set of [datasets]: "
+                    f"{', '.join(files)}"
                 )
             context = dataset, key.removeprefix(f"{dataset}.")
             if context in found:

@@ -193,7 +193,10 @@ class DataModule:
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
-            raise InputError(f"this data module has {', '.join(self._strategies)}; pass {name}= to use its dataloader")
+            raise InputError(
+                f"this data module has strategies for {', '.join(self._strategies)} only; to use the {name} "
+                f"dataloader, also pass {name}="
+            )
         if name not in self.datasets:
             raise InputError(f"the {name} data set does not exist yet: call setup() first, as a Trainer does")
         return self.datasets[name]

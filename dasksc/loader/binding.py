@@ -56,8 +56,8 @@ def bound(
         sampler = sampler.of_batches(batch_size)
     if sampler.n_controls and isinstance(source, IndexedSource):
         raise InputError(
-            "CellSets(control=) needs an atlas without fetch and batch hooks, because only its batches contain "
-            "batch.control. Replace the hooks by a function transform=, which receives the batch"
+            "CellSets(control=) needs an atlas and cannot be combined with fetch or batch hooks, because batches "
+            "would then lack batch.control. Replace the hooks by a function transform=, which receives the batch"
         )
     return strategy, sampler
 

@@ -239,7 +239,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
     except (KeyError, TypeError, ValueError) as error:
         found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
         raise InputError(
-            f"the state did not come from scDataset.state_dict(): it needs {part!r}, {expected}, and has {found}. "
-            "Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
+            f"the state did not come from scDataset.state_dict(): it must contain {part!r}, {expected}, but "
+            f"contains {found}. Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
         ) from error
     return EpochPosition(epoch, segments), seed

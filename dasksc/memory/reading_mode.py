@@ -86,8 +86,8 @@ class Reading:
     def _warn(self) -> None:
         limit = memory_limit()
         logger.warning(
-            "%s needs %s of memory for each process that reads it, and %s allows %s for all: reading is slow, and the "
-            "operating system may kill a process. Request %s per rank, or lower fetch_factor",
+            "%s needs %s of memory for each process that reads it, but %s allows only %s for all processes together: "
+            "reading is slow, and the operating system may kill a process. Request %s per rank, or lower fetch_factor",
             self._name,
             format_bytes(self._needed_bytes()),
             limit.source,

@@ -121,8 +121,8 @@ class EpochPlan:
         unit = self.sampler.unit
         if self.batch_size % unit:
             raise InputError(
-                f"batch_size={self.batch_size} is not a multiple of {unit}, the number of rows of a set, which stay in "
-                f"one batch; give one, such as {-(-self.batch_size // unit) * unit}"
+                f"batch_size={self.batch_size} is not a multiple of {unit}, the number of rows in a set, and a set is "
+                f"never divided between batches; give a multiple, such as {-(-self.batch_size // unit) * unit}"
             )
 
     def __repr__(self) -> str:

@@ -334,7 +334,7 @@ class CSRFetched(Rows):
         if bad_row >= 0:
             raise CorruptDataError(
                 f"{self._label_of(bad_row)}/indices: row {self.rows[bad_row]} has a column outside "
-                f"[0, {self._n_columns}). The file is corrupt, or its shape attribute does not belong to it; write it "
+                f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
 

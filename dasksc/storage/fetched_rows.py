@@ -111,8 +111,8 @@ class Rows:
         smallest, largest = int(sums.min()), int(sums.max())
         if smallest < np.iinfo(dtype).min or largest > np.iinfo(dtype).max:
             raise StorageError(
-                f"{self.label}: rows have values at one column more than once, which add up to numbers from {smallest} "
-                f"to {largest}; {dtype} cannot hold them. Request another dtype, or write the file again in a wider "
+                f"{self.label}: some rows store several values for one column, and their sums, from {smallest} to "
+                f"{largest}, do not fit {dtype}. Request another dtype, or write the file again in a wider "
                 "type: adata.X = adata.X.astype('int64'); adata.X.sum_duplicates()."
             )
 
@@ -144,7 +144,9 @@ def check_gather(
 ) -> NDArray[np.int64]:
     """Return `positions` as a contiguous int64 array for the kernels; raise `InputError` for an invalid request."""
     if columns is not None and columns.n_vars != shape[1]:
-        raise InputError(f"columns are of a matrix with {columns.n_vars} columns; this one has {shape[1]}")
+        raise InputError(
+            f"columns were selected for a matrix with {columns.n_vars} columns, but this one has {shape[1]}"
+        )
     expected = (len(positions), shape[1] if columns is None else len(columns))
     if out.shape != expected or not out.flags.c_contiguous or not out.flags.writeable:
         raise InputError(

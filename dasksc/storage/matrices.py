@@ -243,8 +243,8 @@ class CSCMatrix:
         gigabytes = data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize) / 1e9
         logger.warning(
             "%s is stored by columns (CSC), so its rows cannot be read one by one: the first fetch of every "
-            "process reads all of it and keeps it as CSR, %.3g GB of memory (three times that while it is "
-            "converted). Store it by rows once: dasksc convert %s NEW.zarr",
+            "process reads all of it and keeps it as CSR, which takes %.3g GB of memory (three times as much "
+            "during the conversion). Store it by rows once: dasksc convert %s NEW.zarr",
             label,
             gigabytes,
             label.rpartition(":/")[0] or "OLD.h5ad",
@@ -328,7 +328,8 @@ def check_csr(
         )
     if len(data.shape) != 1 or data.shape != indices.shape:
         raise CorruptDataError(
-            f"{label}: data has shape {data.shape} and indices {indices.shape}; both need one equal length"
+            f"{label}: data has shape {data.shape} but indices has shape {indices.shape}; both must have the same "
+            "length"
         )
     for array in (indptr, indices):
         if array.dtype.kind not in "iu":

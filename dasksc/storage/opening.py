@@ -166,7 +166,9 @@ def as_matrix(array: Any, label: str) -> Matrix:
     if not sp.issparse(array):
         return DenseMatrix(label=label, values=MemoryArray(array, label))
     if array.format != "csr":
-        logger.warning("%s is %s, and is copied to CSR to read its rows", label, array.format.upper())
+        logger.warning(
+            "%s is stored as %s and is converted to CSR so that its rows can be read", label, array.format.upper()
+        )
         array = array.tocsr()
     return csr_in_memory(array, label)
 

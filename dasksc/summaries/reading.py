@@ -287,7 +287,7 @@ def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDA
     if n_possible >= 2**63:
         raise InputError(
             f"by= names {len(columns)} columns with {' x '.join(str(len(one.categories)) for one in columns)} labels, "
-            "and at most 2**63 combinations can be numbered. Group by fewer columns"
+            "but at most 2**63 combinations can be numbered. Group by fewer columns"
         )
     codes = np.zeros(len(columns[0]), dtype=np.min_scalar_type(-n_possible - 1))
     has_all = np.ones(len(codes), dtype=bool)

@@ -117,7 +117,7 @@ class EpochLoader:
         if inside and ("read_by" in state or self._n_workers) and state.get("read_by") != world:
             raise InputError(
                 f"the checkpoint was saved during an epoch that was read by {state.get('read_by', 'no workers')} "
-                f"(ranks, batch_size, fetch_factor, num_workers), and this run has {world}. With data.num_workers=0 an "
+                f"(ranks, batch_size, fetch_factor, num_workers), but this run has {world}. With data.num_workers=0 an "
                 "epoch resumes on any number of ranks; with workers, use a checkpoint from the end of an epoch"
             )
         self.dataset.load_state_dict(state["dataset"])

@@ -80,7 +80,9 @@ def processes_to_start(
         return 0
     if is_node and wanted not in (None, n_tasks):
         name = "--nnodes" if nnodes else "training.num_nodes"
-        raise InputError(f"{name}={wanted}, but srun started {n_tasks} nodes; give {n_tasks}, or leave it out")
+        raise InputError(
+            f"{name}={wanted}, but srun started one task on each of {n_tasks} nodes; give {n_tasks}, or leave it out"
+        )
     if nproc is None:
         n_gpus = training.num_gpus or n_nodes
         if n_gpus % n_nodes:

@@ -134,8 +134,8 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
         )
     if strategy == "dp" and training.checkpoints_activations:
         raise InputError(
-            "training.strategy='dp' runs copies of the model, in which activation_checkpointing would run the blocks "
-            "of the first one; use ddp or fsdp, or leave activation_checkpointing out"
+            "training.strategy='dp' runs copies of the model, and with activation_checkpointing every copy would run "
+            "the blocks of the first one; use ddp or fsdp, or leave activation_checkpointing out"
         )
     if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
         raise InputError(
@@ -217,7 +217,7 @@ def replicas_of(training: Training, n_gpus: int) -> list[int]:
     wanted = training.num_gpus or n_gpus
     if n_gpus and wanted > n_gpus:
         raise InputError(
-            f"training.num_gpus={wanted}, and training.strategy='dp' has only the {n_gpus} "
+            f"training.num_gpus={wanted}, but training.strategy='dp' has only the {n_gpus} "
             f"GPU{'s' if n_gpus > 1 else ''} that this process sees; --set training.num_gpus={n_gpus}, or use ddp"
         )
     return list(range(min(wanted, n_gpus)))
@@ -434,8 +434,8 @@ def _mesh(fsdp: Fsdp, context: RankContext) -> DeviceMesh:
     size = fsdp.shard_size or context.local_world_size
     if context.world_size % size:
         raise InputError(
-            f"HYBRID_SHARD shards the model over the {size} ranks of a node, which must divide the number of ranks, "
-            f"{context.world_size}; give a training.fsdp.shard_size that does"
+            f"HYBRID_SHARD shards the model over the {size} ranks of a node, but {size} does not divide the number of "
+            f"ranks, {context.world_size}; give a training.fsdp.shard_size that does"
         )
     names = ("dp_replicate", "dp_shard")
     return init_device_mesh(context.device.type, (context.world_size // size, size), mesh_dim_names=names)

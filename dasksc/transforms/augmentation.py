@@ -108,8 +108,8 @@ class _Augmentation:
         for other in others:
             if type(other) is type(self) and (other.seed, other.layer) == (self.seed, self.layer):
                 raise InputError(
-                    f"transform has {name} twice with seed={self.seed}, so both would draw the same; give one of them "
-                    "another seed"
+                    f"transform has {name} twice with seed={self.seed}, so both would draw the same random numbers; "
+                    "give one of them another seed"
                 )
 
     def __call__(self, batch: Batch) -> Batch:
@@ -155,7 +155,7 @@ class _Augmentation:
         if self.layer not in layers:
             raise InputError(
                 f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; request "
-                f"it: scDataset(layers=[{self.layer!r}])"
+                f"the missing one: scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = type(layers)({**layers, self.layer: self._values(layers[self.layer], rows)})
         return made
@@ -321,9 +321,9 @@ class Downsample(_Augmentation):
         _, _, rows, first_row = which
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
-            f"Downsample draws counts, whole numbers from 0 to 2**53, as is their sum in a cell; {name} has "
-            f"{value.item()!r} in row {rows[first_row + position]}, column {column}. Use the layer with raw counts: "
-            "scDataset(..., layers=['counts'], transform=Downsample(..., layer='counts'))"
+            "Downsample needs counts: whole numbers from 0 to 2**53, whose sum in a cell is also at most 2**53; "
+            f"{name} has {value.item()!r} in row {rows[first_row + position]}, column {column}. Use the layer with raw "
+            "counts: scDataset(..., layers=['counts'], transform=Downsample(..., layer='counts'))"
         )
 
 

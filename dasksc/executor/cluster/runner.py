@@ -112,7 +112,7 @@ class ClusterRunner:
                 logger.debug("The Client was closed at the same time.")
             except TimeoutError:
                 address = self._client.scheduler.address
-                logger.warning("A fetch of a closed window still runs on the cluster of %s.", address)
+                logger.warning("A fetch of an iteration that has ended still runs on the Dask cluster of %s.", address)
 
     async def _introduce(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""

@@ -29,8 +29,8 @@ def temporary_certificates() -> Security:
         return Security.temporary()
     except ImportError as error:
         raise InputError(
-            "a host other than loopback is encrypted, which needs the package cryptography: pip install "
-            "dasksc[cluster], or give security="
+            "connections on a host other than loopback are encrypted, which needs the package cryptography: pip "
+            "install dasksc[cluster], or give security="
         ) from error
 
 
@@ -59,7 +59,7 @@ def secured(given: object) -> Security | None:
         contexts = ssl_contexts(security, _ROLES)
     except OSError as error:  # Includes ssl.SSLError.
         raise InputError(
-            f"{what} has no certificate and private key that fit each other ({error}). Give {SECRET_FILE}"
+            f"{what} does not contain a private key and the matching certificate ({error}). Give {SECRET_FILE}"
         ) from error
     if None in contexts:
         raise InputError(

@@ -99,7 +99,7 @@ class StartedCluster:
         while (n_left := self._store.add(self._left, 0)) < self._n_others:
             if time.monotonic() >= deadline:
                 logger.warning(
-                    "The Dask cluster at %s closes, although %d of %d other ranks have not closed theirs.",
+                    "The Dask cluster at %s closes, although %d of %d other ranks have not closed their Clients.",
                     self.address,
                     self._n_others - n_left,
                     self._n_others,

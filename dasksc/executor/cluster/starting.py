@@ -195,7 +195,7 @@ def _validate_arguments(
     if not isinstance(host, str) or not host:
         raise InputError(f"host={host!r} must be a name or an address of this machine, such as '127.0.0.1'")
     if not is_whole(port) or not 0 <= port <= 65535:
-        raise InputError(f"port={port!r} must be a whole number from 0, which takes a free one, to 65535")
+        raise InputError(f"port={port!r} must be a whole number from 0 to 65535; 0 selects a free port")
     for name, value, least in (("n_workers", n_workers, 0), ("threads_per_worker", threads_per_worker, 1)):
         if value is not None and (not is_whole(value) or value < least):
             raise InputError(f"{name}={value!r} must be None or a whole number of at least {least}")

@@ -87,8 +87,8 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
     n_chunks = math.prod(grid)
     if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
         raise CorruptDataError(
-            f"{file.path}:{dataset.name} has {n_chunks} chunks by its shape, {dataset.shape}, for which a file of "
-            f"{file.identity.size} bytes has no room. It is corrupt, or was never written."
+            f"{file.path}:{dataset.name} should have {n_chunks} chunks according to its shape, {dataset.shape}, but a "
+            f"file of {file.identity.size} bytes has no room for them. It is corrupt, or was never written."
         )
     table = ChunkTable(
         offsets=np.full(n_chunks, -1, dtype=np.int64),

@@ -164,7 +164,7 @@ class ObstoreClient:
         if is_denied or "169.254.169.254" in reason or "metadata.google.internal" in reason:
             return StorageError(
                 f"{what} Check the credentials (storage_options, or the environment: AWS_ACCESS_KEY_ID, "
-                "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket is read without any: "
+                "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket needs no credentials: "
                 "storage_options={'skip_signature': True}."
             )
         return StorageError(f"{what} Check that the endpoint and the region are right and that it can be reached.")

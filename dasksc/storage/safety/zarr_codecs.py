@@ -192,7 +192,7 @@ class _BoundedV2(numcodecs.abc.Codec):
 
     def encode(self, buf: Any) -> Any:
         """Raise an error, since arrays with bounded codecs are read-only."""
-        raise InputError("arrays with bounded codecs are read only")
+        raise InputError("arrays with bounded codecs are read-only")
 
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Decode a chunk after a check of its decompressed size."""

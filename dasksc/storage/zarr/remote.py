@@ -242,11 +242,11 @@ class RemoteStore(Store):
 
     async def set(self, key: str, value: Buffer) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._location} is read only")
+        raise InputError(f"{self._location} is read-only")
 
     async def delete(self, key: str) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._location} is read only")
+        raise InputError(f"{self._location} is read-only")
 
     async def list(self) -> AsyncIterator[str]:
         """Yield all keys."""

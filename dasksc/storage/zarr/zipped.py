@@ -254,7 +254,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
     # A shard has at least 16 bytes for each of its chunks.
     n_possible = len(archive.members) if layout.shard_shape is None else archive.file.identity.size // 16
     if math.prod(grid) > _MOST_ABSENT + n_possible or math.prod(objects) > _MOST_ABSENT + len(archive.members):
-        raise UnknownLayoutError(f"its shape, {layout.shape}, is one of {math.prod(grid)} chunks")
+        raise UnknownLayoutError(f"its shape, {layout.shape}, would need {math.prod(grid)} chunks")
     ats = itertools.product(*map(range, objects))
     keys = {at: key for at in ats if (key := f"{name}/{layout.key(at)}") in archive.members}
     members = [archive.members[key] for key in keys.values()]
@@ -369,11 +369,11 @@ class ZipMembers(Store):
 
     async def set(self, key: str, value: Buffer) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self} is read only")
+        raise InputError(f"{self} is read-only")
 
     async def delete(self, key: str) -> None:
         """Raise an error, since the store is read-only."""
-        raise InputError(f"{self} is read only")
+        raise InputError(f"{self} is read-only")
 
     async def list(self) -> AsyncIterator[str]:
         """Yield all keys."""

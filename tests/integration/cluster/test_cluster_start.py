@@ -150,7 +150,7 @@ def test_rank_0_waits_for_the_others_but_not_for_ever(caplog: pytest.LogCaptureF
     started(2).close()
     assert "have not closed" not in caplog.text
     started(1).close()
-    assert "1 of 2 other ranks have not closed theirs" in caplog.text
+    assert "1 of 2 other ranks have not closed their Clients" in caplog.text
 
 
 # Invalid settings

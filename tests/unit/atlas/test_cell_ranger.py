@@ -359,7 +359,7 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("features/id", None, r"lacks id"),
         ("features/name", None, r"lacks name"),
         ("features/feature_type", None, r"lacks feature_type"),
-        ("indices", np.zeros(3, dtype=np.int64), "one equal length"),
+        ("indices", np.zeros(3, dtype=np.int64), "the same length"),
         ("indptr", np.zeros(61), "integers are needed"),
         ("data", np.array([b"1"] * 3), "holds"),
     ],

@@ -259,7 +259,7 @@ def test_what_stands_for_several_may_be_one_of_a_list(tmp_path: Path, three: lis
 
 
 def test_a_key_of_a_dict_is_of_one_atlas(three: list[Path]) -> None:
-    with pytest.raises(InputError, match="'all': .* is 3 atlases"):
+    with pytest.raises(InputError, match="'all': .* contains 3 atlases"):
         dasksc.open({"all": three[0].parent})
     assert dasksc.open({"one": str(three[0].parent / "*0.h5ad")}).n_obs == dasksc.open(three[0]).n_obs
 
@@ -403,7 +403,9 @@ def test_types_stay_as_narrow_as_what_fills_them_allows(dtype: str, fill_value: 
     np.testing.assert_array_equal(dense(got.layers["twice"]), dense(expected.layers["twice"]))
     refused = dasksc.scDataset(got, dasksc.Streaming(), 4, dtype="uint8", rank=0, world_size=1)
     if fill_value:
-        with pytest.raises(InputError, match=f"is {fill_value} where parts lack columns, which uint8 cannot hold"):
+        with pytest.raises(
+            InputError, match=f"is filled with {fill_value} where parts lack columns, but uint8 cannot hold"
+        ):
             next(iter(refused))
     else:
         assert next(iter(refused)).dtype == torch.uint8
@@ -511,7 +513,7 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
         ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "Give join='outer', or leave fill_value out"),
         ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0' must be a number"),
         ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "is sparse.*Give fill_value=0"),
-        (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= applies to several atlases"),
+        (atlas(0, 3), {"join": "outer", "fill_value": 0}, InputError, "fill_value= applies only to several atlases"),
     ],
     ids=str,
 )
@@ -521,7 +523,7 @@ def test_what_does_not_fit_is_said(data: Any, options: dict[str, Any], error: ty
 
 
 def test_what_is_said_of_several_is_refused_for_one() -> None:
-    with pytest.raises(InputError, match=r"label=, keys= apply to several atlases"):
+    with pytest.raises(InputError, match=r"label=, keys= apply only to several atlases"):
         dasksc.open(atlas(0, 3), label="source", keys=["a"])
 
 
@@ -740,7 +742,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing_whatever_else_is_given(t
     write(atlas(0, 3), tmp_path / "A", "plain")
     with pytest.raises(MissingPathError, match="there is nothing at"):
         dasksc.open(tmp_path / "A.H5AD", label="batch")
-    with pytest.raises(InputError, match=r"label= applies to several atlases, but .*A.h5ad.* is one"):
+    with pytest.raises(InputError, match=r"label= applies only to several atlases, but .*A.h5ad.* is a single atlas"):
         dasksc.open(tmp_path / "A.h5ad", label="batch")
 
 

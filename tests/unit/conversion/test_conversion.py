@@ -894,13 +894,13 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
 
     monkeypatch.setattr(shards.ShardWriter, "append", wrong)
     with pytest.raises(
-        CorruptDataError, match="row [0-9]+ has (sum|checksum) .*, but row [0-9]+ of the input, which it is a copy of"
+        CorruptDataError, match="row [0-9]+ has (sum|checksum) .*, but its source, row [0-9]+ of the input, has"
     ):
         dasksc.convert(few_columns(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
 
 
-# The kind of damage and the verification of the second run do not interact, so that each value occurs once at least.
+# The kind of damage and the verification of the second run do not interact, so each value occurs at least once.
 @pytest.mark.parametrize(("what", "verify"), [("shard", True), ("scan", False), ("table", True)])
 def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gzipped, monkeypatch, verify, what):
     from dasksc.conversion import tables

@@ -65,7 +65,7 @@ def test_the_names_of_the_cells_are_never_replaced(tmp_path, kind):
     path = tmp_path / ("named.h5ad" if kind == "file" else "named.zarr")
     with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3):
         adata.write_h5ad(path) if kind == "file" else adata.write_zarr(path)
-    with pytest.raises(InputError, match=r"'obs/barcode', which has the names of the cells"):
+    with pytest.raises(InputError, match=r"'obs/barcode', which is the key of the cell names"):
         predict(lambda b: {"barcode": two(b)[:, 0]}, path, path, overwrite=True, in_place=kind == "file")
     assert list(read(path).obs_names) == list(adata.obs_names)
     assert entries(tmp_path) == [path.name]

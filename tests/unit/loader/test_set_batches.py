@@ -145,7 +145,7 @@ def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Pat
         ]
         assert sorted(later) == sorted(left)
     with pytest.raises(
-        InputError, match="batch_size=20 is not a multiple of 8, the number of rows of a set, .* such as 24"
+        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set, .* such as 24"
     ):
         dataset(path, batch_size=20)
 
@@ -188,7 +188,9 @@ def test_a_batch_of_one_class(path: Path) -> None:
 def test_transforms_hooks_and_devices(path: Path) -> None:
     data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
     assert all(len(one) == 2 for one in data)
-    with pytest.raises(InputError, match="CellSets.control=. needs an atlas without fetch and batch hooks"):
+    with pytest.raises(
+        InputError, match="CellSets.control=. needs an atlas and cannot be combined with fetch or batch hooks"
+    ):
         dataset(path, batch_transform=lambda adata: adata)
     rows = [
         batch.obs["gene"].tolist()
@@ -211,7 +213,7 @@ def test_check_counts_sets_and_controls(path: Path) -> None:
     report = str(dasksc.check(dataset(path)))
     n_targets = int((screen().obs.gene != "ctrl").sum())
     assert f"sets     {-(-n_targets // 8)} of 8 cells from 6 groups ({n_targets} cells)" in report
-    assert f"1 of {N - n_targets} control cells a cell" in report
+    assert f"1 control cell per cell, drawn from {N - n_targets}" in report
     assert "fetches of 256 rows" in report
     adata = screen()
     adata.obs.loc[(adata.obs.gene == "ctrl") & (adata.obs.line == "K562"), "gene"] = "A"

@@ -233,4 +233,4 @@ def test_unmatched_examples_differ() -> None:
     obs.loc[(obs.gene == "ctrl") & (obs.line != "K562"), "gene"] = "A"
     with pytest.raises(InputError) as caught:
         bound(obs, ["line", "gene"], 8, control=CONTROL)
-    assert "such as those of line='HepG2'; line='RPE1'. Leave" in str(caught.value)
+    assert "examples are the cells of line='HepG2'; line='RPE1'. Leave" in str(caught.value)

@@ -420,9 +420,9 @@ def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
     assert processes_to_start(Training(), nproc="4", nnodes=None) == 4
     assert processes_to_start(Training(num_gpus=2), nproc=None, nnodes=None) == 0
     assert processes_to_start(Training(num_nodes=2), nproc="4", nnodes=None) == 4
-    with pytest.raises(InputError, match="training.num_nodes=3, but srun started 2 nodes"):
+    with pytest.raises(InputError, match="training.num_nodes=3, but srun started one task on each of 2 nodes"):
         processes_to_start(Training(num_nodes=3), nproc="4", nnodes=None)
-    with pytest.raises(InputError, match="--nnodes=1, but srun started 2 nodes"):
+    with pytest.raises(InputError, match="--nnodes=1, but srun started one task on each of 2 nodes"):
         processes_to_start(Training(num_nodes=2), nproc="4", nnodes=1)
     assert node_of({**step, "SLURM_STEP_NUM_TASKS": "8"}) == (1, 0)
     assert node_of({}) == (1, 0)

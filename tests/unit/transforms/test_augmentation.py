@@ -133,7 +133,7 @@ def test_a_layer_is_treated_and_X_is_not(adata):
         (plain, *_) = epoch_of(adata, None, layers=["counts"])
         assert batch.X.equal(plain.X)
         assert not batch.layers["counts"].equal(plain.layers["counts"])
-        with pytest.raises(InputError, match=r"no layers; request it: scDataset\(layers=\['counts'\]\)"):
+        with pytest.raises(InputError, match=r"no layers; request the missing one: scDataset\(layers=\['counts'\]\)"):
             list(epoch_of(adata, transform))
     same = epoch_of(adata, [MaskGenes(0.5), MaskGenes(0.5, layer="counts")], layers=["counts"])
     for batch in same:
