@@ -404,7 +404,7 @@ class Config(_Section):
         Parameters
         ----------
         path
-            Path of the file, in the layout of this schema or of the published guide (`dasksc.train.guide_layout`).
+            Path of the file, in the layout of this schema or in the alternative layout (`dasksc.train.guide_layout`).
         changes
             Overrides such as ``training.optimizer.lr=1e-4``, whose values are parsed as YAML.
 

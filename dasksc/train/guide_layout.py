@@ -1,4 +1,4 @@
-"""Translation of the configuration layout of the published distributed-training guide.
+"""Translation of the alternative configuration layout, in which the section ``data`` has ``paths``.
 
 Most keys are the same in both layouts. The others are translated as follows:
 
@@ -15,7 +15,7 @@ Most keys are the same in both layouts. The others are translated as follows:
     model.architecture             model.name
     training.batch_size            data.batch_size
 
-Some keys have another meaning or default in the guide. It applies to files that have ``data.paths``:
+Some keys have another meaning or default in files that have ``data.paths``:
 
 .. code-block:: text
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("dasksc.train.guide")
 
 _SOURCES = ("local", "file", "files", "h5ad", "anndata", "zarr")
 
-# Section and key in the guide, section and key here.
+# Section and key in the alternative layout, section and key here.
 _MOVED = (
     ("data", "paths", "data", "path"),
     ("data", "gene_vocab", "tokenizer", "vocabulary"),
@@ -63,7 +63,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
     Raises
     ------
     InputError
-        If a key of the guide and its translation have different values.
+        If a key of the alternative layout and its translation have different values.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
     is_theirs = "paths" in _section(result, "data")
@@ -103,7 +103,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> None:
-    """Apply the meanings and defaults of the guide in place."""
+    """Apply the meanings and defaults of the alternative layout in place."""
     if tokenizer:
         tokenizer.setdefault("prepend_cls", True)
         tokenizer.setdefault("max_genes", 2048)

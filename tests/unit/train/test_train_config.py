@@ -314,7 +314,7 @@ def test_copies_in_one_process_take_as_many_gpus_as_was_said():
     assert replicas_of(Training(num_gpus=2), 8) == [0, 1]
     assert replicas_of(Training(), 8) == list(range(8))
     assert replicas_of(Training(num_gpus=2), 0) == []
-    with pytest.raises(InputError, match="num_gpus=4, and .* has only the 2 GPUs that this process sees"):
+    with pytest.raises(InputError, match="num_gpus=4, but .* has only the 2 GPUs that this process sees"):
         replicas_of(Training(num_gpus=4), 2)
 
 
