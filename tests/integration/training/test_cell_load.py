@@ -102,7 +102,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
         (('jurkat" = "test"', 'jurkat" = "tset"'), "must be one of 'train', 'val', 'test'"),
         (("v2.jurkat", "v2.jurkta"), "the dataset 'screen.v2' has no 'jurkta'; did you mean 'jurkat'"),
         (('"other.hepg2"', "other.hepg2"), 'must be in quotes, as in "other.hepg2"'),
-        (('"other.hepg2"', '"outer.hepg2"'), r"must be 'dataset.cell type' of one of \[datasets\], screen.v2, other"),
+        (('"other.hepg2"', '"outer.hepg2"'), r"with a data set of \[datasets\]: screen.v2, other"),
         (('val = ["AARS"]', 'val = "AARS"'), "must hold lists of perturbations"),
         (('val = ["AARS"]', 'train = ["AARS"]'), "must hold lists of perturbations"),
         (("v2.rpe1", "v2.jurkat"), r"is in \[zeroshot\] and in \[fewshot\]"),

@@ -351,7 +351,7 @@ def test_check_and_bench_take_several_modalities(cite: Path) -> None:
 
 def test_what_no_command_does_with_several_modalities_is_told_without_python(cite: Path, folder: Path) -> None:
     for arguments, says in (
-        (["suggest", cite], "one matrix.*dasksc check"),
+        (["suggest", cite], "a single matrix.*dasksc check"),
         (["check", cite, folder / "plain.h5ad"], "cite.h5mu contains several modalities.*Give only this path"),
         (["suggest", folder / "plain.h5ad", cite], "cite.h5mu contains several modalities.*Give only this path"),
         (["check", "s3://a/b.h5mu", "--storage-option", "region=x"], "s3://a/b.h5mu .*environment"),

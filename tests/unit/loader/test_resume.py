@@ -361,10 +361,11 @@ def test_what_is_wrong_in_a_state_is_named():
         ("consumed", [[1, 2]]),
         ("consumed", [[0, 8, 2, 1]]),
     ):
-        with pytest.raises(InputError, match=re.escape(f"needs '{name}'") + ".*" + re.escape(f"has {name}={wrong!r}")):
+        needed, found = re.escape(f"must contain '{name}'"), re.escape(f"but contains {name}={wrong!r}")
+        with pytest.raises(InputError, match=f"{needed}.*{found}"):
             dataset().load_state_dict({**good, name: wrong})
         lacking = {key: value for key, value in good.items() if key != name}
-        with pytest.raises(InputError, match=f"needs '{name}'.* and has only 'version'"):
+        with pytest.raises(InputError, match=f"must contain '{name}'.* but contains only 'version'"):
             dataset().load_state_dict(lacking)
 
 

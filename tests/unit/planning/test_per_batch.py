@@ -245,7 +245,7 @@ def test_a_strategy_by_itself_says_how_many_rows_and_which() -> None:
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:
     plan = plan_of(batch_size=30)
-    with pytest.raises(InputError, match="batch_size=45 is not a multiple of 30, the number of rows of a set"):
+    with pytest.raises(InputError, match="batch_size=45 is not a multiple of 30, the number of rows in a set"):
         EpochPlan(sampler=plan.sampler, batch_size=45)
     double = EpochPlan(sampler=plan.sampler, batch_size=60)
     halves = [batch[start : start + 30] for batch in batches_of(double) for start in range(0, len(batch), 30)]

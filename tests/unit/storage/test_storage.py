@@ -636,9 +636,9 @@ def test_batches_are_canonical_whatever_is_stored(kind: str, dtype: str, tmp_pat
 def test_sums_that_the_type_of_the_matrix_cannot_hold_are_refused_in_that_type() -> None:
     repeated = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 3])), shape=(1, 2))
     fetched, out = as_matrix(repeated, "X").fetch(np.array([0])), np.zeros((1, 2), dtype=np.float32)
-    with pytest.raises(StorageError, match="from 7 to 300; uint8 cannot hold them"):
+    with pytest.raises(StorageError, match="from 7 to 300, do not fit uint8"):
         fetched.gather(np.array([0]), out=out.astype(np.uint8))
-    with pytest.raises(StorageError, match="from 7 to 300; uint8 cannot hold them"):
+    with pytest.raises(StorageError, match="from 7 to 300, do not fit uint8"):
         fetched.gather_csr(np.array([0]))
     fetched.gather(np.array([0]), out=out)
     assert out.tolist() == [[7, 300]]
