@@ -92,6 +92,6 @@ class Watchdog:
             "Fetch %d waits: the Dask cluster of %s has %s. Reading continues when a worker %s.",
             k,
             self._client.scheduler.address,
-            f"{len(workers)} workers, all paused at their memory limit" if workers else "no workers",
+            f"no running workers ({len(workers)} paused at the memory limit)" if workers else "no workers",
             "has free memory again, or when another one joins" if workers else "joins",
         )

@@ -153,7 +153,7 @@ def test_a_cluster_without_workers_is_told_and_waited_for(atlas: Path, caplog: p
 def test_workers_that_are_all_paused_are_told_and_waited_for(
     protocol: str, atlas: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = "has 1 paused at their memory limit"
+    told = "has no running workers (1 paused at the memory limit)"
 
     def pause(dask_worker: Any, is_paused: bool) -> None:
         dask_worker.status = distributed.Status.paused if is_paused else distributed.Status.running
