@@ -169,7 +169,8 @@ class MultiIndexable:
         if isinstance(key, (int, np.integer)):
             if not -self.count <= key < self.count:
                 raise IndexError(
-                    f"there is no member {key} among {self.count}; rows are taken with a slice or an array"
+                    f"member {key} is out of range; the number of members is {self.count}. To select rows, give a "
+                    "slice or an array"
                 )
             return self._indexables[key]
         return self._with_members([take_rows(member, key) for member in self._indexables])

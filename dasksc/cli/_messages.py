@@ -18,7 +18,7 @@ __all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
 # Arguments whose names are also common words count only if a value follows.
 _IS_ARGUMENT = "_"
-# Columns within which the text of a named line begins.
+# Number of columns within which the text after the name of a line begins.
 _NAMED = 24
 _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 
@@ -26,7 +26,7 @@ _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 def as_options(text: str) -> str:
     """Return a message with the Python arguments replaced by the options of the current command.
 
-    Arguments without an option of the command stay.
+    Arguments for which the command has no option are unchanged.
     """
     context = click.get_current_context(silent=True)
     text = text.replace(*_SKIP_SIGNATURE)

@@ -62,8 +62,8 @@ def command(
 ) -> None:
     """Measure the loading speed of an atlas in cells per second.
 
-    Only loading is measured, after a first fetch. Files are not removed from the page cache before. To compare with
-    other loaders, run benchmarks/compare.py of the source code with --atlas FILE.
+    Only loading is measured, after a first fetch. The page cache is not cleared first. To compare with other loaders,
+    run benchmarks/compare.py of the source code with --atlas FILE.
     """
     fetch_factor = max(fetch_size // batch_size, 1)
     dataset = dasksc.scDataset(

@@ -125,7 +125,7 @@ def command(
 
 
 def _request(found: Check) -> Iterator[str]:
-    """Yield what to request from a scheduler of jobs for the ranks of an epoch, besides the memory of the model."""
+    """Yield the resources to request from a job scheduler for the ranks of an epoch, without those of the model."""
     if found.job_bytes is None:
         return
     mebibytes, n_ranks = to_ask_for(found.job_bytes) // 2**20, found.world_size

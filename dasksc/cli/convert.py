@@ -116,7 +116,7 @@ def command(
     IN is an .h5ad file, a 10x .h5 file, a Zarr store, a directory of these, a pattern, or a URL; several are joined.
     OUT.zarr appears when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
 
-    The cells are shuffled once, within groups if there is --group-by (of several columns: cell_line,gene). --overwrite
+    The cells are shuffled once; with --group-by (one or several columns: cell_line,gene), within groups. --overwrite
     also drops an unfinished conversion at OUT.zarr.
 
     GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name per line). Genes that the input

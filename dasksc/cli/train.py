@@ -57,11 +57,12 @@ def command(
 ) -> None:
     """Train a model on an atlas from a YAML file.
 
-    Training runs on one process, or on several under DDP or FSDP. Started alone, the command starts the processes that
-    --nproc or training.num_gpus request. Under torchrun, srun or mpirun it is one of the processes that these started.
+    Training runs in one process, or in several with DDP or FSDP. Without a launcher, the command starts the processes
+    that --nproc or training.num_gpus request. Under torchrun, srun or mpirun, it is one of the processes that the
+    launcher started.
 
     The keys num_gpus and num_nodes are those of the section `training`. The default of --master-port is MASTER_PORT, a
-    port that follows from the job of Slurm, or 29500.
+    port derived from the Slurm job, or 29500.
     """
     try:
         import_module("dasksc.train.config")

@@ -103,5 +103,5 @@ def synthetic_screen(
 def _names(argument: str, given: int | Sequence[str], pattern: str, *, first: int = 0) -> list[str]:
     names = [pattern.format(first + i) for i in range(given)] if isinstance(given, int) else list(given)
     if not names or len(set(names)) < len(names):
-        raise InputError(f"{argument} must be at least one name, each of them once, or a number; got {given!r}")
+        raise InputError(f"{argument} must be a number, or a non-empty list of distinct names; got {given!r}")
     return names

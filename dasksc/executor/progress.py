@@ -192,7 +192,7 @@ def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
     title
         Format of the beginning of the line, in which figures of `report` may occur.
     """
-    before = f" after the {report['n_batches_before']:,} of before" if report["n_batches_before"] else ""
+    before = f" after {report['n_batches_before']:,} earlier ones" if report["n_batches_before"] else ""
     return (
         f"{title.format_map(report)}: {report['n_rows']:,} rows in "
         f"{report['n_batches']:,} batches{before}, {report['n_rank_padded']} padded, {report['n_rank_dropped']} "

@@ -228,7 +228,7 @@ def _address_in(file: str) -> str:
         return str(json.loads(Path(file).read_text())["address"])
     except OSError as error:
         raise InputError(
-            f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, as dask scheduler "
+            f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, with dask scheduler "
             f"--scheduler-file {file}, in a folder that all machines see."
         ) from error
     except (ValueError, KeyError, TypeError) as error:

@@ -15,11 +15,11 @@ Each rank
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
    call returns. A rank that fails leaves a note, and the other ranks fail with it.
 
-Ranks use no collectives, except under FSDP, where every call of the model is collective. There all ranks make equally
-many calls and discard surplus batches.
+Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
+number of calls and discard surplus batches.
 
-Errors name the problem: an existing key, a wrong shape, the cells with NaN, or the space that a full disk lacks.
-Complete units are kept, and the same call predicts the others.
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or the missing disk space. Complete
+units are kept, and the same call predicts the others.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def predict(
         Module, method of a module (``model.encode``), or function. It is called with each batch, in inference mode, and
         returns a tensor or array with one row per cell, shape (batch, k) or (batch,), or a dict of them by name.
         Matrices become entries of obsm, one-dimensional arrays columns of obs. ``DistributedDataParallel`` is
-        unwrapped; a module sharded by ``fully_shard`` is called equally often on all ranks.
+        unwrapped; a module sharded by ``fully_shard`` is called the same number of times on all ranks.
     dataset
         `scDataset`, whose batch size, genes, layers, obs, layout and transform apply. All rows of its collection are
         read in storage order; its strategy and filter have no effect. Or an atlas in any form that `dasksc.open`
@@ -410,7 +410,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add to errors the folder with complete units, and the space that a full disk lacks."""
+        """Add the folder with complete units to errors, and the missing disk space if the disk is full."""
         work = self.work
         try:
             yield

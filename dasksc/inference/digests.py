@@ -36,7 +36,7 @@ def model_digest(value: Any) -> str:
     Parameters
     ----------
     value
-        Any object. Under FSDP every rank must call it together: parameters are gathered one at a time.
+        Any object. Under FSDP, all ranks must call this function together: parameters are gathered one at a time.
 
     Returns
     -------

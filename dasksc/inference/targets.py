@@ -49,7 +49,7 @@ from dasksc.storage.file_identity import FileIdentity
 __all__ = ["Names", "Target", "target_of"]
 
 Names = Callable[[], Iterable[Sequence[str]] | None]
-"""Returns the names of the cells in pieces; None if they have none."""
+"""Function that returns the names of the cells in pieces; None if the cells have no names."""
 
 _PIECE_BYTES = 2**24
 # Estimates of the disk space of metadata, and of the name of a cell.

@@ -293,8 +293,8 @@ class Work(WorkFolder):
 class UnitWriter:
     """Writer of successive batches of successive units.
 
-    A thread writes several batches at a time. Each call of the operating system releases the GIL, for which the loop
-    would wait milliseconds while other threads make batches.
+    A thread writes several batches at a time. Each system call releases the GIL. The loop would wait milliseconds to
+    acquire it again while other threads make batches.
 
     Parameters
     ----------

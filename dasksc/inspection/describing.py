@@ -121,7 +121,10 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
     # The key of a modality's X starts with the name of the modality.
     x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
     if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
-        yield "chunks of X hold more rows than a fetch, and are decoded for few; dasksc convert makes them smaller"
+        yield (
+            "chunks of X hold more rows than a fetch, and each is decoded for only a few of its rows; dasksc convert "
+            "makes them smaller"
+        )
     speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
     for layout in ("dense", "csr"):
         if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, BLOCK_SIZES[0]), 0.0):

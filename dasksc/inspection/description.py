@@ -88,7 +88,7 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """Rate of batches in a short probe on this machine, from the page cache in its current state.
+    """Rate of batches in a short probe on this machine, with the page cache in its current state.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Maximum number of rows of the epoch whose classes are counted, but at least one set or batch that stays together.
+# Maximum number of rows whose classes are counted; one set, or one batch that stays together, is always counted.
 _LOOKED_AT = 2**20
 
 

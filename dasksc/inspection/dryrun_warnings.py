@@ -27,8 +27,8 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
         return
     if not any(share.n_batches for share in ranks):
         yield (
-            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each less than a batch "
-            f"of {plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
+            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each rank less than a "
+            f"batch of {plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
         )
     elif plan.n_dropped > _MUCH_DROPPED * plan.n_rows:
         yield (
@@ -45,8 +45,8 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
         )
     elif n_blocks < plan.world_size:
         yield (
-            f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are cut, and ranks read their "
-            "pieces of the same chunks. Lower block_size"
+            f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are divided, and several "
+            "ranks read pieces of the same chunks. Lower block_size"
             + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
         )
     source = components_of(dataset).source
@@ -118,7 +118,7 @@ def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterat
     if share < _MIXED:
         n_blocks = max(1, plan.fetch_rows // plan.block_size)
         yield (
-            f"batches hold {share:.0%} of the mix of labels that random ones would ({name or 'labels'}): labels lie in "
+            f"batches have {share:.0%} of the label diversity of random batches ({name or 'labels'}): labels lie in "
             f"long runs, and a fetch mixes only {n_blocks:,} blocks. Raise fetch_factor, or lower block_size"
         )
 

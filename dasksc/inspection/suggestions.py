@@ -130,8 +130,8 @@ def suggest_parameters(
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
         ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
         ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then reach at
-        least 99%, 95% and 80% of the ideal diversity. Among the sizes that reach this diversity, each
-        is the smallest with a rate within 10% of the fastest.
+        least 99%, 95% and 80% of the ideal diversity. Each is the smallest size whose rate is within 10% of the fastest
+        among the sizes that reach this diversity.
 
     Notes
     -----

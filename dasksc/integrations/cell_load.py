@@ -114,8 +114,8 @@ def from_toml(
     Notes
     -----
     Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
-    them. A warning counts listed perturbations that no cell has. cell-load pairs cells only with controls of the same
-    file; to do the same, match on ``"file"``.
+    them. A warning is logged if listed perturbations occur in no cell. cell-load pairs cells only with controls of the
+    same file; to do the same, match on ``"file"``.
 
     Examples
     --------
@@ -234,7 +234,7 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
                 )
             context = dataset, key.removeprefix(f"{dataset}.")
             if context in found:
-                raise InputError(f"{key!r} is in [zeroshot] and in [fewshot]; hold it out in one way")
+                raise InputError(f"{key!r} is in [zeroshot] and in [fewshot]; list it in only one of them")
             found[context] = _whole(key, value) if section == "zeroshot" else _lists(key, value)
     return found
 

@@ -84,7 +84,7 @@ class Writer:
         data = trainer.datamodule
         if not isinstance(data, DataModule):
             raise InputError(
-                "Writer needs to know the row of every prediction: trainer.predict(model, datamodule=...) with a "
+                "Writer needs the row number of every prediction. Call trainer.predict(model, datamodule=...) with a "
                 "scDataModule of dasksc.integrations"
             )
         # Predictions of all batches would fill memory.

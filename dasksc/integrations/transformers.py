@@ -1,8 +1,8 @@
 """Hugging Face's `Trainer` for data sets that track their rank and position.
 
 Requires ``pip install dasksc[transformers]``. With the stock Trainer, Accelerate would distribute the batches of a
-data set over the ranks a second time, so that most cells would never be used. To resume within an epoch, it would
-read and discard all earlier batches.
+data set over the ranks a second time, so that most cells would never be used. To resume within an epoch, the
+stock Trainer would read and discard all earlier batches.
 """
 
 from __future__ import annotations

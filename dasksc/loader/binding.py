@@ -1,4 +1,4 @@
-"""Binding of a strategy to a source, after the expressions over obs that restrict it."""
+"""Binding of a strategy to a source, after its expressions over obs are evaluated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["bound", "columns_of_expressions"]
 
 
 def columns_of_expressions(strategy: SamplingStrategy, filter: str | None) -> list[str]:
-    """Return the columns of obs in the filter, and in an expression of `CellSets` for control cells."""
+    """Return the obs columns that the filter and the control expression of `CellSets` use."""
     return [*([] if filter is None else filtering.columns_of(filter)), *_control_columns(strategy)]
 
 

@@ -562,7 +562,7 @@ class scDataset(IterableDataset[Any]):
                 else:
                     agreement.leave(iteration, run.stats.n_batches)
 
-    # --- Accounts -------------------------------------------------------------------------------------
+    # --- Statistics -----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return statistics of the latest epoch of this rank.

@@ -176,8 +176,8 @@ def parse_state(
     Raises
     ------
     InputError
-        If a part of the state is missing or invalid, or it is of other data or another strategy. The message lists the
-        differences.
+        If a part of the state is missing or invalid, or the state belongs to other data or another strategy. The
+        message lists the differences.
     """
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state

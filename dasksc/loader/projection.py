@@ -25,7 +25,7 @@ __all__ = ["MemoryProjection"]
 logger = logging.getLogger("dasksc.dataset")
 
 _AHEAD_BYTES = 2**24
-# Size of a fetch in storage order, and number of chunks in it at least: a chunk at either end is decoded twice.
+# Size of a fetch in storage order, and minimum number of chunks in it, since chunks at its ends are decoded twice.
 _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
@@ -87,8 +87,8 @@ class MemoryProjection:
     def in_storage_order(self, session: RankSession) -> MemoryProjection:
         """Return the projection of a pass in storage order in another session.
 
-        Its fetches are smaller than those of `fetch_factor` batches if these are large. Large fetches mix distant rows
-        well; neighboring rows gain nothing from them, and several are in memory at a time.
+        If a fetch of `fetch_factor` batches is large, the pass uses smaller fetches. Large fetches serve to mix distant
+        rows, which a pass in storage order does not do, and several fetches are in memory at a time.
         """
         one = copy.copy(self)
         one.session = session

@@ -21,7 +21,7 @@ __all__ = ["RankSession"]
 
 
 class RankSession:
-    """Rank, world size and seed of a data set, fixed at the latest when the first epoch begins.
+    """Rank, world size and seed of a data set, fixed when the first epoch begins or earlier.
 
     Parameters
     ----------

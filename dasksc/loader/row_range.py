@@ -21,7 +21,7 @@ __all__ = ["over_range", "world_of"]
 
 
 def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None) -> scDataset:
-    """Return a data set that yields the rows ``[start, stop)`` once, in storage order, on this process alone.
+    """Return a data set that yields the rows ``[start, stop)`` once, in storage order, in this process alone.
 
     Parameters
     ----------
@@ -30,14 +30,14 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
         and whose fetch factor bounds that of the result. Its strategy, filter, rank and epochs are not used. It is not
         changed, and shares its matrices with the result.
     start, stop
-        Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the place
-        of a batch in the collection, not in the range.
+        Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the
+        position of a batch in the collection, not in the range.
     device
         Device of the batches. Default: that of `dataset`.
     """
     one = scDataset.__new__(scDataset)
     one.__dict__.update(dataset.__dict__)
-    one.__dict__.pop("_identity", None)  # cached, of the other strategy
+    one.__dict__.pop("_identity", None)  # cached for the other strategy
     one.strategy = Streaming(indices=slice(start, stop))
     one.drop_last = False
     one.equal_ranks = False

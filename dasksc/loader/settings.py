@@ -80,7 +80,9 @@ def _of_strategy(before: str, settings: Mapping[str, str], settings_then: Mappin
         yield f"strategy is {strategy} and was {strategy_then}"
         return
     if not settings_then:
-        yield f"the arguments of {strategy} differ, which a state of this earlier version of dasksc does not contain"
+        yield (
+            f"the arguments of {strategy} differ; the state is of an earlier version of dasksc, which did not save them"
+        )
         return
     names = [name for name in {**settings, **settings_then} if settings.get(name) != settings_then.get(name)]
     if not names:

@@ -294,7 +294,7 @@ def source_of(
     hooks
         Functions that replace indexing or follow it.
     strategy
-        Strategy, with the obs column of its labels or, for a collection without length, with the rows.
+        Strategy, whose labels may be an obs column, and whose indices give the rows of a collection without length.
     filtered_by
         Columns of obs that a filter uses.
     mmap
@@ -336,7 +336,7 @@ def source_of(
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = "hooks say what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
+        why = "hooks determine what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
         request.refuse_where_rows_are_indexed(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)

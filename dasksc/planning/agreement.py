@@ -124,7 +124,7 @@ class Agreement:
     def _store(self) -> Any:
         if self._ordinal is None:
             return None
-        # A store can outlive processes that torchrun restarts. The attempt keeps their old notes apart from new ones.
+        # A store can outlive processes that torchrun restarts. The restart count separates old notes from new ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
@@ -203,7 +203,7 @@ class Agreement:
         Raises
         ------
         RankMismatchError
-            If another rank has. Its epochs no longer match those of this rank.
+            If another rank has abandoned it: the epochs of the two ranks no longer match.
         """
         left = self._left(iteration)
         if left is not None and left[1] <= n_batches:

@@ -104,7 +104,7 @@ class EpochCounter:
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
         """Make the DataLoader workers of a pass resume `epoch` when they `join`.
 
-        The next pass reads the next epoch, even if no batch of this pass is requested before.
+        The next pass reads the next epoch, even if no batch of this pass has been requested by then.
 
         Parameters
         ----------

@@ -340,7 +340,7 @@ class EpochPlan:
         order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
             if not self.sampler.is_shuffled:
-                # Blocks come as ascending runs, which a merging sort leaves whole.
+                # Blocks are ascending runs, which a merge sort does not break up.
                 positions.sort(kind="stable" if self._block > 4 else None)
             key = self._keys(Purpose.FETCHES, 1)[0]
             permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)

@@ -102,7 +102,7 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
     )
 
 
-_ADVICE = "Fewer rows per chunk, a larger block_size, or writing the array to a file and opening that file costs less."
+_ADVICE = "Use fewer rows per chunk or a larger block_size, or write the array to a file and open that file."
 _ADVICE_ON_SHARED = (
     "A value that its row chunks share, such as a mean over the rows, is computed in each process by the first fetch, "
     "and kept if it is small. Compute it first, and the other steps can be computed row by row: m = "

@@ -47,7 +47,7 @@ class UserSampler:
         # An int below 2**63, which the constructors of all common random generators accept as a seed.
         key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
         name = type(self.strategy).__name__
-        rows = array_of(f"what {name}.get_indices returns", self.strategy.get_indices(self.collection, seed=key))
+        rows = array_of(f"the result of {name}.get_indices", self.strategy.get_indices(self.collection, seed=key))
         if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
             raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
         if len(rows) != self.n_rows:

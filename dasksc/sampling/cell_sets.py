@@ -100,7 +100,7 @@ class CellSets(BuiltInStrategy):
     control_indices
         Rows to draw control cells from. Default: the rows to draw targets from.
     include_control
-        If True, groups of control cells are also targets. Such a cell may be its own control.
+        If True, groups of control cells are also targets. A control cell may then be its own control.
 
     Raises
     ------

@@ -22,8 +22,8 @@ _MOST_FRACTIONS = 100
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code.
 
-    Equal labels have equal codes in any data type. Whole numbers not far beyond the number of rows are
-    their own codes. Categories keep their codes. All other labels are numbered in the order of their first
+    Equal labels have equal codes in any data type. Whole numbers below the number of rows, or below 65,536, are
+    used as codes unchanged. Categories keep their codes. All other labels are numbered in the order of their first
     occurrence, or of their values.
 
     Parameters
@@ -84,7 +84,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
 
 
 def _label_array(labels: Any) -> Any:
-    """Convert labels to a NumPy array, or to a pandas array if only that marks missing labels."""
+    """Convert labels to a NumPy array, or to a pandas array if only that can mark missing labels."""
     if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
         objects = np.array(labels.data, dtype=object)
         objects[np.ma.getmaskarray(labels)] = None
@@ -95,9 +95,9 @@ def _label_array(labels: Any) -> Any:
 
 
 def _table_end(n_labels: int) -> int:
-    """Return the end of the whole numbers that are their own codes.
+    """Return the exclusive upper bound of the whole numbers that are used as codes unchanged.
 
-    Beyond it, the table of classes would be larger than the data.
+    Beyond this bound, the table of classes would be larger than the data.
     """
     return max(n_labels, 65_536)
 

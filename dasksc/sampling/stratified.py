@@ -145,7 +145,7 @@ class StratifiedSampler:
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:
-        """Return a sampler for batches of a given size; the same object if it has a size.
+        """Return a sampler for batches of a given size; the same object if it already has a size.
 
         Raises
         ------

@@ -160,7 +160,7 @@ def _batches(source: Pass, batch_key: str | None) -> Groups:
     batches = groups_of(source.obs, [batch_key])
     n_missing = int((batches.codes < 0).sum())
     if n_missing:
-        raise InputError(f"obs column {batch_key!r} has no batch for {n_missing} cells; leave them out by filter=")
+        raise InputError(f"obs column {batch_key!r} has no batch for {n_missing} cells; leave them out with filter=")
     # scanpy uses the order of `numpy.unique`.
     order = np.argsort(np.asarray(batches.labels[batch_key], dtype=object), kind="stable")
     places = np.argsort(order)
@@ -208,8 +208,8 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
         except ValueError as error:
             raise InputError(
                 f"flavor='seurat_v3' fits variances to means of genes, which fails for batch {name!r} "
-                f"({int(varies.sum())} genes vary in it): {error}. Leave small batches out by filter=, or use another "
-                "flavor"
+                f"({int(varies.sum())} genes vary in it): {error}. Leave small batches out with filter=, or use "
+                "another flavor"
             ) from error
         deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
     n_rows = batches.n_rows[:, None].astype(np.float64)

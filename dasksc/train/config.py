@@ -287,7 +287,7 @@ class Training(_Section):
     profile
         ``true``, or a window of steps (`Profile`).
     find_unused_parameters
-        Option of DDP for models of which a step uses only some parameters.
+        Option of DDP for models that do not use all of their parameters in each step.
     timeout_s
         Time after which a rank that waits for another raises an error, in seconds.
     """

@@ -249,8 +249,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         titled(validation, "validation pass {epoch}, rank {rank} of {world_size}")
         if odd := validation.categories.keys() - training.categories.keys():
             raise InputError(
-                f"obs {sorted(odd)} of data.validation.path are labels, but those of data.path are numbers. Store the "
-                "same type in both"
+                f"obs columns {sorted(odd)} of data.validation.path hold labels, but those of data.path hold numbers. "
+                "Store the same type in both"
             )
         n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
@@ -283,8 +283,8 @@ def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
     names = list(genes if by_name else adata.var_names if genes is None else adata.var_names[genes])
     if len(set(names)) < len(names):
         raise InputError(
-            "data.validation.path has other genes than data.path, and repeated var_names cannot be matched. Make "
-            "var_names unique in both"
+            "the genes of data.validation.path differ from those of data.path, and repeated var_names cannot be "
+            "matched. Make var_names unique in both"
         )
     missing = [name for name in names if name not in held.var_names]
     if missing:
@@ -384,11 +384,11 @@ def _tokens(config: Config, genes: Any, seed: int) -> Any:
 
 
 def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
-    """Raise an error if the model is too short for the longest possible cell."""
+    """Raise an error if a cell can have more tokens than the model accepts."""
     longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
     room = config.model.arguments.get("max_seq_len")
     if isinstance(room, int) and room < longest:
-        note = " in addition to the token of the cell" if tokens.prepend_cls else ""
+        note = " in addition to the cell token" if tokens.prepend_cls else ""
         raise InputError(
             f"model.max_seq_len={room}, but cells may have {longest} tokens. Raise it, or set tokenizer.max_genes to "
             f"{room - tokens.prepend_cls}{note}"
@@ -419,7 +419,7 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int
             "pad_id": tokens.vocabulary.pad_id,
             "max_seq_len": tokens.max_length,
         }
-        # Without bins, the rank is the value.
+        # Rank tokens have no bins: their order represents the values.
         if getattr(tokens, "n_bins", None) is not None:
             facts["n_bins"] = tokens.n_bins
     else:

@@ -19,7 +19,7 @@ Some keys have another meaning or default in files that have ``data.paths``:
 
 .. code-block:: text
 
-    tokenizer.max_genes            includes the token of the cell; 2048 by default
+    tokenizer.max_genes            includes the cell token; 2048 by default
     tokenizer.prepend_cls          true by default
     tokenizer.masking              15% of the genes by default, of which 10% are replaced and 10% kept
     training.fsdp                  takes precedence over training.strategy
@@ -94,7 +94,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
     if rows:
         batch_size = data.get("batch_size", 64)
         if not _is_number_of_rows(batch_size):
-            raise InputError(f"batch_size={batch_size!r} must be a number of rows, of 1 or more and without quotes")
+            raise InputError(f"batch_size={batch_size!r} must be a whole number of at least 1, without quotes")
         factor = max(1, int(max(rows)) // int(batch_size))
         _put(data, "fetch_factor", factor, "data.streaming_shuffle_buffer", "data.fetch_factor")
     if is_theirs:
@@ -139,8 +139,8 @@ def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
 def _put(section: Any, key: str, value: Any, theirs: str, ours: str) -> None:
     if not isinstance(section, dict):
         raise InputError(
-            f"{theirs} belongs to {ours}, but the section of this key is {section!r}; make it a mapping of keys to "
-            "values"
+            f"{theirs} is translated to {ours}, but the section of that key is {section!r}; make it a mapping of keys "
+            "to values"
         )
     if section.setdefault(key, value) != value:
         raise InputError(f"{theirs}={value!r} and {ours}={section[key]!r} are the same setting; give one of them")

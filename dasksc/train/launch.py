@@ -207,7 +207,7 @@ def _death(exit_code: int) -> str:
     except ValueError:  # real-time signals have no names
         name = f"signal {-exit_code}"
     if name == "SIGKILL":
-        name += " (if nobody sent it, the memory of the node was full: lower data.batch_size or data.fetch_factor)"
+        name += " (if nobody sent this signal, the node ran out of memory: lower data.batch_size or data.fetch_factor)"
     return f"was killed by {name}"
 
 
@@ -337,7 +337,7 @@ def _told_node(n_nodes: int, environment: Mapping[str, str]) -> int | None:
 
 
 def node_of(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the number of nodes of a Slurm step with one task per node, and the rank of this one; else 1 and 0."""
+    """Return the number of nodes of a Slurm step with one task per node, and the rank of this node; else 1 and 0."""
     n_nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     if n_nodes != environment.get("SLURM_STEP_NUM_TASKS"):
         return 1, 0
@@ -393,7 +393,7 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
 
     Variables that are set take precedence. Slurm provides the first node of a job; Open MPI ranks on a single node meet
     on that node. The port is derived from the job id, so it is equal on all ranks. Under Open MPI the Slurm step is not
-    used: Open MPI starts the ranks on other nodes in a step of its own, and those on this node in none.
+    used: Open MPI starts the ranks on other nodes in a step of its own, and those on this node outside any step.
 
     Parameters
     ----------

@@ -142,7 +142,7 @@ class _Run:
         self.pace = Pace(context)
         self.table: CSVLog | None = None
         self.logs: list[Log] = []
-        self._unwritten = f"the figures of the run in {self.folder} cannot be written"
+        self._unwritten = f"the metrics of the run in {self.folder} cannot be written"
 
         def begin_logs() -> None:
             self.table = CSVLog(self.folder / "metrics.csv", resumed_at=self.step if self.step else None)

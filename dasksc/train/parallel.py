@@ -140,12 +140,13 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
     if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
         raise InputError(
             f"training.num_gpus={training.num_gpus} is the total over all nodes, and this run has {world_size} "
-            f"process{'es' if world_size > 1 else ''}. Start as many, or --set training.num_gpus={world_size}"
+            f"process{'es' if world_size > 1 else ''}. Start {training.num_gpus}, or --set "
+            f"training.num_gpus={world_size}"
         )
     if n_nodes is not None and training.num_nodes not in (None, n_nodes):
         raise InputError(
-            f"training.num_nodes={training.num_nodes}, but this run is on {n_nodes}. Start it on as many, or --set "
-            f"training.num_nodes={n_nodes}"
+            f"training.num_nodes={training.num_nodes}, but this run is on {n_nodes}. Start it on "
+            f"{training.num_nodes}, or --set training.num_nodes={n_nodes}"
         )
     if strategy == "fsdp" and training.fsdp is not None:
         _check_shard_size(training.fsdp, world_size)
@@ -179,8 +180,8 @@ def unused_of(config: Config, context: RankContext) -> list[str]:
     lines = []
     if data.prefetch_factor is not None and not data.num_workers:
         lines.append(
-            f"data.prefetch_factor={data.prefetch_factor} is not used: data.num_workers is 0; what the threads of a "
-            "rank read ahead is data.prefetch"
+            f"data.prefetch_factor={data.prefetch_factor} is not used: data.num_workers is 0; data.prefetch sets "
+            "how far the threads of a rank read ahead"
         )
     if training.wandb_project is not None and "wandb" not in training.loggers:
         loggers = ", ".join(training.loggers)

@@ -114,7 +114,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # damaged bytes may raise any error
-        # The message of torch recommends to load the file without restrictions.
+        # The message of torch recommends loading the file without restrictions.
         raise InputError(
             f"{path} is not a model.pt that dasksc train wrote, or is damaged. Give another file"
         ) from error

@@ -102,7 +102,7 @@ class _Augmentation:
         Raises
         ------
         InputError
-            If one of them is of the same kind, seed and layer.
+            If one of them has the same class, seed and layer.
         """
         name = type(self).__name__
         for other in others:
@@ -196,7 +196,7 @@ class _Augmentation:
         Raises
         ------
         InputError
-            If a value cannot be treated.
+            If a value is invalid for this transform.
         """
         with _as_treated(values) as treated:
             self._change((self._keys[self._which], self._number, rows, first_row), indptr, columns, treated)
@@ -216,7 +216,7 @@ class _Augmentation:
         Raises
         ------
         InputError
-            If a value cannot be treated.
+            If a value is invalid for this transform.
         """
         with _as_treated(dense) as treated:
             self._change_dense((self._keys[self._which], self._number, rows, first_row), treated)
@@ -262,7 +262,8 @@ class Downsample(_Augmentation):
 
     With `target_counts`, a cell is first thinned binomially to about the target. Surplus counts are then drawn without
     replacement from the kept counts and removed, or missing counts are drawn from the removed ones and restored. The
-    result is distributed like a draw without replacement, because binomially thinned values are, given their total.
+    result is distributed like a draw without replacement, because this is the distribution of binomially thinned
+    values conditional on their total.
 
     Examples
     --------

@@ -4,7 +4,7 @@
 ``values`` and ``attention_mask``, and with ``labels`` if tokens are masked; ``obs`` and ``index`` do not change.
 CSR batches are not converted to dense.
 
-Tokens by rank follow Geneformer [1]_, binned values scGPT [2]_.
+Rank tokens follow Geneformer [1]_, and value bins follow scGPT [2]_.
 
 .. [1] Theodoris et al.: Transfer learning enables predictions in network biology, Nature 618 (2023).
 .. [2] Cui et al.: scGPT: toward building a foundation model for single-cell multi-omics using generative AI,
@@ -204,7 +204,7 @@ class RankTokens(_Tokens):
     max_genes
         Maximum number of genes per cell; the genes with the smallest values are omitted.
     prepend_cls
-        If True, put the token of the cell first.
+        If True, put the cell token ``"<cls>"`` first.
     mask_ratio
         Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has the
         original ids of these genes, and -100 elsewhere.
@@ -324,7 +324,7 @@ class ValueBins(_Tokens):
     max_genes
         Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
     prepend_cls
-        If True, put the token of the cell first, with the value 0.
+        If True, put the cell token ``"<cls>"`` first, with the value 0.
     mask_ratio
         Share of the genes of a cell whose bins are replaced by -1, at least one per cell. ``labels`` has the original
         bins of these genes, and -100 elsewhere.

@@ -38,7 +38,7 @@ Missing: TypeAlias = Literal["error", "drop"]
 
 
 class Vocabulary:
-    """Vocabulary of genes and special tokens (padding, mask, and the token of the cell).
+    """Vocabulary of genes and special tokens (padding, mask and cell token).
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, keywords, error, messa
 
 
 def test_a_member_out_of_range_is_an_index_error():
-    with pytest.raises(IndexError, match="no member 1 among 1"):
+    with pytest.raises(IndexError, match="member 1 is out of range; the number of members is 1"):
         MultiIndexable(X)[1]
     with pytest.raises(IndexError):
         MultiIndexable(X)[np.array([N_ROWS])]

@@ -74,8 +74,8 @@ def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
         store.wait(["address"], dt.timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
     except RuntimeError as error:  # Includes torch.distributed.DistStoreError.
         raise StartError(
-            f"rank 0 has not started a Dask cluster within {timeout_s:g} s. Every rank must call start_cluster, "
-            "equally often; raise timeout_s if starting takes longer"
+            f"rank 0 has not started a Dask cluster within {timeout_s:g} s. Every rank must call start_cluster "
+            "the same number of times; raise timeout_s if starting takes longer"
         ) from error
     while True:
         answer: dict[str, Any] = json.loads(store.get("address"))

@@ -97,6 +97,6 @@ async def _status_other_than(client: Any, status: str, timeout_s: float) -> None
 
 def _gone(client: Any) -> str:
     return (
-        f"The connection to the Dask scheduler at {address_of(client)} was lost. Go on with a new one: make a Client, "
-        "the data set with it, and load_state_dict."
+        f"The connection to the Dask scheduler at {address_of(client)} was lost. Connect a new Client, create the "
+        "data set with it, and resume with load_state_dict."
     )

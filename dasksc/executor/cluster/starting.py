@@ -201,7 +201,7 @@ def _validate_arguments(
             raise InputError(f"{name}={value!r} must be None or a whole number of at least {least}")
     if dashboard_address is not None and not isinstance(dashboard_address, str):
         example = f"{LOOPBACK[0]}:{dashboard_address if is_whole(dashboard_address) and dashboard_address >= 0 else 0}"
-        raise InputError(f"dashboard_address={dashboard_address!r} must be None or host and port, as {example!r}")
+        raise InputError(f"dashboard_address={dashboard_address!r} must be None or host:port, such as {example!r}")
     if not isinstance(timeout_s, int | float) or not timeout_s > 0:
         raise InputError(f"timeout_s={timeout_s!r} must be a positive number of seconds")
     if is_spread and (host == "localhost" or is_loopback(host)):
@@ -230,8 +230,8 @@ def _check_resolved(host: str, *, is_spread: bool) -> None:
     if host == "localhost" or is_loopback(host) or not is_loopback(address):
         return
     complaint = (
-        f"host={host!r} is {address} on this machine, its loopback (see /etc/hosts), to which no other machine can "
-        "connect. Give the address of the network interface instead, one of those that hostname -I prints"
+        f"host={host!r} is {address} on this machine, a loopback address (see /etc/hosts), to which no other machine "
+        "can connect. Give the address of the network interface instead, one of those that hostname -I prints"
     )
     if is_spread:
         raise InputError(complaint)

@@ -141,8 +141,8 @@ class Compiler:
             rows = _selected(np.arange(child.n_rows, dtype=np.int64), first)
         if rows is None or (not isinstance(rows, range) and rows.ndim != 1):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} indexes rows with {first!r}, where a slice, a mask or row numbers that exist "
-                "are expected. Use X[10:20] or X[np.array([...])]"
+                f"layer {layer_of(key)!r} indexes rows with {first!r}, where a slice, a mask or valid row numbers are "
+                "expected. Use X[10:20] or X[np.array([...])]"
             )
         whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
         known = isinstance(rest[0], slice | list | np.ndarray) if rest else True
@@ -155,8 +155,8 @@ class Compiler:
         columns = _selected(every if child.columns is None else child.columns, rest[0])
         if columns is None:
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}, where a slice, a mask or column numbers "
-                "that exist are expected. Use X[:, 10:20] or genes= of the data set"
+                f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}, where a slice, a mask or valid column "
+                "numbers are expected. Use X[:, 10:20] or genes= of the data set"
             )
         return Read(child.matrix, rows, None if np.array_equal(columns, every) else columns)
 

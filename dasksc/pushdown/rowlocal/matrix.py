@@ -213,7 +213,7 @@ class RowLocalMatrix(DaskMatrix):
                 piece = slice(first, first + N_COMPARED)
                 if not are_equal(as_layout(rows[piece], "dense"), as_layout(whole[places][piece], "dense")):
                     first, last = wanted[piece][[0, -1]].tolist()
-                    return f"of rows {first} to {last} some are others when row chunk {number} is computed whole"
+                    return f"some of rows {first} to {last} differ when row chunk {number} is computed as a whole"
         return None
 
     @cached_property

@@ -43,14 +43,14 @@ def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -
         expected = computed(together)
         for part in parts:
             if len(part) and not are_equal(computed(together[part]), expected[part]):
-                return "made-up rows gave other values alone than among others"
+                return "synthetic rows gave different values when computed alone and with others"
         for order in (places[::-1], generator.permutation(places)):
             if not are_equal(computed(together[order]), expected[order]):
-                return "made-up rows gave other values in another order"
+                return "synthetic rows gave different values in another order"
     except InputError as error:
-        return f"with made-up rows, {error}"
+        return f"with synthetic rows, {error}"
     except Exception as error:  # a function may raise anything on synthetic rows
-        return f"made-up rows made one raise {error!r}"
+        return f"one of them raised {error!r} for synthetic rows"
     return None
 
 
@@ -69,7 +69,7 @@ def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
     values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int64)
     values[generator.random(shape) >= share[:, None]] = 0
     block = values.astype(matrix.dtype)
-    made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"made-up rows for {matrix.label}")
+    made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"synthetic rows for {matrix.label}")
     return made_up.fetch(np.arange(len(rows), dtype=np.int64))
 
 

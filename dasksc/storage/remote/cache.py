@@ -310,6 +310,6 @@ def _refuse_exposed(status: os.stat_result, remedy: str) -> None:
     complaint = exposure(status)
     if complaint is not None:
         raise PermissionError(
-            f"{complaint}, who could read or replace private data there. Run {remedy}, or give a folder that does not "
-            "exist yet, which is then created for this user alone"
+            f"{complaint}; they could read or replace private data there. Run {remedy}, or give a folder that does not "
+            "exist yet: it is then created for this user alone"
         )

@@ -261,7 +261,8 @@ class FsspecClient:
             except (TypeError, ValueError) as error:
                 raise InputError(
                     f"{redact_url(self._root)} cannot be opened with these storage_options: "
-                    f"{redact_error(error, self._secrets)}. They are those of fsspec's {self._class.__name__}."
+                    f"{redact_error(error, self._secrets)}. Valid options are those of fsspec's "
+                    f"{self._class.__name__}."
                 ) from None
         return self._mine.system
 
@@ -271,7 +272,8 @@ class FsspecClient:
             return MissingPathError(f"there is nothing at {path}")
         what = f"{path}{', ' + span if span else ''} cannot be read: {redact_error(error, self._secrets)}."
         return StorageError(
-            f"{what} Check that it can be reached, and the storage_options, those of {self._class.__name__}."
+            f"{what} Check that it can be reached, and check the storage_options, which are those of "
+            f"{self._class.__name__}."
         )
 
 

@@ -66,7 +66,7 @@ class ObstoreClient:
             # The original error is dropped, since its text contains the options.
             raise InputError(
                 f"{self._shown} cannot be opened with these storage_options: {redact_error(error, self._secrets)}. "
-                "They are those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
+                "Valid options are those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
             ) from None
 
     def stat(self, key: str) -> ObjectIdentity:

@@ -91,8 +91,8 @@ class ZipArchive:
             if one.flag_bits & _ENCRYPTED or one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 how = "encrypted" if one.flag_bits & _ENCRYPTED else f"compressed by method {one.compress_type}"
                 raise StorageError(
-                    f"{identity.path}: {one.filename!r} is {how}; stored and deflated members are read. Write the "
-                    "archive again: zip -0 -r"
+                    f"{identity.path}: {one.filename!r} is {how}; only stored and deflated members can be read. "
+                    "Write the archive again: zip -0 -r"
                 )
         # If several members have the same name, the last one counts, as in zarr-python.
         self.members = {

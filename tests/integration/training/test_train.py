@@ -510,7 +510,7 @@ def test_another_atlas_with_labels_for_numbers_is_refused(raw, atlas, tmp_path):
     adata = ad.read_h5ad(atlas)
     adata.obs["n_counts"] = "many"
     adata.write_h5ad(tmp_path / "words.h5ad")
-    with pytest.raises(InputError, match=r"\['n_counts'\] of data.validation.path are labels"):
+    with pytest.raises(InputError, match=r"\['n_counts'\] of data.validation.path hold labels"):
         train(raw, data__obs=["n_counts"], data__validation={"path": str(tmp_path / "words.h5ad")})
 
 

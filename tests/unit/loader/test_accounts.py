@@ -119,7 +119,7 @@ def test_a_resumed_epoch_tells_what_came_before(log):
     other.load_state_dict(one.state_dict())
     list(other)
     (line,) = log()
-    assert "68 rows in 14 batches after the 7 of before" in line
+    assert "68 rows in 14 batches after 7 earlier ones" in line
     stats = other.stats()
     assert (stats["n_batches"], stats["n_batches_before"], stats["n_rank_batches"]) == (14, 7, 21)
 

@@ -123,7 +123,7 @@ def test_a_string_where_a_list_belongs(path, name):
             "fetches of 8 x 100 rows, 50 in flight, .* Lower fetch_factor, batch_size or prefetch",
         ),
         ({"fetch_transform": 3}, "fetch_transform must be callable"),
-        ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks say"),
+        ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks determine"),
         ({"rank": 2, "world_size": 2}, r"rank must lie in \[0, world_size\)"),
         ({"rank": 0, "world_size": 0}, "world_size=0"),
         ({"rank": "0", "world_size": 1}, "rank must be a whole number"),

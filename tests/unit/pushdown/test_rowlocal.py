@@ -672,7 +672,7 @@ def test_what_all_row_chunks_need_is_computed_once(
     assert counts == [n_rows + 15, 15, 15]
     (record,) = caplog.records
     assert ".mean(axis=0).compute()" in record.getMessage()
-    assert "Fewer rows per chunk" not in record.getMessage()
+    assert "fewer rows per chunk" not in record.getMessage()
 
 
 def test_what_neighbours_share_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

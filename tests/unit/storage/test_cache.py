@@ -130,9 +130,9 @@ def test_a_folder_that_others_have_access_to_is_not_used(
     assert len(thing.requests) == 3
     assert not any(folder.iterdir())
     assert [record.message for record in caplog.records] == [
-        f"blocks cannot be kept in the cache {folder}: other users have access to it (mode {mode:03o}), who could "
-        f"read or replace private data there. Run chmod 700 {folder}, or give a folder that does not exist yet, "
-        "which is then created for this user alone"
+        f"blocks cannot be kept in the cache {folder}: other users have access to it (mode {mode:03o}); they could "
+        f"read or replace private data there. Run chmod 700 {folder}, or give a folder that does not exist yet: "
+        "it is then created for this user alone"
     ]
     folder.chmod(0o700)
     thing.read(cache_in(tmp_path), 0, 1000)

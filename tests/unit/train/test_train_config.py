@@ -265,9 +265,9 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
         ({"data.source": "cellxgene"}, "data.source='cellxgene' is not supported; give files or stores"),
         ({"data.streaming_chunk_size": "many"}, "must be numbers of rows"),
-        ({"training.batch_size": 0}, "batch_size=0 must be a number of rows"),
-        ({"training.batch_size": "'32'"}, "batch_size='32' must be a number of rows, of 1 or more and without quotes"),
-        ({"training.batch_size": ""}, "batch_size=None must be a number of rows"),
+        ({"training.batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
+        ({"training.batch_size": "'32'"}, "batch_size='32' must be a whole number of at least 1, without quotes"),
+        ({"training.batch_size": ""}, "batch_size=None must be a whole number of at least 1"),
         ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are the same setting"),
     ],
 )
