@@ -113,7 +113,7 @@ async def _answer(request: Awaitable[Any], operation: str) -> Any:
 
 
 async def scheduler_identity(scheduler: Any, *, n_workers: int) -> Mapping[str, Any]:
-    """Request the identity of a scheduler through a Client; -1 workers includes all of them."""
+    """Request the identity of a scheduler through a Client, with up to `n_workers` workers; -1 for all."""
     identity: Mapping[str, Any] = await _answer(scheduler.identity(n_workers=n_workers), "identity")
     return identity
 
@@ -137,7 +137,7 @@ async def holders(client: Any, key: Any) -> Iterable[str]:
 
 
 async def metadata(client: Any, key: str, *, default: Any) -> Any:
-    """Request an entry of the metadata of a scheduler; neither it nor the default is None."""
+    """Request an entry of the metadata of a scheduler. Neither the entry nor `default` may be None."""
     return await _answer(client.scheduler.get_metadata(keys=[key], default=default), "get_metadata")
 
 

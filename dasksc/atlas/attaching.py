@@ -53,7 +53,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
     adata
         AnnData to add to.
     attach
-        Paths of stores, by the key that an element has there and gets here.
+        Paths of stores by key. An element keeps the key that it has in the store.
     options
         Options of `open`. Names are compared only if they are read.
 

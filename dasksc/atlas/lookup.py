@@ -32,7 +32,7 @@ def require_key(kind: str, name: str, held: Any) -> str:
 def known_columns(
     wanted: Sequence[str], known: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
 ) -> list[str]:
-    """Return the distinct `wanted` columns of an obs. Missing ones are skipped if `may_lack`, else an error."""
+    """Return the distinct `wanted` columns of an obs. Missing columns raise an error, unless `may_lack`."""
     known = list(known)
     missing = [name for name in wanted if name not in known]
     if may_lack:

@@ -64,7 +64,7 @@ def open(
     data
         One atlas:
 
-        - path of an ``.h5ad`` file, of a 10x ``.h5`` file (CellRanger 2 and later) or of a Zarr store (v2 or v3; a
+        - path of an ``.h5ad`` file, of a 10x ``.h5`` file (Cell Ranger 2 and later) or of a Zarr store (v2 or v3; a
           directory, or a local ``.zarr.zip`` file). Paths may be URLs: ``s3://``, ``gs://``, ``az://``, ``https://``,
           ``http://``, ``file://``, and those that fsspec supports.
         - `AnnData` in memory, whose arrays are shared, not copied
@@ -122,9 +122,9 @@ def open(
         URLs only.
     feature_types
         Feature types to keep of 10x ``.h5`` files, such as ``"Gene Expression"``, one or several. Default: all.
-        Files of CellRanger 2 contain only genes.
+        Files of Cell Ranger 2 contain only genes.
     genome
-        Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of CellRanger 2 has a matrix with
+        Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of Cell Ranger 2 has a matrix with
         its own cells for each genome; if it has several, choose one.
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,

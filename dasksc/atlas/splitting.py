@@ -75,7 +75,7 @@ def split(
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
         part. In contrast to `by`, `fractions` refer to the number of rows. Several columns (and `by`) apply together:
-        with ``groups=["donor", "batch"]``, all donors of a batch are in one part, and all batches of a donor.
+        with ``groups=["donor", "batch"]``, all donors of a batch and all batches of a donor are in one part.
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a

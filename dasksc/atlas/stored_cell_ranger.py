@@ -1,4 +1,4 @@
-"""Opening of 10x ``.h5`` files, which CellRanger writes: the matrix of cells by features in place, and both tables.
+"""Opening of 10x ``.h5`` files, the output of Cell Ranger, as a lazy matrix of cells by features and two tables.
 
 The columns of the tables have the names that `scanpy.read_10x_h5` gives them.
 """

@@ -108,7 +108,7 @@ class Batch(_Named):
     (torch.Size([64, 300]), torch.int64)
     """
 
-    # That of a dict cannot be determined.
+    # inspect cannot determine the signature of a dict.
     __signature__ = inspect.Signature(
         [
             inspect.Parameter("items", inspect.Parameter.POSITIONAL_ONLY, default=()),
@@ -169,8 +169,8 @@ class Batch(_Named):
 def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = False) -> torch.Tensor:
     """Return `tensor` on `device`.
 
-    ``Tensor.to`` releases the GIL even if the tensor is there already, and waits milliseconds for it while threads make
-    batches.
+    ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While threads make batches, it then waits
+    milliseconds to reacquire the GIL.
     """
     return tensor if tensor.device == torch.device(device) else tensor.to(device, non_blocking=non_blocking)
 

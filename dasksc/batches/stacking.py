@@ -20,11 +20,11 @@ _STACKED = (
 
 
 def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_rows: int | None) -> Iterator[Any]:
-    """Return the items of a data set, unless a DataLoader would stack batches among them.
+    """Return the items of a data set; raise an error if a DataLoader would stack batches among them.
 
     A DataLoader stacks the items of an iterable data set unless its ``batch_size`` is None, and does not inform the
-    data set. Its fetcher requests the iterator, in this process or in a DataLoader worker, so the frame of the request
-    identifies it, also through a ``ChainDataset``.
+    data set. Its fetcher requests the iterator, in this process or in a DataLoader worker, so the requesting frame
+    identifies the fetcher, even through a ``ChainDataset``.
 
     Parameters
     ----------

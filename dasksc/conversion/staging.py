@@ -2,8 +2,8 @@
 
 Reading one row of a compressed file decodes a chunk, and one row of a file larger than memory costs a seek. The input
 is therefore read once, in runs as long as memory allows. Each run is written uncompressed, with its rows sorted by
-their position in the output. A range of the output is then one range of every run, so it takes one read of many rows
-per run.
+their position in the output. A range of output rows is then a contiguous range in every run, so it takes one read of
+many rows per run.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
-    """Return the table of the kept genes: of summed ones the first, of missing ones the name only."""
+    """Return the table of the kept genes: for summed columns the row of the first, for a missing gene only its name."""
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
     # If several positions are mapped to one column, the last assignment takes effect.
@@ -126,7 +126,7 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
     if not missing.any():
         table = var.iloc[first]
     else:
-        # -1 is no label of the range, so its row has missing values.
+        # -1 is not a label of the range, so its row has missing values.
         table = var.set_axis(pd.RangeIndex(len(var))).reindex(first)
     names = var.index.to_numpy(dtype=object)[first]
     if match is not None and missing.any():

@@ -52,7 +52,7 @@ class TaskRunner:
         what
             Name of the step in the progress bar, the keys of the tasks and error messages, such as ``"writing X"``.
         n_cells
-            Number of cells that all tasks together stand for in the progress bar.
+            Number of cells by which all tasks together advance the progress bar.
         """
         share = n_cells / max(1, tasks.n_tasks)
         left = [k for k in range(tasks.n_tasks) if not tasks.is_done(k)]

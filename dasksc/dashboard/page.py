@@ -38,8 +38,8 @@ class LoaderReports:
     at
         Time of its arrival, by the scheduler's monotonic clock, in seconds.
     recent
-        Cells per second, fraction of time waited, and time of arrival of the later report, for each two consecutive
-        reports; latest last.
+        Cells per second, fraction of time waited, and time of arrival of the later report, for each pair of
+        consecutive reports, in order of arrival.
     """
 
     figures: Mapping[str, Any]
@@ -121,7 +121,7 @@ class LoaderPage(SchedulerPlugin):
         """Let the progress panel of Dask's dashboard count whole epochs.
 
         The panel counts the tasks that the scheduler knows: the running fetches. Ranks hold the results of finished
-        ones, which the scheduler forgets, and submit further ones as results are consumed.
+        fetches, which the scheduler forgets, and submit further fetches as results are consumed.
         """
         epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
         for figures in (loader.figures for loader in self._loaders.values()):

@@ -53,7 +53,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
     ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
     cells with the modalities ``rna`` and ``prot``, whose cells are in different orders.
-    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins as CellRanger 3 writes them. ``screen.h5ad`` is
+    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins as Cell Ranger 3 writes them. ``screen.h5ad`` is
     a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
 
     Examples
@@ -126,7 +126,7 @@ def _modalities(path: Path, *, seed: int) -> tuple[AnnData, AnnData]:
 
 
 def _cell_ranger(path: Path, rna: AnnData, proteins: AnnData) -> None:
-    """Write counts of genes and proteins as CellRanger 3 does: a row for each feature, in CSC."""
+    """Write counts of genes and proteins as Cell Ranger 3 does: a row for each feature, in CSC."""
     counts = sp.hstack([rna.X, proteins.X], format="csr")
     features = {
         "name": [*rna.var_names, *proteins.var_names],

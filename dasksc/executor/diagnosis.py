@@ -10,7 +10,7 @@ __all__ = ["diagnosis"]
 # Fraction of the time that training may wait before its loader counts as a limit.
 _HEALTHY = 0.05
 
-# What limits an epoch if most time is spent on a part of the work, and what helps.
+# For each part of the work, the name of the limit if it takes most of the time, and the remedy.
 _LIMITS = {
     "read": ("reading", "raise block_size or fetch_factor"),
     "decode": ("decoding", "raise block_size, or use more cores"),

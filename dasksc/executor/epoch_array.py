@@ -70,7 +70,7 @@ def epoch_array(
 
 
 class _EpochArray(da.Array):
-    """Dask array whose delayed chunks have a graph each.
+    """Dask array in which each delayed chunk has a graph of its own.
 
     A Client sends the whole graph of a delayed chunk to the scheduler, which then drops the unneeded tasks. With a
     shared graph, the rows of the whole epoch would be sent with every chunk.

@@ -87,7 +87,7 @@ class MemoryAdmission:
         with self._lock:
             now = time.monotonic()
             # A rank that takes no results must not block forever the ranks that share its workers, so one
-            # fetch starts each time the patience runs out.
+            # fetch starts whenever `_PATIENCE_S` have passed.
             if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
                 return False
             self._last_begun = now

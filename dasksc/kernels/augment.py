@@ -106,7 +106,7 @@ _STIRLING = np.array(
 
 @kernel
 def word(row_key, column):
-    """Return 53 random bits of a column of a row."""
+    """Return 53 random bits for a column of a row."""
     factor, offset = _affine(row_key)
     head = np.uint64(_hashed(np.uint32(np.uint32(column) * factor + offset)))
     return (head << _U21) | (bits(row_key, column) >> _U43)
@@ -280,8 +280,8 @@ def _thin(row_key, columns, counts, n, p, table, kept):
 
 @kernel
 def _single_bits(key, number, n_shares):
-    # Return 64 bits, each set with probability n_shares / _N_SHARES, from the binary digits of that, the last one
-    # first.
+    # Return 64 bits, each set with probability n_shares / _N_SHARES. The loop goes through the binary digits of this
+    # probability, beginning with the last.
     found = np.uint64(0)
     for i in range(_SHARE_BITS):
         drawn = bits(key, number * _SHARE_BITS + i)

@@ -1,7 +1,7 @@
 """Decoding of parts of Blosc chunks, with one call for all chunks of a fetch.
 
-The kernel calls the decoder of C-Blosc by its address. A loop in Python would spend a third of the time
-between the chunks, and hold the GIL for it.
+The kernel calls the decoder of C-Blosc by its address. A loop in Python would spend a third of its time
+between the chunks, where it holds the GIL.
 """
 
 from __future__ import annotations

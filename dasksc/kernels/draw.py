@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 _COUNTED = 128
-# Up to this number of trials a binomial draw counts single trials, which takes only integers and is the cheapest way.
+# Up to this number of trials, a binomial draw simulates each trial, which takes only integers and is the fastest way.
 
 _GROUP = 24
-# Up to this number of draws at a node they are not split between its children: each uses a random number of its own.
+# Up to this number, the draws at a node are not split between its children; each uses a random number of its own.
 
 _ABREAST = 64
 # Number of segments whose weights are loaded together, to overlap cache misses.

@@ -34,7 +34,7 @@ def decode_lzf(data, out):
                 out[np.uint64(to + i)] = data[np.uint64(at + i)]
             at += n
         else:
-            # A reference to earlier output. It may overlap the bytes that this copy writes, so they go one by one.
+            # A reference to earlier output. It may overlap the bytes that this copy writes, so bytes are copied singly.
             n = control >> 5
             if n == 7 and at < len(data):
                 n += data[at]

@@ -67,8 +67,8 @@ def fill_alias_table(share, keep, other):
 def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, total):
     """Draw the molecules of a run of cells as CSR rows with sorted indices.
 
-    A cell ends when `depths` different genes were seen. Each cell has a random stream of its own, so its counts
-    depend on the key, its number and its arguments only.
+    A cell is complete when `depths` different genes have been seen. Each cell has a random stream of its own, so its
+    counts depend on the key, its number and its arguments only.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 __all__ = ["N_STEPS", "n_below", "n_sums_below", "nonzero_bits", "sum_of"]
 
 N_STEPS = 16
-"""Number of elements that functions on running sums, steps and sums look at."""
+"""Number of elements that `n_below`, `n_sums_below` and `sum_of` process."""
 
 
 @intrinsic

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "to_ask_for"]
 
-# Resident pages of the interpreter and the libraries while an epoch is read, although files back them.
+# Resident file-backed pages of the interpreter and the libraries while an epoch is read.
 CODE_BYTES = 160 * 2**20
 # Control groups of version 1 report this value, or one slightly larger, if there is no limit.
 _UNLIMITED = 2**62

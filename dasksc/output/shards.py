@@ -20,10 +20,10 @@ LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
 LZ4HC searches longer for repetitions than LZ4. Its output is smaller and, more important for every epoch, has fewer
-pieces to copy when decoded. Shards use level 4 with shuffled bytes, except for floats that repeat as a whole, as those
-of one cell do. Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) but two to four times as long to decode.
-Chunks of fewer than 131,072 values are slower. Larger ones are hardly faster, and slow down readers that decode whole
-chunks.
+pieces to copy when decoded. Shards use level 4 with shuffled bytes, except for floats that repeat as a whole, such as
+the expression values of a cell. Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) but two to four times
+as long to decode. Chunks of fewer than 131,072 values are slower. Larger ones are hardly faster, and slow down readers
+that decode whole chunks.
 """
 
 from __future__ import annotations

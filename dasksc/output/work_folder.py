@@ -1,10 +1,11 @@
 """Work folder next to a target: locked, resumable, and removed once the target is complete.
 
 `WorkFolder` is a folder with a lock and the plan of the work in it. `Workplace` is that of a conversion:
-`OUT.zarr.partial` holds the arguments (``plan.json``), facts about the input (``order.npy``, ``scan``), sorted runs of
-input that is slow to read in random order (``stage``), and the store (``store``). Every file appears complete, by a
-rename. After a kill at any moment, existing files remain valid and only missing ones are made. The metadata of the
-store's root is written last, so an incomplete store cannot be opened. A final rename makes the store the target.
+`OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
+``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
+has a temporary name until it is complete. If the process is killed at any moment, existing files therefore remain
+valid, and a later run writes only the missing ones. The metadata of the store's root is written last, so an incomplete
+store cannot be opened. A final rename makes the store the target.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class DaskMatrix:
 
         Returns
         -------
-        Fetched
+        RowBuffer
             The rows, in memory; position i holds ``rows[i]``.
 
         Raises

@@ -42,8 +42,8 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # The next pass ignores the keys found so far. Without them, further keys turn out to be used by a single
-        # row chunk, and their dependencies can be shared in turn.
+        # The next pass ignores the keys found so far. A key that many row chunks use only through these keys then
+        # belongs to a single row chunk, and its dependencies can be shared in turn.
         shared |= more
     return shared
 

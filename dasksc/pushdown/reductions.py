@@ -112,7 +112,7 @@ def _reduce(
     split_every: Any,
     dtype: np.dtype[Any],
 ) -> da.Array:
-    # keepdims=True: otherwise Dask before 2026 sums an empty array of dtype, which a structured type does not support.
+    # Without keepdims=True, Dask before 2026 sums an empty array of type `dtype`, which fails for a structured type.
     reduced: da.Array = da.reduction(
         array,
         chunk,

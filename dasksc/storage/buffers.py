@@ -2,7 +2,9 @@
 
 The operating system clears new memory page by page, which costs as much as filling it. While a
 `Recycling` exists, arrays from `empty` use memory that returns to a pool when the last object that
-shares it is freed: views, tensors, their aliases, autograd. Memory in use is therefore never overwritten.
+shares it is freed, such as a view, a tensor or a tensor saved by autograd. Memory in use is therefore
+never overwritten.
+
 The pool serves pageable memory only. A copy to a GPU may still read a pinned buffer after Python has
 freed it, which only torch's allocator of pinned memory tracks.
 """
@@ -69,9 +71,9 @@ class _Pool:
             # idle longest are freed first, since dicts keep insertion order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
-        # Views refer to the base of an array if that is an array itself. The base here is a memoryview, so
-        # views keep this root alive. Its type and size are those of the request, since SciPy copies arrays
-        # smaller than half of their base.
+        # A view of an array whose base is another array refers to that base instead. The base of `root` is a
+        # memoryview, so views keep `root` itself alive. `root` has the requested type and size, since SciPy
+        # copies arrays smaller than half of their base.
         root = np.frombuffer(buffer.data, dtype=dtype, count=n)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root
@@ -134,7 +136,7 @@ after_fork(_after_fork)
 
 
 class Recycling:
-    """Handle that enables the reuse of memory while it exists; with the last one, idle memory is released."""
+    """Handle that enables the reuse of memory while it exists; freeing the last handle releases idle memory."""
 
     def __init__(self) -> None:
         _pool.enter()
@@ -157,5 +159,5 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def kept_bytes() -> int:
-    """Return the memory that arrays from `empty` use or that is idle for them, in bytes."""
+    """Return the memory that arrays from `empty` use, and the idle memory kept for them, in bytes."""
     return _pool.kept_bytes()

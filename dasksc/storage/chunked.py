@@ -1,4 +1,4 @@
-"""Chunked arrays: chunks are decoded once per fetch and only requested rows kept, or used as mapped."""
+"""Chunked arrays: a fetch decodes each chunk once and keeps the requested rows, or uses mapped chunks in place."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return the array of column indices below `n_columns` with two bytes per value in memory, if that is free.
+        """Return the array with column indices below `n_columns` held as uint16, if the conversion costs nothing.
 
-        It is free for large chunks. They are rarely requested whole, so they are not decoded in place, and the
-        conversion replaces a copy.
+        The conversion costs nothing for large chunks. They are rarely requested whole, so their rows are copied in any
+        case, and the copy converts them.
         """
         stored = self._chain.dtype
         large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._lies_mapped
@@ -196,7 +196,7 @@ class ChunkedArray:
 
     @property
     def _lies_mapped(self) -> bool:
-        """True if mapped files contain the elements in the same form as memory."""
+        """True if the elements can be used directly from a memory map, without decoding or conversion."""
         stored = self._chain.dtype
         plain = not self._chain.codecs and stored == memory_dtype(stored)
         return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None

@@ -111,7 +111,7 @@ class ConcatenatedMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes, for rows of all parts in proportion, with parts read one after the other."""
+        """Memory that a fetch takes if its rows come from all parts in proportion, read one part after the other."""
         costs = [part.cost for part in self._parts]
         # Parts without rows have a small weight, so that the cost is defined if all parts are empty.
         shares = np.array([max(1, part.shape[0]) for part in self._parts], dtype=float)

@@ -46,7 +46,7 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Return True if `out`, cast from `values`, represents all of them; floats, within their precision."""
+    """Return True if `out`, cast from `values`, represents all of them, disregarding rounding of floats."""
     if not values.size:
         return True
     if out.dtype.kind not in "iu":

@@ -82,10 +82,10 @@ class CSRFetched(Rows):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` into a dense `out`; see `Fetched.gather`."""
+        """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         # Counts may be held in one byte each. For an integer `out`, the range is checked on the held values, so they
-        # are not converted before.
+        # are not converted beforehand.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)
@@ -123,7 +123,7 @@ class CSRFetched(Rows):
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `Fetched.gather_csr`."""
+        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
         return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
 
     def gather_stored(
@@ -172,7 +172,7 @@ class CSRFetched(Rows):
         return indptr, indices, data
 
     def compact(self) -> CSRFetched:
-        """Copy the rows into a block of their own, with the common columns; return self if they are one already.
+        """Copy the rows into a block of their own, with the common columns; return self if they have one already.
 
         Column indices take two bytes if possible. Values take one or two bytes if they are counts, which atlases store
         as floats. Gathered batches are identical bit by bit.

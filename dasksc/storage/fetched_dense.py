@@ -70,7 +70,7 @@ class DenseFetched(Rows):
         out: NDArray[Any],
         columns: Columns | None = None,
     ) -> None:
-        """Write the rows at `positions` into `out`; see `Fetched.gather`."""
+        """Write the rows at `positions` into `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         target = kernel_target(out, self.values.dtype)
         sources = self._sources(columns)
@@ -143,7 +143,7 @@ class DenseFetched(Rows):
         return indptr, indices, data
 
     def compact(self) -> DenseFetched:
-        """Copy the rows into a block of their own, in the stored data type; return self if they are one already."""
+        """Copy the rows into a block of their own, in the stored data type; return self if they have one already."""
         if self._block is not None:
             return self
         return self.converted(self._held_dtype)

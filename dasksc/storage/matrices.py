@@ -351,7 +351,7 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
 
 def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return the error to raise for a run that cannot be read and that contains `rows`."""
-    # A store that does not respond says nothing about its data.
+    # If the store does not respond, its data may still be intact.
     cause = error.__cause__
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)

@@ -93,7 +93,7 @@ class Lookups:
 
 
 NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
-"""Sources of columns that no column of a matrix goes to: filled because a part lacks it, and 0 because it was asked."""
+"""Sources of columns without a stored column: the fill value, since a part lacks the column; or 0, as requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -382,7 +382,7 @@ class Matrix(Protocol):
 
         Returns
         -------
-        Fetched
+        RowBuffer
             The rows; position i holds ``rows[i]``.
 
         Raises

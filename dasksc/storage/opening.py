@@ -45,11 +45,11 @@ def open_matrix(
     Parameters
     ----------
     path
-        Path of an ``.h5ad`` file, an ``.h5`` file of CellRanger, a Zarr directory or a zipped Zarr directory, or a
+        Path of an ``.h5ad`` file, an ``.h5`` file of Cell Ranger, a Zarr directory or a zipped Zarr directory, or a
         location behind a URL.
     key
         Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
-        matrix in an ``.h5`` file of CellRanger.
+        matrix in an ``.h5`` file of Cell Ranger.
     use_mmap
         Memory-map uncompressed local files: always (True), never (False), or unless `dasksc.storage.mapping`
         forbids it in the reading thread (``"auto"``). Mapping is the fastest way to read, but the process is

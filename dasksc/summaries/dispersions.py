@@ -84,7 +84,7 @@ def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: 
         width, center = width.where(~alone, center), center.where(~alone, 0.0)
     else:
         edges = np.r_[-np.inf, np.percentile(mean, np.arange(10, 105, 5)), np.inf]
-        # If no cell expresses many of the genes, edges coincide, for which scanpy raises an error.
+        # If many genes are expressed in no cell, edges coincide, for which scanpy raises an error.
         bins = pd.cut(genes["means"], bins=edges, duplicates="drop")
         grouped = genes["dispersions"].groupby(bins, observed=True)
         center = grouped.transform("median")

@@ -47,7 +47,7 @@ class PassRows(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Group of each row of a pass, as the smallest signed integers, -1 for none; and a table of the groups' labels."""
+    """Group of each row of a pass, in the narrowest signed type, -1 for none; and a table of the groups' labels."""
 
     codes: NDArray[np.signedinteger[Any]]
     labels: pd.DataFrame
@@ -123,7 +123,7 @@ class Pass:
 
     @property
     def obs(self) -> pd.DataFrame:
-        """Table obs of the rows to read."""
+        """The obs table of the rows to read."""
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
     def __iter__(self) -> Iterator[PassRows]:
@@ -183,7 +183,7 @@ class Moments:
     n_rows
         Number of rows in each group, shape (n_groups,).
     n_vars
-        Genes.
+        Number of genes.
 
     Notes
     -----
@@ -252,7 +252,7 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     Parameters
     ----------
     table
-        Table obs.
+        Table of the cells (obs).
     names
         One or several columns. The name of a group is that of its labels, joined by ``_``, as in
         `scanpy.get.aggregate`.

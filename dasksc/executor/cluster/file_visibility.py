@@ -50,7 +50,7 @@ class Fingerprint:
         return cls(identity=identity, digest=digest.hexdigest())
 
     def complaint(self) -> str | None:
-        """Return how the file at the path on this machine differs; None if it does not."""
+        """Describe how the file at the path on this machine differs; None if it does not."""
         path = self.identity.path
         try:
             here = Fingerprint.of(path)
@@ -67,7 +67,7 @@ class Fingerprint:
 
 
 def complaint(fingerprints: Sequence[Fingerprint]) -> str | None:
-    """Return how the first differing file differs on this machine; None if all files are the same."""
+    """Describe how the first differing file differs on this machine; None if all files are the same."""
     return next((said for fingerprint in fingerprints if (said := fingerprint.complaint())), None)
 
 

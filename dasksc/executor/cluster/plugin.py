@@ -195,7 +195,7 @@ def token_prefix(client_id: str) -> str:
     return f"dasksc-{client_id}-"
 
 
-# Carriers of windows whose cluster runs in this process, by token; these are never pickled.
+# Plugins of windows whose cluster runs in this process, by token; these are never pickled.
 task_plugins: dict[str, TaskPlugin] = {}
 
 

@@ -15,6 +15,7 @@ chunks as the fetch has blocks.
 
 The indices of Dask's blockwise layers and the block numbers show that a graph has this structure. A graph does not
 show that a *function* treats every row independently; `dasksc.pushdown.trust` states the trust in each function.
-Before the first fetch, all functions are tried on synthetic rows: together, in parts and one by one. If some functions
-are merely believed, the first fetched row chunk of each kind is also computed whole, once per process, and compared.
+Before the first fetch, all functions are tried on synthetic rows, computed together, in parts and one by one. If some
+functions are merely believed, the first fetched row chunk of each kind is also computed whole, once per process, and
+compared.
 """

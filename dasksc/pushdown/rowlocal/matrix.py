@@ -34,8 +34,8 @@ logger = logging.getLogger("dasksc.lazy.rowlocal")
 # the next. But threads would then return to Python more often and wait for each other, which costs more.
 N_COMPUTED = 4096
 
-# The same number where functions are merely believed. Pieces of several chunks may add up to nearly twice as many rows,
-# which must not exceed the number of rows in the trial.
+# The number of rows computed together if functions are merely believed. Pieces of several chunks may add up to nearly
+# twice as many rows, which must not exceed the number of rows in the trial.
 N_BELIEVED = N_TRIED[False] // 2
 
 # Number of rows that are made dense and compared at a time.
@@ -138,7 +138,7 @@ class RowLocalMatrix(DaskMatrix):
 
         Returns
         -------
-        Fetched
+        RowBuffer
             The rows, in memory; position i holds ``rows[i]``.
 
         Raises

@@ -1,6 +1,6 @@
-"""Matrices in the ``.h5`` files of 10x Genomics' CellRanger.
+"""Matrices in the ``.h5`` files of 10x Genomics' Cell Ranger.
 
-CellRanger stores features by barcodes in CSC. The same three arrays are the CSR matrix of cells by genes, so rows are
+Cell Ranger stores features by barcodes in CSC. The same three arrays are the CSR matrix of cells by genes, so rows are
 read in place. The shape is a dataset rather than an attribute. Layout: "Feature-Barcode Matrices HDF5 Format" in the
 documentation of Cell Ranger, for version 3 (a group ``matrix``) and version 2 (a group for each genome).
 """
@@ -26,12 +26,12 @@ _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 
 
 def is_cell_ranger_matrix(item: Any) -> bool:
-    """Return True if an HDF5 object is a matrix as CellRanger stores it."""
+    """Return True if an HDF5 object is a matrix as Cell Ranger stores it."""
     return isinstance(item, h5py.Group) and "encoding-type" not in item.attrs and item.keys() >= _MEMBERS
 
 
 def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str, Any]:
-    """Return the attributes with which AnnData would store a matrix of CellRanger as CSR, cells by features.
+    """Return the attributes with which AnnData would store a matrix of Cell Ranger as CSR, cells by features.
 
     Parameters
     ----------

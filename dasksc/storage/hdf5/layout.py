@@ -131,7 +131,7 @@ def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
     """Return True if edge chunks were stored without the filters, which an option of HDF5 requests.
 
-    The library does not expose this option, and such chunks do not record that filters were skipped. An edge chunk of
+    h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk of
     ambiguous size is read both ways and compared.
     """
     chunks = dataset.chunks

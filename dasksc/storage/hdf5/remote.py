@@ -29,9 +29,8 @@ _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
 # Sequential reads come from tables; each reads twice as many blocks as the one before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, but their blocks are read in no particular order. A group of blocks is read whole,
-# which takes about one round trip, once more than _MOST_MISSED of its blocks were missing or a neighboring group was
-# read whole.
+# Names of cells lie in one region, but their blocks are read in no particular order. Once more than _MOST_MISSED blocks
+# of a group were missing, or a neighboring group was read whole, the group is read whole, in about one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 _MOST_MISSED = 2
 

@@ -51,7 +51,7 @@ def read_strings(dataset: h5py.Dataset, path: str) -> NDArray[Any] | None:
 
 
 def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iterator[list[str] | None]:
-    """Yield the strings of `read_strings`, `n_together` at a time; yield None at one that must be read through h5py."""
+    """Yield the strings of `read_strings`, `n_together` at a time; end with None if they must be read through h5py."""
     offset = dataset.id.get_offset()
     kind = h5py.check_string_dtype(dataset.dtype)
     if (

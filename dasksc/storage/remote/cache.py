@@ -1,8 +1,9 @@
 """Local cache of blocks of remote objects: bounded, shared by processes, and verified on every read.
 
 A block is a file whose name is derived from the object's URL, size, ETag and modification time, and the block's offset.
-Files are therefore never modified in place, and another version of an object has other names. Files appear complete,
-by a rename. When the folder reaches its limit, the least recently used files are removed. There are no locks.
+Files are therefore never modified in place, and another version of an object has other names. A file has a temporary
+name until it is complete. When the folder reaches its limit, the least recently used files are removed. There are no
+locks.
 
 The folder belongs to one user, with mode 0700; a folder that others can access is not used. A random key in it, with
 mode 0600, enters the name of each block and the tag of each page. Without the key nobody can test for the presence of
@@ -41,8 +42,9 @@ _TAG_BYTES = 16
 _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
-# A process measures the folder whenever it has written the first share of the limit. A folder above the second share is
-# reduced to the third. Four concurrent writers thus stay below the limit, and n writers below 15/16 + n/64 of it.
+# Shares of the limit. A process measures the folder whenever it has written the first share. A folder larger than the
+# second share is reduced to the third. Four concurrent writers thus stay below the limit, and n writers below
+# 15/16 + n/64 of it.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 # A file that was used within this time is not marked as used again.
 _FRESH_S = 60.0

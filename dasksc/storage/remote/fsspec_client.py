@@ -40,7 +40,7 @@ _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum",
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
 # Time for which the check of an object is valid. Some servers list whole folders only, or limit the request rate.
 _LOOK_S = 1.0
-# Number of recent checks that are remembered; more are not made within that time.
+# Number of recent checks that are remembered, more than a process makes within that time.
 _LOOKS = 1024
 # Placeholder for an unknown modification time. Versions cannot be distinguished by it, so the cache skips such objects.
 _UNKNOWN_TIME = "1970-01-01"

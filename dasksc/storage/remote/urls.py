@@ -1,4 +1,4 @@
-"""Places of atlases behind URLs, and patterns of paths and URLs."""
+"""Locations of atlases behind URLs, and patterns of paths and URLs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class RemoteLocation:
         return True
 
     def children(self) -> list[RemoteLocation]:
-        """Return the places directly below this one, sorted by name.
+        """Return the locations directly below this one, sorted by name.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class RemoteLocation:
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
-        """Return the places that match this one as a pattern, sorted by name; takes one listing per folder.
+        """Return the locations that match this one as a pattern, sorted by name; takes one listing per folder.
 
         Patterns are those of `matching`. Stores do not distinguish files from folders, so ``**`` also takes a listing
         for each file that is not an atlas.

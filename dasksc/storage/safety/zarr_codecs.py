@@ -31,7 +31,7 @@ _NAME = "dasksc_bounded"
 # Strings have no fixed length, but no column of an atlas has so many bytes per row.
 _STRING_BYTES = 2**12
 _NUMBER_BYTES = 16
-# Codecs of strings store their number first; the codecs in the next set create objects of any shape.
+# Codecs of strings, which store the number of strings first, and codecs that create objects of any shape.
 _OF_OBJECTS = frozenset({"vlen-utf8", "vlen-bytes", "vlen-array", "vlenutf8", "vlenbytes"})
 _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 

@@ -86,7 +86,7 @@ class Files:
         if layout.separator != "/" or len(layout.shape) == 1:
             folder = os.path.dirname(f"{directory}/{layout.prefix}0")
             self._folder = FileIdentity.of(folder) if os.path.isdir(folder) else None
-        # Files with a later modification time raise an error. This requires files with the clock of this machine.
+        # Files with a later modification time raise an error, if the clock of this machine sets these times.
         self._opened_ns = time.time_ns() if is_local else None
         # Identities at the first read in this process, since inspecting all files on opening would take too long.
         self._seen = Seen[At, FileIdentity]()
