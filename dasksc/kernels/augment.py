@@ -461,7 +461,7 @@ def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
             if found == count or heads[steps_at + np.uint64(found)] != words[at]:
                 values[at] = found
                 continue
-        while indptr[row + 1] <= at:
+        while np.uint64(indptr[row + 1]) <= at:
             row += 1
         row_key = keys[first_row + row]
         if count <= N_TABLE:

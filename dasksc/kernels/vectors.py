@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 __all__ = ["N_STEPS", "hash_columns", "hashed", "n_below", "n_sums_below", "nonzero_bits", "sum_of", "thin_small"]
 
 N_STEPS = 16
-"""Number of elements that functions on running sums, steps and sums look at."""
+"""Number of elements of a vector of columns, running sums, steps or sums."""
 
 # Shifts and factors of the hash triple32 of https://github.com/skeeto/hash-prospector.
 _ROUNDS = (17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)
