@@ -44,7 +44,7 @@ from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import _count_bits, _list_bits, put, squeeze
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
-from dasksc.kernels.vectors import N_STEPS, n_below, n_sums_below, nonzero_bits, sum_of
+from dasksc.kernels.vectors import N_STEPS, hash_columns, hashed, n_below, n_sums_below, sum_of, thin_small
 
 __all__ = [
     "N_TABLE",
@@ -74,8 +74,6 @@ _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
 # Streams under the key of a row; other numbers are those of columns.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
-_TRIPLE_1, _TRIPLE_2, _TRIPLE_3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848BAB)
-_T17, _T11, _T15, _T14 = np.uint32(17), np.uint32(11), np.uint32(15), np.uint32(14)
 # Largest count and largest total of a row that `sample` thins with a probability of `_SHARE_BITS` bits.
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
@@ -108,7 +106,7 @@ _STIRLING = np.array(
 def word(row_key, column):
     """Return 53 random bits for a column of a row."""
     factor, offset = _affine(row_key)
-    head = np.uint64(_hashed(np.uint32(np.uint32(column) * factor + offset)))
+    head = np.uint64(hashed(np.uint32(np.uint32(column) * factor + offset)))
     return (head << _U21) | (bits(row_key, column) >> _U43)
 
 
@@ -116,15 +114,6 @@ def word(row_key, column):
 def _affine(row_key):
     # Odd factor and offset of the linear function of a column whose hash gives the first 32 bits of a word.
     return np.uint32(row_key) | _ONE_32, np.uint32(row_key >> _U32)
-
-
-@kernel
-def _hashed(x):
-    # The hash is triple32 of https://github.com/skeeto/hash-prospector.
-    x = np.uint32((x ^ (x >> _T17)) * _TRIPLE_1)
-    x = np.uint32((x ^ (x >> _T11)) * _TRIPLE_2)
-    x = np.uint32((x ^ (x >> _T15)) * _TRIPLE_3)
-    return np.uint32(x ^ (x >> _T14))
 
 
 @kernel
@@ -356,29 +345,35 @@ def _reach(row_key, columns, counts, n, target, kept):
 
 
 @kernel
-def _thin_small(values, words, is_left, n, steps):
-    # Thin values of up to 3. `words` are linear functions of the columns; they are replaced by their hashes, the first
-    # 32 bits of random words. `is_left` is set for values above 3, and for values that the other bits decide. A loop
-    # without branches is vectorized.
-    low, low_2, middle_2, low_3, middle_3, high_3 = steps
-    zero, one = values.dtype.type(0), values.dtype.type(1)
-    two, three = values.dtype.type(2), values.dtype.type(3)
-    for i in range(n):
-        k = np.uint64(i)
-        value = values[k]
-        drawn = _hashed(words[k])
-        words[k] = drawn
-        is_one, is_two, is_three = value == one, value == two, value == three
-        first_step = low_3 if is_three else low_2 if is_two else low if is_one else _HIGHEST
-        second_step = middle_3 if is_three else middle_2 if is_two else _HIGHEST
-        third_step = high_3 if is_three else _HIGHEST
-        kept = one if drawn >= first_step else zero
-        kept = two if drawn >= second_step else kept
-        kept = three if drawn >= third_step else kept
-        is_tied = (drawn == first_step) | (drawn == second_step) | (drawn == third_step)
-        left = is_tied | ~((value == zero) | is_one | is_two | is_three)
-        is_left[k] = left
-        values[k] = value if left else kept
+def _fill_words(row_key, columns, start, stop, words, first):
+    # Write the first 32 bits of the random words of `columns` from `start` to `stop` into `words` from `first` on.
+    # Whole vectors are written, where `columns` does not end first, so `words` is padded by one vector.
+    factor, offset = _affine(row_key)
+    columns_at = columns.ctypes.data + np.uint64(columns.itemsize * start)
+    words_at = words.ctypes.data + np.uint64(words.itemsize * first)
+    n, n_vectors = stop - start, (min(stop + _BLOCK - 1, len(columns)) - start) // _BLOCK
+    for i in range(n_vectors):
+        hash_columns(columns_at, words_at, _BLOCK * i, columns, factor, offset)
+    for k in range(_BLOCK * n_vectors, n):
+        words[np.uint64(first + k)] = hashed(np.uint32(np.uint32(columns[np.uint64(start + k)]) * factor + offset))
+
+
+@kernel
+def _thin_small(values, words, n, steps, bitmap):
+    # Thin values of up to 3, given the first 32 bits of their random words. `bitmap` gets a bit for each value that
+    # is above 3, and for each that the other bits decide. `words` is padded to whole words of the bitmap.
+    values_at, words_at = values.ctypes.data, words.ctypes.data
+    n_whole = n // _WORD_BITS
+    for i in range(n_whole):
+        bitmap[np.uint64(i)] = thin_small(values_at, words_at, _WORD_BITS * i, values, steps)
+    n_rest = n % _WORD_BITS
+    if n_rest:
+        rest = np.zeros(_WORD_BITS, values.dtype)
+        rest[:n_rest] = values[n - n_rest : n]
+        words_at += np.uint64(words.itemsize * _WORD_BITS * n_whole)
+        found = thin_small(rest.ctypes.data, words_at, 0, rest, steps)
+        bitmap[np.uint64(n_whole)] = found & ((_ONE << np.uint64(n_rest)) - _ONE)
+        values[n - n_rest : n] = rest[:n_rest]
 
 
 @kernel
@@ -390,17 +385,6 @@ def _small(drawn, count, steps):
     if count == 2:
         return np.int32(drawn >= low_2) + np.int32(drawn >= middle_2)
     return np.int32(count == 1 and drawn >= low)
-
-
-@kernel
-def _list_left(is_left, n, bitmap, listed):
-    # Write the positions of the set elements among the first `n` into `listed`; return their number. `is_left` is
-    # padded with zeros to a multiple of the bits of a word.
-    at = is_left.ctypes.data
-    n_words = (n + _WORD_BITS - 1) // _WORD_BITS
-    for i in range(n_words):
-        bitmap[np.uint64(i)] = nonzero_bits(at, _WORD_BITS * i, is_left)
-    return _list_bits(bitmap[:n_words], listed)
 
 
 @kernel
@@ -455,38 +439,35 @@ def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
 
 @kernel
 def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
-    n_rows, n = len(indptr) - 1, len(values)
-    words, is_left = np.empty(n, np.uint32), np.empty(n + _WORD_BITS, np.uint8)
-    bitmap, listed = np.empty(n // _WORD_BITS + 1, np.uint64), np.empty(n + _WORD_BITS, np.int32)
-    for i in range(n_rows):
-        row_key = keys[first_row + i]
-        factor, offset = _affine(row_key)
-        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
-            words[k] = np.uint32(np.uint32(columns[k]) * factor + offset)
-    is_left[n:] = 0
+    n = len(values)
+    words, listed = np.empty(n + _WORD_BITS, np.uint32), np.empty(n + _WORD_BITS, np.int32)
+    bitmap = np.empty((n + _WORD_BITS - 1) // _WORD_BITS, np.uint64)
+    for i in range(len(indptr) - 1):
+        _fill_words(keys[first_row + i], columns, np.int64(indptr[i]), np.int64(indptr[i + 1]), words, indptr[i])
     two, three = 2 * N_TABLE, 3 * N_TABLE
     steps = heads[N_TABLE], heads[two], heads[two + 1], heads[three], heads[three + 1], heads[three + 2]
-    _thin_small(values, words, is_left, n, steps)
+    _thin_small(values, words, n, steps, bitmap)
     heads_at = heads.ctypes.data
-    row, stop = np.int64(-1), np.int64(0)
-    row_key = np.uint64(0)
-    for i in range(_list_left(is_left, n, bitmap, listed)):
+    row = np.int64(0)
+    for i in range(_list_bits(bitmap, listed)):
         at = np.uint64(listed[i])
-        while stop <= at:
-            row += 1
-            stop, row_key = np.int64(indptr[row + 1]), keys[first_row + row]
         value = values[at]
         if not _is_count(value):
             return np.int64(at)
         count = np.int64(value)
-        if count > N_TABLE:
+        if count <= N_TABLE:
+            steps_at = np.uint64(count) * np.uint64(N_TABLE)
+            found = n_below(heads_at, steps_at, heads, words[at])
+            if found == count or heads[steps_at + np.uint64(found)] != words[at]:
+                values[at] = found
+                continue
+        while np.uint64(indptr[row + 1]) <= at:
+            row += 1
+        row_key = keys[first_row + row]
+        if count <= N_TABLE:
+            values[at] = _stepped(table, count, word(row_key, columns[at]))
+        else:
             values[at] = _large(row_key, columns[at], count, p, table)
-            continue
-        steps_at = np.uint64(count) * np.uint64(N_TABLE)
-        found = n_below(heads_at, steps_at, heads, words[at])
-        if found < count and heads[steps_at + np.uint64(found)] == words[at]:
-            found = _stepped(table, count, word(row_key, columns[at]))
-        values[at] = found
     return np.int64(-1)
 
 
@@ -546,15 +527,14 @@ def sample_dense(key, number, rows, first_row, dense, target):
 def _sample(keys, first_row, indptr, columns, values, target):
     longest = np.int64(_longest(indptr)) + _WORD_BITS
     counts, kept, pool = np.empty(longest, np.int32), np.empty(longest, np.int32), np.empty(longest, np.uint32)
-    words, is_left = np.zeros(longest, np.uint32), np.empty(longest, np.uint8)
-    ends, bitmap = np.empty(longest // _BLOCK + _BLOCK, np.uint32), np.zeros(longest // _WORD_BITS, np.uint64)
-    listed, taken = np.empty(longest, np.int32), np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
+    words, bitmap = np.zeros(longest, np.uint32), np.zeros(longest // _WORD_BITS, np.uint64)
+    ends, listed = np.empty(longest // _BLOCK + _BLOCK, np.uint32), np.empty(longest, np.int32)
+    taken = np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
     for i in range(len(indptr) - 1):
         start = np.int64(indptr[i])
         first = np.uint64(start)  # numba handles negative values of a signed index, which may count from the end
         n = np.int64(indptr[i + 1]) - start
         row_key = keys[first_row + i]
-        factor, offset = _affine(row_key)
         is_slow = False
         total = np.int64(0)
         for k in range(np.uint64(n)):
@@ -564,7 +544,6 @@ def _sample(keys, first_row, indptr, columns, values, target):
             kept[k] = count
             is_slow |= (value != values.dtype.type(count)) | (np.uint32(count) > _MOST)
             total += count
-            words[k] = np.uint32(np.uint32(columns[first + k]) * factor + offset)
         if not is_slow and total <= target:
             continue
         if is_slow or total > _MOST_IN_ROW:
@@ -575,6 +554,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
             for k in range(n):
                 row_values[k] = kept_slowly[k]
             continue
+        _fill_words(row_key, columns, start, start + n, words, 0)
         # Passes are over whole words, so no pass has a remainder.
         n_padded = (n + _WORD_BITS - 1) // _WORD_BITS * _WORD_BITS
         for k in range(np.uint64(n), np.uint64(n_padded)):
@@ -591,10 +571,10 @@ def _sample(keys, first_row, indptr, columns, values, target):
             np.uint32((others**3 + 3 * others**2 * n_shares) << 2),
             np.uint32((2**30 - n_shares**3) << 2),
         )
-        _thin_small(kept, words, is_left, n_padded, steps)
+        _thin_small(kept, words, n_padded, steps, bitmap)
         single, n_single, n_drawn = np.uint64(0), np.int32(0), 0
         bits_key = stream(row_key, _SINGLE_BITS)
-        for i_listed in range(_list_left(is_left, n, bitmap, listed)):
+        for i_listed in range(_list_bits(bitmap[: n_padded // _WORD_BITS], listed)):
             at = np.uint64(listed[i_listed])
             count = counts[at]
             if count > N_TABLES:
