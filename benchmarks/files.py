@@ -7,7 +7,7 @@ The program compares the cells per second of four pairs:
 
 - four files with different genes in different orders, joined by "outer", and the same cells and genes in one file;
 - 2,000 genes and all genes, in dense batches;
-- a 10x file with the compression of CellRanger, and the same counts in a gzip-compressed h5ad file;
+- a 10x file with the compression of Cell Ranger, and the same counts in a gzip-compressed h5ad file;
 - a zipped Zarr store and the same store in a directory.
 
 It also measures the time to open many small files, and the number of simultaneously open files after opening and in
@@ -42,7 +42,7 @@ N_PARTS = 4
 SOME_GENES = 2_000
 JOINED, GENES, OPEN_S, HANDLES = 0.85, 1.3, 10.0, 150
 FORMATS = 0.9
-# Storage options of the arrays that CellRanger writes.
+# Storage options of the arrays that Cell Ranger writes.
 CELL_RANGER: dict[str, Any] = {"chunks": (80_000,), "maxshape": (None,), "compression": 4, "shuffle": True}
 
 

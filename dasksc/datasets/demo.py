@@ -68,7 +68,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "plates/1.h5ad": "300 cells, 200 genes, 2 donors",
         "plates/2.h5ad": "300 cells, 200 other genes, half of them shared, 2 donors",
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
-        "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, as CellRanger writes them",
+        "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, as Cell Ranger writes them",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
     existing = [file for file in contents if (folder / file).exists()]

@@ -54,7 +54,7 @@ class GeneMatch:
     >>> genes = ["gene_001", "gene_002", "MYC"]
     >>> dataset = dasksc.scDataset("atlas.h5ad", genes=genes, genes_missing="zero", seed=0)
     >>> print(dataset.gene_match)
-    2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: MYC
+    2 of 3 genes matched by var_names (66.7%); 1 missing, filled with zeros: MYC
     >>> dataset.gene_match.missing
     ('MYC',)
     """
@@ -80,7 +80,7 @@ class GeneMatch:
         text = f"{self.n_matched:,} of {self.n_wanted:,} genes matched by {self.matched_by} ({self.share:.1%})"
         if self.missing:
             shown = ", ".join(self.missing[:_N_SHOWN]) + (", ..." if len(self.missing) > _N_SHOWN else "")
-            text += f"; {len(self.missing):,} missing are {'zeros' if self.filled else 'left out'}: {shown}"
+            text += f"; {len(self.missing):,} missing, {'filled with zeros' if self.filled else 'left out'}: {shown}"
         if self.n_summed:
             text += f"; {self.n_summed:,} columns of repeated names are added up"
         return text

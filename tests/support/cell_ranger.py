@@ -1,4 +1,4 @@
-"""Writers of 10x ``.h5`` files in the layouts of CellRanger 2 and 3."""
+"""Writers of 10x ``.h5`` files in the layouts of Cell Ranger 2 and 3."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_v3(
     variable_strings: bool = False,
     compression: str | None = "gzip",
 ) -> Path:
-    """Write counts in the layout of CellRanger 3: ``matrix`` (genes by cells, CSC) and ``matrix/features``."""
+    """Write counts in the layout of Cell Ranger 3: ``matrix`` (genes by cells, CSC) and ``matrix/features``."""
     _n_obs, n_vars = counts.shape
     columns = {
         "name": name or [f"gene {i}" for i in range(n_vars)],
@@ -60,7 +60,7 @@ def write_v3(
 
 
 def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix], *, compression: str | None = "gzip") -> Path:
-    """Write counts in the layout of CellRanger 2: one group per genome, each with its own cells."""
+    """Write counts in the layout of Cell Ranger 2: one group per genome, each with its own cells."""
     with h5py.File(path, "w") as file:
         for genome, counts in genomes.items():
             group = file.create_group(genome)

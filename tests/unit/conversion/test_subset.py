@@ -143,7 +143,7 @@ def test_var_follows_the_genes(tmp_path: Path, adata: ad.AnnData) -> None:
     assert "loadings" not in found.varm
     report = dasksc.convert(path, tmp_path / "b.zarr", genes=["gene5", "new"], genes_missing="drop")
     assert report.genes is not None
-    assert report.genes.startswith("1 of 2 genes matched by var_names (50.0%); 1 missing are left out: new")
+    assert report.genes.startswith("1 of 2 genes matched by var_names (50.0%); 1 missing, left out: new")
     pure = dasksc.convert(path, tmp_path / "c.zarr", genes=["gene5", "gene0"])
     np.testing.assert_array_equal(read(tmp_path / "c.zarr").varm["loadings"], adata.varm["loadings"][[5, 0]])
     assert pure.left_out == ("obsp/neighbours",)

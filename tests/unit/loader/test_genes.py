@@ -159,7 +159,7 @@ def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(
             atlas("csr"), dasksc.Streaming(), 4, genes=genes, genes_missing="zero", rank=0, world_size=1
         )
         assert dataset.gene_match.names == ("d", "z", "c")
-        assert str(dataset.gene_match) == "2 of 3 genes matched by var_names (66.7%); 1 missing are zeros: z"
+        assert str(dataset.gene_match) == "2 of 3 genes matched by var_names (66.7%); 1 missing, filled with zeros: z"
         assert "genes    2 of 3 genes matched" in str(dasksc.check(dataset))
         np.testing.assert_array_equal(
             batch(atlas("csr"), genes=genes, genes_missing="zero"), expected(["d", "z", "c"], HELD, "float32")
@@ -242,7 +242,7 @@ def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         batch(atlas("csr"), genes=["c", "d"])
     said = [record.levelname for record in caplog.records if "matched" in record.message]
     assert said == ["WARNING", "INFO"]
-    assert "1 of 3 genes matched by var_names (33.3%); 2 missing are left out: x, y. Use the same kind" in caplog.text
+    assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Use the same kind" in caplog.text
 
 
 def test_missing_genes_of_a_dense_atlas_are_no_nan_where_parts_lack_others(caplog: pytest.LogCaptureFixture) -> None:
