@@ -6,7 +6,6 @@ an epoch, and `scDataset` yields them as torch tensors, with a share for each ra
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from dasksc.errors import (
@@ -54,11 +53,6 @@ if TYPE_CHECKING:
     )
     from dasksc.summaries import Statistics, highly_variable_genes, normalize, statistics
     from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
-
-try:
-    __version__ = version("dasksc")
-except PackageNotFoundError:  # imported from a source tree that is not installed
-    __version__ = "0+unknown"
 
 # Module of each public name. Names are imported on first use, so that planning and reading do not require torch.
 _HOMES = {
@@ -163,11 +157,24 @@ def __getattr__(name: str) -> Any:
 
     if name in _MODULES:
         return import_module(f"dasksc.{name}")
-    if name not in _HOMES:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
         raise AttributeError(f"module 'dasksc' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    # Importing importlib.metadata takes longer than the rest of `import dasksc`.
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("dasksc")
+    except PackageNotFoundError:  # imported from a source tree that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

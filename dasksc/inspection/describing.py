@@ -15,8 +15,7 @@ from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.errors import InputError
-from dasksc.inspection.description import Column, Description, Modality, Rate, StoredMatrix
-from dasksc.inspection.reading_rates import BLOCK_SIZES, read_rates
+from dasksc.inspection.description import PROBED_BLOCKS, Column, Description, Modality, Rate, StoredMatrix
 from dasksc.inspection.stored_matrices import alike, stored_part
 from dasksc.storage import is_url, redact_url
 
@@ -75,7 +74,11 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         modalities, has_x = (), opened.X is not None
     stored = [stored_part(part) for part in parts[:_MAX_FILES]]
     matrices = alike([matrix for one in stored for matrix in one.matrices])
-    rates = tuple(read_rates(opened, seconds)) if seconds and has_x and opened.n_obs else ()
+    rates: tuple[Rate, ...] = ()
+    if seconds and has_x and opened.n_obs:
+        from dasksc.inspection.reading_rates import read_rates  # needs torch
+
+        rates = tuple(read_rates(opened, seconds))
     return Description(
         name=_shown(data) if isinstance(data, str | os.PathLike) else _names(parts),
         n_files=len(parts),
@@ -127,15 +130,15 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
         )
     speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
     for layout in ("dense", "csr"):
-        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, BLOCK_SIZES[0]), 0.0):
-            times = speed[layout, BLOCK_SIZES[0]] / speed[layout, 1]
+        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, PROBED_BLOCKS[0]), 0.0):
+            times = speed[layout, PROBED_BLOCKS[0]] / speed[layout, 1]
             otherwise = (
                 "; its cells were shuffled when it was converted, so that blocks mix as well as single rows"
                 if is_shuffled
                 else ", or dasksc convert, which shuffles cells once"
             )
             yield (
-                f"single rows come {times:.1f} times slower than blocks of {BLOCK_SIZES[0]} ({layout}): use "
+                f"single rows come {times:.1f} times slower than blocks of {PROBED_BLOCKS[0]} ({layout}): use "
                 f"BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
             )
             break

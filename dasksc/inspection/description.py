@@ -9,7 +9,10 @@ from dask.utils import format_bytes
 
 from dasksc.storage import Layout
 
-__all__ = ["Column", "Description", "Modality", "Rate", "StoredMatrix"]
+__all__ = ["PROBED_BLOCKS", "Column", "Description", "Modality", "Rate", "StoredMatrix"]
+
+PROBED_BLOCKS = (64, 1)
+"""Block sizes of the probes."""
 
 _N_SHOWN = 12
 
@@ -100,12 +103,17 @@ class Rate:
         Rows per second.
     first_batch_s
         Time until the first batch in seconds, which may include the compilation of kernels.
+    memory_bytes, page_bytes
+        Projected memory of the probe's epochs in bytes: anonymous memory, and pages of files in the page cache. None
+        for collections whose rows have no known size.
     """
 
     layout: Layout
     block_size: int
     rows_per_s: float
     first_batch_s: float
+    memory_bytes: int | None = None
+    page_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +187,10 @@ class Description:
         for rate in self.rates:
             rows = "single rows" if rate.block_size == 1 else f"blocks of {rate.block_size}"
             yield f"  {rate.layout:<5} batches, {rows:<12} {rate.rows_per_s:>10,.0f} cells/s"
+        memory = [(one.memory_bytes, one.page_bytes or 0) for one in self.rates if one.memory_bytes is not None]
+        if memory:
+            anonymous, pages = max(memory, key=sum)
+            yield f"  an epoch takes up to {format_bytes(anonymous)} of memory, and {format_bytes(pages)} of page cache"
         for advice in self.advice:
             yield f"  -> {advice}"
 

@@ -10,24 +10,23 @@ from anndata import AnnData
 
 from dasksc.atlas.modalities import Modalities
 from dasksc.batches.batch import Batch
-from dasksc.inspection.description import Rate
+from dasksc.inspection.description import PROBED_BLOCKS, Rate
 from dasksc.loader import scDataset
 from dasksc.sampling.strategies import BlockShuffling
 from dasksc.storage import Layout
 
-__all__ = ["BLOCK_SIZES", "rate_of", "read_rates"]
+__all__ = ["rate_of", "read_rates"]
 
 # As in the benchmarks: batches of 64 rows, and 64 batches per fetch.
 _BATCH_SIZE = 64
 _FETCH_FACTOR = 64
-BLOCK_SIZES = (64, 1)
 
 
 def read_rates(data: AnnData | Modalities, seconds: float) -> Iterator[Rate]:
     """Measure the rate of dense and of CSR batches for each block size, each for `seconds` seconds."""
     layouts: tuple[Layout, ...] = ("dense", "csr")
     for layout in layouts:
-        for block_size in BLOCK_SIZES:
+        for block_size in PROBED_BLOCKS:
             dataset = scDataset(
                 data,
                 BlockShuffling(block_size),
@@ -66,4 +65,11 @@ def rate_of(dataset: scDataset, *, layout: Layout, block_size: int, seconds: flo
         n_rows += len(batch.index if isinstance(batch, Batch) else batch)
         elapsed_s = perf_counter() - start
     endless.close()  # type: ignore[attr-defined]
-    return Rate(layout=layout, block_size=block_size, rows_per_s=n_rows / elapsed_s, first_batch_s=first_batch_s)
+    return Rate(
+        layout=layout,
+        block_size=block_size,
+        rows_per_s=n_rows / elapsed_s,
+        first_batch_s=first_batch_s,
+        memory_bytes=dataset.projected_bytes,
+        page_bytes=dataset.projected_pages,
+    )

@@ -17,7 +17,7 @@ from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.memory import limits as process_memory
-from dasksc.memory.model import NOMINAL_THREADS, MemoryModel, Way
+from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, Way
 from dasksc.storage import buffers
 
 __all__ = ["MemoryProjection"]
@@ -196,14 +196,16 @@ class MemoryProjection:
         available = process_memory.share_of(
             limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=buffers.kept_bytes()
         )
+        # Buffers of the previous epoch are reused, so their address space counts as free.
+        address_bytes = math.inf if limit.address_bytes is None else limit.address_bytes + buffers.kept_bytes()
         mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._source.n_obs
         return model.way(
             prefetch=self._prefetch,
             n_threads=n_threads,
-            limit=self.share,
+            limit=int(min(self.share, address_bytes)),
             available=available,
             n_sharing=n_processes,
-            may_map=limit.address_bytes is None or 2 * mappable_bytes < limit.address_bytes,
+            may_map=2 * mappable_bytes < address_bytes,
         )
 
     def part_bytes(self, n_parts: int, unmapped: frozenset[str] | tuple[()] = ()) -> int:
@@ -216,13 +218,14 @@ class MemoryProjection:
         worker = get_worker_info()
         if worker is None or worker.id > 0 or isinstance(self._source, IndexedSource):
             return
-        needed = self.way().demand.anonymous
-        if needed > self.share:
+        needed = self.way().demand
+        if needed.anonymous > self.share:
             logger.warning(
-                "%d DataLoader workers need %s of memory each, together more than memory_limit (%s). Use fewer "
-                "(num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                "%d DataLoader workers need %s of memory and %s of page cache each; their memory is together more than "
+                "memory_limit (%s). Use fewer (num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
                 worker.num_workers,
-                format_bytes(needed),
+                format_bytes(needed.anonymous),
+                format_bytes(needed.pages),
                 format_bytes(self.limit),
                 self.fetch_factor,
             )
@@ -250,20 +253,21 @@ class MemoryProjection:
             return
         n_threads = 0 if self.travels else self.n_threads
 
-        def needed(factor: int) -> int:
+        def needed(factor: int) -> Demand:
             model = self._model(factor)
             depth = self._prefetch * model.n_parts(()) if self._prefetch else 1
-            return model.demand(depth=depth, n_threads=n_threads, unmapped=()).anonymous
+            return model.demand(depth=depth, n_threads=n_threads, unmapped=())
 
-        factor = self.fetch_factor
-        if needed(factor) <= self.limit:
+        given = needed(self.fetch_factor)
+        if given.anonymous <= self.limit:
             return
-        while factor > 1 and needed(factor) > self.limit:
+        factor = self.fetch_factor
+        while factor > 1 and needed(factor).anonymous > self.limit:
             factor //= 2
         raise InputError(
             f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 'few'} in flight, and their "
-            f"batches need {format_bytes(needed(self.fetch_factor))} of memory ({needed(self.fetch_factor)} bytes), "
-            f"but memory_limit is {format_bytes(self.limit)} ({self.limit} bytes). Lower fetch_factor, batch_size or "
-            f"prefetch, or raise the limit: {'' if needed(factor) <= self.limit else 'not even '}"
-            f"fetch_factor={factor} fits"
+            f"batches need {format_bytes(given.anonymous)} of memory ({given.anonymous} bytes) and "
+            f"{format_bytes(given.pages)} of page cache, but memory_limit is {format_bytes(self.limit)} ({self.limit} "
+            f"bytes). Lower fetch_factor, batch_size or prefetch, or raise the limit: "
+            f"{'' if needed(factor).anonymous <= self.limit else 'not even '}fetch_factor={factor} fits"
         )

@@ -7,9 +7,8 @@ are read.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 __all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "to_ask_for"]
 
@@ -127,8 +126,9 @@ def _groups(root: Path) -> list[tuple[int, int, str]]:
             continue
         # In a container, the root of the mount may be a group further down in the hierarchy.
         shown, at = mount[3], root / mount[4].lstrip("/")
-        inside = os.path.relpath(group, shown) if group.startswith(shown) else "."
-        folder = at / inside if (at / inside).is_dir() else at
+        inside = PurePosixPath(group)
+        folder = at / inside.relative_to(shown) if inside.is_relative_to(shown) else at
+        folder = folder if folder.is_dir() else at
         while folder == at or at in folder.parents:
             limits += _of_group(folder)
             folder = folder.parent

@@ -163,8 +163,10 @@ class MemoryModel:
                 row = self.read[name].held - self.mapped[name].held
                 # Pages of a file that is read are needed only while reading; mapped pages are needed
                 # until the fetch is released.
-                pages += (n_reading * row) if name in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
-        return Demand(anonymous=anonymous, pages=int(LONGER_ROWS * rows * pages))
+                of_row = (n_reading * row) if name in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
+                # Several fetches of a small file need the same pages.
+                pages += min(LONGER_ROWS * rows * of_row, self._file_bytes(name) + 2 * _PAGE_BYTES)
+        return Demand(anonymous=anonymous, pages=int(pages))
 
     def way(
         self,

@@ -52,8 +52,15 @@ def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
 
 
 def test_rows_by_themselves_need_more_pages() -> None:
-    pages = [model(run_rows=n).demand(depth=9, n_threads=2, unmapped=()).pages for n in (1.0, 64.0)]
+    pages = [model(run_rows=n, n_obs=10**7).demand(depth=9, n_threads=2, unmapped=()).pages for n in (1.0, 64.0)]
     assert pages[0] > 1.5 * pages[1]
+
+
+def test_pages_of_a_small_file_are_not_counted_several_times() -> None:
+    small = model(n_obs=2_000, fetch_factor=4_096)
+    for unmapped in ((), {"X"}):
+        pages = small.demand(depth=9, n_threads=2, unmapped=unmapped).pages
+        assert 0 < pages < 2_000 * ROW + 3 * 4_096
 
 
 @pytest.mark.parametrize(

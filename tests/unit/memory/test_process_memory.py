@@ -69,6 +69,12 @@ def test_in_a_container_the_mount_shows_the_group_as_its_root(tmp_path: Path) ->
     assert memory_limit(tmp_path).n_bytes == 4 * GIB
 
 
+def test_a_group_whose_name_begins_like_that_of_the_mount_is_no_part_of_it(tmp_path: Path) -> None:
+    machine(tmp_path)
+    version_1(tmp_path, {"": 4 * GIB, "../abcdef": GIB}, own="/docker/abcdef", shown="/docker/abc")
+    assert memory_limit(tmp_path).n_bytes == 4 * GIB
+
+
 @pytest.mark.parametrize(("name", "other"), [("memory.max", "memory.high"), ("memory.high", "memory.max")])
 def test_of_version_2_the_narrower_of_both_limits_of_every_ancestor_counts(
     tmp_path: Path, name: str, other: str
