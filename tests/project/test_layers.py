@@ -286,7 +286,7 @@ def test_circles_and_private_names_are_found():
     assert not private_names_of_others({"a/c.py": "from dasksc.a.b import _x"})
 
 
-def test_every_module_has_a_room():
+def test_every_module_has_a_layer():
     rooms = {Path(file).parts[0].removesuffix(".py") for file in package_files()}
     assert rooms <= set(ROOMS), f"give these a place in ROOMS: {sorted(rooms - set(ROOMS))}"
 

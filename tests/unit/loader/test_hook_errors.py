@@ -58,7 +58,7 @@ def test_a_hook_that_raises_is_reported_with_its_batch_and_rows(hook, num_worker
     assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in told
 
 
-def test_of_a_large_batch_the_first_rows_are_told():
+def test_the_error_lists_the_first_rows_of_a_large_batch():
     def broken(batch):
         raise ZeroDivisionError("mine")
 
