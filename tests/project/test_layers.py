@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(dasksc.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Lowest first: a room imports only from the rooms before it.
+# Subpackages and modules of the package, lowest layer first. Each imports only from those before it.
 ROOMS = [
     "errors",
     "platforms",
@@ -62,7 +62,7 @@ ROOMS = [
 ]
 ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
-# Rooms that may import a library at import time, and rooms that may import it only inside a function.
+# Subpackages that may import a library at import time, and those that may import it only inside a function.
 LIBRARIES = {
     "torch": (
         {"batches", "transforms", "loader", "inference", "integrations", "train"},

@@ -176,7 +176,7 @@ def test_columns_whose_names_lead_elsewhere_are_refused(tmp_path: Path, format: 
         opened(path.name)
 
 
-# Together with the cases of test_refusals, every way and place.
+# With the cases of test_refusals, every kind of reference to another file, on disk and at a URL.
 @pytest.mark.parametrize(
     ("how", "place"), [("absolute", "remote"), ("upwards", "local"), ("virtual", "remote"), ("external", "local")]
 )

@@ -125,7 +125,7 @@ def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
 
 @given(st.lists(st.integers(0, 255), min_size=40, max_size=4000), st.integers(1, 64), st.integers(0, 9))
 def test_lzf_is_decoded_as_libhdf5_encoded_it(alphabet: list[int], n_repeats: int, seed: int) -> None:
-    # Short repeats, long ones, ones that overlap themselves, and noise between.
+    # Short repeats, long repeats, repeats that overlap themselves, and noise in between.
     values = np.tile(np.array(alphabet, dtype=np.uint8), 3)
     values = np.repeat(values, np.random.default_rng(seed).integers(1, n_repeats + 1, len(values)))
     if stored := lzf(values.tobytes()):

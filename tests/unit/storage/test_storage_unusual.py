@@ -127,7 +127,7 @@ def test_threads_that_read_more_shards_than_stay_open_do_not_meet(tmp_path: Path
 
 
 def wait_for_the_clock_of(folder: Path) -> None:
-    """Wait until new files get a later timestamp than now, since file systems store time in steps."""
+    """Wait until new files get a later timestamp than now, since timestamps of file systems have limited resolution."""
     now, probe = time.time_ns(), folder / "probe"
     probe.touch()
     while probe.stat().st_mtime_ns <= now:
