@@ -67,9 +67,9 @@ def measure(
     consume
         Function that reads a batch and returns a number. With None, batches are discarded unread.
     one_epoch
-        True stops at the end of the epoch even before `seconds`, so that no row is read twice.
+        If True, stop at the end of the epoch even before `seconds`, so that no row is read twice.
     whole_epochs
-        True stops only at the end of an epoch.
+        If True, stop only at the end of an epoch.
     """
     n_rows, checksum = 0, 0.0
     cpu_start, start = time.process_time(), time.perf_counter()
@@ -94,7 +94,7 @@ def measure(
 
 
 def begin(epoch: Callable[[], Iterator[Any]], spec: dict[str, Any]) -> dict[str, Any]:
-    """Time the first batch of a loader, and its first epoch where whole epochs are measured."""
+    """Time the first batch of a loader, and its first epoch if whole epochs are measured."""
     start = time.perf_counter()
     batches = epoch()
     first = next(batches)

@@ -122,7 +122,7 @@ def cached_share(files: Sequence[Path]) -> float:
 
 
 def rate_on_threads(work: Callable[[int], Callable[[], int]], *, n_threads: int, seconds: float = 1.0) -> float:
-    """Return the rate of some work on several threads, per second.
+    """Return the amount of work that several threads do per second.
 
     Parameters
     ----------

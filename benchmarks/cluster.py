@@ -5,7 +5,7 @@
 
 The program compares three pairs of rates with their targets. The rate of an in-process cluster is divided by the rate
 of threads. The rate of two worker processes, which send results over loopback TCP, is divided by the rate of a bare
-submit and direct gather of equally many bytes. The rate with normalize_total and log1p as array code on X is divided by
+submit and direct gather of as many bytes. The rate with normalize_total and log1p as array code on X is divided by
 the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler
 and submit empty tasks that carry the row numbers of a real task; a fetch of 16,384 rows is about five tasks. Contenders
 take turns in separate processes, and the program reports medians.

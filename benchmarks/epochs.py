@@ -121,7 +121,7 @@ def epochs(n_rows: int, options: argparse.Namespace) -> dict[str, list[tuple[int
 def table(report: dict[str, Any]) -> str:
     """Format the rates as a Markdown table."""
     lines = [
-        "| epoch | cells/s | ratio to long (range of rounds) | consumed, cells/s | first of its process, cells/s |",
+        "| epoch | cells/s | ratio to long (range of rounds) | consumed, cells/s | first epoch, cells/s |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
     for layout, found in report.items():

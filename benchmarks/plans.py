@@ -156,7 +156,7 @@ def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
 
 
 def peer(case: str, n: int, block: int) -> dict[str, float]:
-    """Time the indices of an epoch in scDataset, which each rank and worker computes in full."""
+    """Time scDataset's computation of the indices of an epoch, which each rank and worker repeats in full."""
     import scdataset
 
     make_data = CASES[case][0]
@@ -276,8 +276,8 @@ def missed(one: dict[str, Any]) -> list[str]:
 
 
 HEADER = """
-| n | plan | block | construct | first fetch | new epoch | peak | anonymous | each fetch | of reading: dense, CSR | \
-times the peer's |
+| n | plan | block | construct | first fetch | new epoch | peak | anonymous | each fetch \
+| share of reading: dense, CSR | peer's time / ours |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 

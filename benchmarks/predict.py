@@ -5,8 +5,8 @@
 
 The program computes a linear embedding of 64 dimensions for all cells of an atlas, in batches of 1,024.
 `dasksc.predict` writes it to a new store; a plain loop discards the output of the model. Both take turns after an
-unmeasured round, must compute the same values, and are reported as medians. In separate processes, the program then
-measures the peak of anonymous memory beyond the memory after the first batch: for a quarter of the cells, for all
+unmeasured round and must compute the same values. Rates are medians over rounds. In separate processes, the program
+then measures the peak of anonymous memory beyond the memory after the first batch: for a quarter of the cells, for all
 cells, and for all cells in a control group with a memory limit that includes the page cache, as in jobs of Slurm and
 Kubernetes.
 """

@@ -48,7 +48,7 @@ def serve(folder: str, latency_s: float, bytes_per_s: float, pipe: Connection) -
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the stored size of the values and column numbers of X, in bytes."""
+    """Return the stored size of the values and column indices of X, in bytes."""
     if path.is_dir():
         return sum(file.stat().st_size for name in ("data", "indices") for file in (path / "X" / name).rglob("*"))
     with h5py.File(path) as file:

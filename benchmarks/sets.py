@@ -10,15 +10,15 @@ first fetch, and the peak of resident memory beyond the codes, in bytes per cell
 
 *Reading*: the program measures the rows per second, including controls, of sets of 64 with controls. It reads a screen
 sorted by condition, and compares the rate with `BlockShuffling` in blocks of 8 and the same number of rows per batch.
-It then reads the same screen unsorted, and compares the rate with `BlockShuffling` of single rows, and reads the sorted
-sets with `Downsample(0.5)` of targets and controls, and compares the rate with that of unchanged sets. Contenders take
-turns after an unmeasured round, rates are medians over rounds, and the files are in the page cache. Cold files,
-clusters and several ranks are not measured.
+It then reads the same screen unsorted, and compares the rate with `BlockShuffling` of single rows. Finally, it applies
+`Downsample(0.5)` to the targets and controls of the sorted screen, and compares the rate with that of unchanged sets.
+Contenders take turns after an unmeasured round, rates are medians over rounds, and the files are in the page cache.
+Cold files, clusters and several ranks are not measured.
 
 *Peers*: ``--cell-load-python`` and ``--annbatch-python`` are interpreters with these libraries. Peers take turns in
 separate processes. cell-load loads sets of 64 with controls as consecutive rows of the sorted file, in two DataLoader
 workers, as it recommends. annbatch loads batches of one class from its own store of that file. The counterpart of
-annbatch is `CellSets` of one class without controls, from the file. Both of the latter read runs of 64 rows.
+annbatch is `CellSets` of one class without controls, from the file. It reads runs of 64 rows, as annbatch does.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 
 The program trains under DDP (gloo, on the CPU) epoch after epoch, while ranks stall at random for up to two
 seconds, in the training loop or in reading. Epochs cycle through three modes: threads of the rank, two DataLoader
-workers, and threads with a stop at a random step, after which a second data set resumes from the state. Each cycle of
-three reads alternately without hooks, and with hooks that stall. After each epoch, the ranks check that all took
-equally many steps, that each cell was seen once except for the reported padding, and that the order is new. At the
-end, they check that memory and the number of open files have not grown. The exit status is 1 if a check fails or if
-there is no progress for a minute.
+workers, and threads with a stop at a random step, after which a second data set resumes from the state. Every other
+cycle of three epochs reads with hooks that stall, and the others read without hooks. After each epoch, the ranks check
+that all took equally many steps, that each cell was seen once except for the reported padding, and that the order is
+new. At the end, they check that memory and the number of open files have not grown. The exit status is 1 if a check
+fails or if there is no progress for a minute.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare statistics and highly variable genes of an atlas with reading it and with scanpy in memory.
+"""Compare the speed of statistics and highly variable genes with that of reading the atlas, and with scanpy.
 
     python benchmarks/summaries.py --cells 50000 --out benchmarks/results/summaries
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     add_out(parser)
     options = parser.parse_args(arguments)
 
-    warnings.simplefilter("ignore")  # scanpy warns.
+    warnings.simplefilter("ignore")  # of scanpy
     path = atlas(options)
     read_through(path)
     lazy = opened(path, options)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     np.testing.assert_allclose(found["statistics"].genes["sum"], found["sums of batches"], rtol=1e-6)
     ours, theirs = (found[name]["highly_variable"] for name in ("seurat_v3", "seurat_v3, scanpy in memory"))
     n_differ = int((ours.to_numpy() != theirs.to_numpy()).sum()) // 2
-    contenders.clear()  # They hold the matrix in memory.
+    contenders.clear()  # They reference the matrix in memory.
     del whole
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print("| | seconds | ratio to sums of batches |\n| --- | ---: | ---: |")
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print(f"ratios, medians of rounds: {', '.join(f'{name} {value:.2f}' for name, value in ratios.items())}")
     of_lazy = beside_lazy(lazy, options)
-    print(f"selected genes that scanpy does not select: {n_differ} of {options.top}; lazily: {of_lazy}")
+    print(f"selected genes that scanpy does not select: {n_differ} of {options.top}; on the lazy atlas: {of_lazy}")
     peaks = {"no limit": peaks_of(path, options)} | limited_peaks(path, options)
     for limit, of in peaks.items():
         for name, one in of.items():
@@ -155,7 +155,7 @@ def of_scanpy(adata: Any, options: argparse.Namespace) -> Any:
 
 
 def beside_lazy(lazy: anndata.AnnData, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of scanpy, or its error, and of dasksc on a subset of the lazy atlas."""
+    """Time dasksc and scanpy on a subset of the lazy atlas; return the seconds, or the error of scanpy."""
     part = lazy[: options.lazy_cells]
     found: dict[str, Any] = {"cells": part.n_obs}
     start = time.perf_counter()

@@ -79,13 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             if i >= 0:  # The first round, which is not measured, fills caches and compiles.
                 rates[name].append(found.rows_per_s)
     medians = {name: statistics.median(found) for name, found in rates.items()}
-    print("| | cells/s | share of no tokens |\n| --- | ---: | ---: |")
+    print("| | cells/s | share of the rate without tokens |\n| --- | ---: | ---: |")
     for name, rate in medians.items():
         print(f"| {name} | {rate:,.0f} | {rate / medians['no tokens']:.1%} |")
     costs = one_thread(dataset(scheduler="synchronous", transform=as_it_is), ranks, bins)
     print(
-        "one thread, microseconds of processor time a cell: "
-        + ", ".join(f"{name} {us:.1f}" for name, us in costs.items())
+        "one thread, microseconds of CPU time per cell: " + ", ".join(f"{name} {us:.1f}" for name, us in costs.items())
     )
     report = {
         "n_rows": adata.n_obs,

@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory() as folder:
     torch.manual_seed(0)
     model = torch.nn.Linear(adata.n_vars, len(training.categories["cell_type"]))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for epoch in range(3):  # each epoch draws other cells
+    for epoch in range(3):  # each epoch draws different cells
         for batch in training:
             loss = cross_entropy(model(batch.X.log1p()), batch.obs["cell_type"])
             optimizer.zero_grad()

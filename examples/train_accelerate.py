@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train with Hugging Face Accelerate, without `prepare` for the data set, which shards itself across the processes.
+"""Train with Hugging Face Accelerate; the data set shards itself and must not be passed to `prepare`.
 
     accelerate launch train_accelerate.py atlas.h5ad
 

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-or by mpirun or srun, with MASTER_ADDR and MASTER_PORT set to the node and the free port where the ranks meet. All cell
-types are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank; the last of an epoch fewer.
+or with mpirun or srun, and MASTER_ADDR and MASTER_PORT set to a node and a free port for the rendezvous. All cell types
+are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def train_epoch(model, optimizer, dataset, args, done, save) -> torch.Tensor:
     model.train()
     sums, batches = torch.zeros(3, dtype=torch.float64, device=args.device), iter(dataset)
     while done["steps"] != args.max_steps and (group := list(islice(batches, args.accumulate))):
-        n_cells = sum(len(batch.X) for batch in group)  # equal on all ranks; fewer in the tail
+        n_cells = sum(len(batch.X) for batch in group)  # equal on all ranks; fewer in the last step
         for i, batch in enumerate(group, start=1):
-            with nullcontext() if i == len(group) else model.no_sync():  # ranks exchange gradients once a step
+            with nullcontext() if i == len(group) else model.no_sync():  # all-reduce once per step
                 loss, counts = scored(model, batch, args)
                 (loss / n_cells).backward()
             sums += counts
@@ -88,7 +88,7 @@ def main() -> None:
         done = saved["done"]
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-        optimizer.param_groups[0]["lr"] = args.lr * world.world_size  # for this world size, not the saved one
+        optimizer.param_groups[0]["lr"] = args.lr * world.world_size  # scaled by this world size, not the saved one
 
     def save() -> None:
         if args.checkpoint and world.rank == 0:  # the states are equal on all ranks
@@ -102,7 +102,7 @@ def main() -> None:
         elapsed_s = time.perf_counter() - start
         save()
         model.eval()
-        with torch.no_grad():  # batch counts may differ between ranks: the bare model does not synchronize
+        with torch.no_grad():  # the bare model does not synchronize, so ranks may have unequally many batches
             held = sum((scored(model.module, batch, args)[1] for batch in validation), torch.zeros_like(trained))
         sums = torch.stack([trained, held])
         dist.all_reduce(sums)  # sums, not means: every cell counts once

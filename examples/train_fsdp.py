@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are sharded. Layers are gathered as they run, which requires equally many
-batches on every rank; dasksc guarantees them. A checkpoint is a folder that all ranks write and any number can load.
+Parameters, gradients and optimizer states are sharded. Layers are gathered as they run, so ranks need equally many
+batches, as dasksc guarantees. All ranks write a checkpoint into one folder, and any number of ranks can load it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Under torchrun: train and predict on two ranks: ``ddp_two_ranks.py IN OUT.json OUT.zarr``.
 
-The ranks print their number, train two DDP epochs over a number of rows that is not divisible, write the rows that they
-read, predict the atlas into a store, and finally only one rank reads a batch.
+The ranks print their number, train two DDP epochs over rows that two ranks cannot share equally, write the rows that
+they read, and predict the atlas into a store. Finally, only one rank reads a batch.
 """
 
 from __future__ import annotations

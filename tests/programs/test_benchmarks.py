@@ -224,7 +224,7 @@ def test_every_contender_hands_over_every_value_once_an_epoch(work, tmp_path, na
     assert epoch["checksum"] == pytest.approx(total, rel=1e-5)
 
 
-def test_overlap_prints_the_ratio_and_the_wait_and_exits_by_both(work):
+def test_overlap_prints_the_ratio_and_the_wait_and_sets_the_exit_status(work):
     done = run("overlap.py", work, *SIZES, "--rounds", "1", "--ranks", "2", "--epochs", "2")
     report = last_json(done)
     assert done.returncode == (report["ratio"] > 1.25 or report["wait_share"] >= 0.05)
@@ -246,7 +246,7 @@ def test_remote_prints_the_share(work, tmp_path, capsys):
     assert f"{report['useful']:.0%} of the bytes in delivered rows" in capsys.readouterr().out
 
 
-def test_memory_prints_every_peak_and_exits_by_the_projection(work):
+def test_memory_prints_every_peak_and_compares_it_with_the_projection(work):
     done = run("memory.py", work, *SIZES, "--epochs", "2")
     report = last_json(done)
     assert len(report["peaks"]) == 2
@@ -479,7 +479,7 @@ def test_measure_counts_whole_fetches_and_goes_on_with_the_next_epoch(monkeypatc
     assert closed[-1] == clock.now
 
 
-def test_a_contender_that_fails_is_left_out_and_said_so(tmp_path):
+def test_a_contender_that_fails_is_dropped_and_reported(tmp_path):
     from _harness import Contender, compete
 
     script = tmp_path / "broken.py"
@@ -515,7 +515,7 @@ def test_the_machine_is_measured(tmp_path):
     assert _machine.rate_on_threads(lambda thread: lambda: 1, n_threads=2, seconds=0.01) > 0
 
 
-def test_what_compares_to_the_machine_is_measured(monkeypatch):
+def test_upper_bounds_of_the_machine_are_measured(monkeypatch):
     import _limits
 
     monkeypatch.setattr(_limits._machine.rate_on_threads, "__kwdefaults__", {"seconds": 0.01})

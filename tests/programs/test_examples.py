@@ -64,7 +64,7 @@ def test_make_atlas_writes_what_it_says(tmp_path):
     assert adata.obs["plate"].nunique() == 14
 
 
-def test_make_atlas_is_a_program_of_any_format(tmp_path):
+def test_make_atlas_writes_every_format(tmp_path):
     run(EXAMPLES / "make_atlas.py", "--cells", 500, "--genes", 100, "--out", tmp_path / "a.zarr", "--zarr")
     make_atlas(tmp_path / "a.h5ad", 500, 100, compression="gzip")
     stored, packed = ad.read_zarr(tmp_path / "a.zarr"), ad.read_h5ad(tmp_path / "a.h5ad")
@@ -104,7 +104,7 @@ def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:
                 yield [value.clone() for value in model.state_dict().values()]
 
 
-def test_train_ddp_accumulates_goes_on_where_it_was_stopped_as_a_plain_loop_would_and_learns(atlas, tmp_path):
+def test_train_ddp_accumulates_resumes_like_a_plain_loop_and_learns(atlas, tmp_path):
     program = (*TORCHRUN, EXAMPLES / "train_ddp.py", atlas, "--batch-size", 16, "--accumulate", 3, "--epochs", 2)
     checkpoint = tmp_path / "run.pt"
     run(*program, "--checkpoint", checkpoint, "--max-steps", 4)
@@ -148,7 +148,7 @@ def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
     assert float(re.search(r"accuracy ([\d.]+)%", printed)[1]) > 50
 
 
-def test_the_extra_train_brings_all_that_a_training_imports():
+def test_the_train_extra_installs_everything_that_training_imports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     brought = {re.match(r"[\w-]+", requirement)[0] for requirement in asked}
@@ -162,7 +162,7 @@ def test_the_extra_train_brings_all_that_a_training_imports():
             assert not missing, f"{path.name} imports {missing}"
 
 
-def test_train_lightning_shards_accumulates_and_clips_and_copies_of_the_model_go_on(atlas, tmp_path):
+def test_train_lightning_shards_accumulates_clips_and_resumes_without_sharding(atlas, tmp_path):
     pytest.importorskip("lightning")
     program = (EXAMPLES / "train_lightning.py", atlas, "--folder", tmp_path, "--devices", 2, "--batch-size", 8)
     sharded = run(*program, "--accumulate", 2, "--fsdp", "--precision", "bf16-mixed", "--clip", 1e-3)

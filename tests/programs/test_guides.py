@@ -30,7 +30,7 @@ def installed(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return shared
 
 
-def test_the_wheel_is_what_runs(installed, tmp_path):
+def test_guides_run_with_the_wheel(installed, tmp_path):
     done = guides.run_with(installed / "site", ["python", "-c", "import dasksc, sys; print(dasksc.__file__)"], tmp_path)
     assert done.stdout.strip() == str(installed / "site" / "dasksc" / "__init__.py")
 
@@ -105,7 +105,7 @@ def test_a_page_is_run_from_top_to_bottom(page, tmp_path):
         guides.outputs_of(page, tmp_path / "again", tmp_path / "site", tmp_path / "demo")
 
 
-def test_other_text_and_text_of_no_block_are_reported(page):
+def test_different_output_and_output_without_a_block_are_reported(page):
     (reported,) = guides.differences(page, PRINTED | {1: "3 batches, 1,204 cells/s\n"})
     assert reported.startswith("page.md:8: the block prints\n3 batches")
     page.write_text(PAGE + "\nProse.\n\n```text\nmore\n```\n")
@@ -146,5 +146,5 @@ def test_figures_of_the_machine_are_not_compared(printed, shown):
         ("a  b", "a b"),
     ],
 )
-def test_other_figures_are(printed, shown):
+def test_other_figures_are_compared(printed, shown):
     assert guides.comparable(printed) != guides.comparable(shown)

@@ -61,7 +61,7 @@ def test_manifests_are_named_here():
 
 
 @pytest.mark.parametrize("name", ["rank", "training", "scheduler", "worker"])
-def test_pods_are_pods_whose_mounts_and_ports_are_there(name):
+def test_pods_are_valid_and_their_mounts_and_ports_exist(name):
     pod = pods()[name]
     check("V1PodSpec", pod)
     volumes = {volume["name"] for volume in pod.get("volumes", [])}
@@ -93,7 +93,7 @@ def test_the_training_job_is_a_pytorch_job_that_starts_an_example():
     assert all(f'"{option}"' in text for option in re.findall(r"--[\w-]+", container["args"][0]))
 
 
-def test_the_training_from_a_yaml_file_is_a_config_map_and_a_pytorch_job_that_mounts_it():
+def test_the_yaml_training_is_a_pytorch_job_that_mounts_a_config_map():
     given, job = read_training()
     assert (given["apiVersion"], given["kind"]) == ("v1", "ConfigMap")
     check("V1ConfigMap", given)
@@ -144,7 +144,7 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
     assert (tmp_path / "run" / "step-00000004").is_dir()
 
 
-def test_the_dask_cluster_is_what_the_operator_takes():
+def test_the_dask_operator_accepts_the_cluster():
     cluster = read("daskcluster.yaml")
     assert (cluster["apiVersion"], cluster["kind"]) == ("kubernetes.dask.org/v1", "DaskCluster")
     scheduler, worker = cluster["spec"]["scheduler"], cluster["spec"]["worker"]
@@ -174,7 +174,7 @@ def test_the_dask_cluster_fits_the_operators_own_schema():
     jsonschema.validate(read("daskcluster.yaml"), version["schema"]["openAPIV3Schema"])
 
 
-def test_the_network_policy_lets_in_those_who_are_there_and_only_them():
+def test_the_network_policy_admits_the_pods_of_the_manifests_and_no_others():
     policy, cluster, job = read("network-policy.yaml"), read("daskcluster.yaml"), read("pytorchjob.yaml")
     check("V1NetworkPolicy", policy)
     pods_of_cluster = {"dask.org/cluster-name": cluster["metadata"]["name"]}

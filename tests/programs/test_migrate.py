@@ -142,7 +142,7 @@ def test_hooks_are_given_the_same_things_in_the_same_order():
 
 
 @row("scDataset 0.3", "fetch_transform=fetch_transform_adata")
-def test_no_hook_yields_what_fetch_transform_adata_does(path):
+def test_batches_without_hooks_equal_those_of_fetch_transform_adata(path):
     options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
     hooked = scDataset(path, fetch_transform=dasksc.fetch_transform_adata, **options)
     for ours, theirs in zip(scDataset(path, **options), hooked, strict=True):
@@ -150,7 +150,7 @@ def test_no_hook_yields_what_fetch_transform_adata_does(path):
 
 
 @row("scDataset 0.3", 'fetch_transform=partial(adata_to_mindex, columns=["cell_type"])')
-def test_obs_yields_codes_of_what_adata_to_mindex_does(path):
+def test_obs_yields_the_codes_of_the_values_of_adata_to_mindex(path):
     options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
     hooked = scDataset(path, fetch_transform=partial(dasksc.adata_to_mindex, columns=["cell_type"]), **options)
     plain = scDataset(path, obs=["cell_type"], **options)
@@ -162,7 +162,7 @@ def test_obs_yields_codes_of_what_adata_to_mindex_does(path):
 @row("scDataset 0.3", "DataLoader(dataset, batch_size=None, num_workers=4)")
 @row("YAML trainers", "data.num_workers: 8")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-def test_workers_yield_the_same_batches_as_none():
+def test_batches_do_not_depend_on_workers():
     made = [scDataset(np.arange(N_OBS), BlockShuffling(4), BATCH, 2, seed=0) for _ in range(2)]
     loader = DataLoader(made[0], batch_size=None, num_workers=2)
     assert sorted(batch.tolist() for batch in loader) == sorted(batch.tolist() for batch in made[1])
@@ -374,7 +374,7 @@ def test_blocks_of_rows_are_shuffled():
 
 
 @row("Loaders with `enable_distributed`", "drop_last=True")
-def test_drop_last_leaves_out_less_than_a_batch_of_each_rank_and_others_each_epoch():
+def test_drop_last_drops_less_than_a_batch_per_rank_and_other_rows_each_epoch():
     left_out = []
     for epoch in range(2):
         seen: set[int] = set()

@@ -103,7 +103,7 @@ def shell_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("line", shell_lines())
-def test_shell_commands_name_what_is_there(line):
+def test_shell_commands_refer_to_existing_files_and_targets(line):
     words = shlex.split(line)
     assert words[0] in {"make", "pip", "conda", "torchrun", "python", "git", "cd", "dask", "dasksc", "srun", "openssl"}
     if words[0] == "make":

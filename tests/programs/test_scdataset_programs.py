@@ -256,7 +256,7 @@ def test_a_hugging_face_data_set_through_a_batch_callback():
     ],
     ids=["numpy", "csr_matrix", "csr_array", "torch", "pandas", "MultiIndexable"],
 )
-def test_whatever_is_indexed_yields_what_its_indexing_gives(collection, kind, dense, strategy):
+def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, kind, dense, strategy):
     batches = list(scDataset(collection, strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR))
     assert all(isinstance(batch, kind) for batch in batches)
     rows = rows_of(dense(batch) for batch in batches)
@@ -400,7 +400,7 @@ STRATEGIES = {
         *(("BlockWeightedSampling", 4), ("ClassBalancedSampling", 3), ("BlockWeightedSampling", 2)),
     ],
 )
-def test_four_strategies_under_manual_ranks_share_out_what_one_rank_draws(name, world_size):
+def test_manual_ranks_divide_what_one_rank_draws_with_four_strategies(name, world_size):
     def dataset(rank, world_size):
         return scDataset(counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7)
 

@@ -63,7 +63,7 @@ def test_tasks_of_srun_are_ranks(slurm, atlas, tmp_path):
     assert re.search(r"step 16: [\d,]+ cells/s on 2 ranks", printed)
 
 
-def test_a_training_from_a_yaml_file_is_one_of_the_ranks_and_a_requeued_job_goes_on(slurm, atlas, tmp_path):
+def test_a_yaml_training_runs_on_all_ranks_and_a_requeued_job_resumes(slurm, atlas, tmp_path):
     changes = {
         "data.path": atlas,
         "data.batch_size": 32,

@@ -158,7 +158,7 @@ def pl(tmp_path, monkeypatch):
 
 
 @on_lightning
-def test_every_row_of_lightnings_table_is_what_a_trainer_takes_or_names_what_the_page_defines(pl):
+def test_every_row_of_the_lightning_table_has_trainer_arguments_or_names_of_the_page(pl):
     defined = {name for program in programs(LIGHTNING) for name in re.findall(r"def (\w+)", program)}
     assert len(rows()) == 16
     for keys, code in rows():
@@ -173,7 +173,7 @@ def test_every_row_of_lightnings_table_is_what_a_trainer_takes_or_names_what_the
 
 
 @on_lightning
-def test_what_the_page_says_lightning_refuses_it_refuses(pl):
+def test_lightning_refuses_what_the_page_says(pl):
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="'norm'. is currently not supported"):
@@ -183,7 +183,7 @@ def test_what_the_page_says_lightning_refuses_it_refuses(pl):
 
 
 @on_lightning
-def test_lightning_keeps_the_best_and_goes_on_from_the_last_as_the_table_says(pl, tmp_path):
+def test_lightning_keeps_the_best_checkpoints_and_resumes_from_the_last_as_the_table_says(pl, tmp_path):
     (fit, _) = code_for("resume_from: auto")
     losses = (5.0, 1.0, 4.0, 2.0, 3.0, 6.0)
 
@@ -220,7 +220,7 @@ def test_lightning_accumulates_and_clips_as_the_table_says(pl):
 
 
 @on_lightning
-def test_lightning_trains_in_half_precision_as_long_and_looks_as_often_as_the_table_says(pl):
+def test_lightning_follows_the_table_in_precision_duration_and_validation_interval(pl):
     model, training, validation = small_model()
     told = arguments(code_for("max_epochs: 2")) | arguments(code_for("validate_every: 2"))
     trainer = small_trainer(**told, **arguments(code_for("precision: bf16-mixed")))

@@ -116,7 +116,7 @@ def root_and_rest(node: ast.expr) -> tuple[str, str]:
     return node.id if isinstance(node, ast.Name) else "", ".".join(rest)
 
 
-def test_what_is_private_elsewhere_is_used_in_compat_only():
+def test_private_names_of_other_libraries_are_used_in_compat_only():
     wrong = [
         f"dasksc/{path.relative_to(PACKAGE)}:{line} uses {what}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -167,11 +167,11 @@ def test_private_uses_are_found(source):
         '"""Says what _oidx is."""',
     ],
 )
-def test_public_uses_are_not(source):
+def test_uses_of_public_names_are_not_found(source):
     assert not list(private_uses(source))
 
 
-def test_compat_imports_libraries_that_others_put_off_only_when_asked():
+def test_compat_imports_optional_libraries_only_on_use():
     names = sorted(f"dasksc._compat.{name}" for name in LATE)
     program = f"import sys, importlib\nfor name in {names}: importlib.import_module(name)\nprint(sorted(sys.modules))"
     loaded = ast.literal_eval(
@@ -186,7 +186,7 @@ def test_a_missing_attribute_names_the_version():
     assert attribute(unsupported, "logger", library="dask") is unsupported.logger
 
 
-def test_a_mistake_inside_a_property_is_no_missing_attribute():
+def test_an_error_inside_a_property_is_not_a_missing_attribute():
     class Mistaken:
         @property
         def value(self) -> object:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(dasksc.__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Lowest first: a room imports only from the rooms before it.
+# Subpackages and modules of the package, lowest layer first. Each imports only from those before it.
 ROOMS = [
     "errors",
     "platforms",
@@ -62,7 +62,7 @@ ROOMS = [
 ]
 ON_TOP = ROOMS[ROOMS.index("conversion") :]  # programs that use the public names
 
-# Rooms that may import a library at import time, and rooms that may import it only inside a function.
+# Subpackages that may import a library at import time, and those that may import it only inside a function.
 LIBRARIES = {
     "torch": (
         {"batches", "transforms", "loader", "inference", "integrations", "train"},
@@ -286,7 +286,7 @@ def test_circles_and_private_names_are_found():
     assert not private_names_of_others({"a/c.py": "from dasksc.a.b import _x"})
 
 
-def test_every_module_has_a_room():
+def test_every_module_has_a_layer():
     rooms = {Path(file).parts[0].removesuffix(".py") for file in package_files()}
     assert rooms <= set(ROOMS), f"give these a place in ROOMS: {sorted(rooms - set(ROOMS))}"
 

@@ -332,7 +332,7 @@ SELECTIONS: list[Callable[[da.Array], da.Array]] = [
 
 @pytest.mark.parametrize("gone", [False, True], ids=["name", "module"])
 @pytest.mark.parametrize(("module", "name", "look_up"), FAST, ids=[name for _, name, _ in FAST])
-def test_a_name_that_is_for_speed_is_missed_once_and_rows_stay_right(
+def test_a_missing_name_used_for_speed_is_reported_once_and_rows_stay_right(
     module: str,
     name: str,
     look_up: Callable[[], tuple[Any, ...]],
@@ -542,7 +542,7 @@ def names_read(source: str) -> Iterator[str]:
             yield node.args[1].value
 
 
-def test_every_name_is_missed_in_a_test() -> None:
+def test_every_name_is_missing_in_some_test() -> None:
     missed = {(library, path.split(".")[-1]) for library, *_, paths in READ for path in paths}
     missed |= {(module.partition(".")[0], name) for module, name, _ in (*IMPORTED, *FAST)}
     missed |= {("distributed", operation) for operation, _ in REQUESTS}

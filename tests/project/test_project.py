@@ -118,7 +118,7 @@ def test_the_package_knows_its_version():
     assert dasksc.__version__ in {PYPROJECT["project"]["version"], "0+unknown"}
 
 
-def test_files_name_no_place_on_somebodys_machine():
+def test_files_contain_no_local_paths():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("not a git checkout")

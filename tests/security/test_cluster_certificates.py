@@ -88,7 +88,7 @@ def test_a_child_has_the_certificates(encrypted: dasksc.StartedCluster, atlas: P
     assert b"PRIVATE KEY" not in pickle.dumps(dataset)
 
 
-def test_without_cryptography_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_cryptography_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def temporary() -> Security:
         raise ImportError("no cryptography")
 
@@ -187,7 +187,7 @@ def test_a_file_without_key_and_certificate_is_refused(tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("given", [Security(), True, 3])
-def test_what_holds_no_certificates_is_refused(given: Any) -> None:
+def test_security_without_certificates_is_refused(given: Any) -> None:
     with pytest.raises(dasksc.InputError, match=r"security.*openssl req"):
         dasksc.start_cluster(security=given)
 

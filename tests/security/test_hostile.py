@@ -176,7 +176,7 @@ def test_columns_whose_names_lead_elsewhere_are_refused(tmp_path: Path, format: 
         opened(path.name)
 
 
-# Together with the cases of test_refusals, every way and place.
+# With the cases of test_refusals, every kind of reference to another file, on disk and at a URL.
 @pytest.mark.parametrize(
     ("how", "place"), [("absolute", "remote"), ("upwards", "local"), ("virtual", "remote"), ("external", "local")]
 )
@@ -218,7 +218,7 @@ def test_tables_whose_values_are_elsewhere_are_refused(tmp_path: Path, where: st
         ("obsm", "zarr2", "local"),
     ],
 )
-def test_arrays_that_only_together_are_too_large_are_refused(
+def test_arrays_that_are_too_large_together_are_refused(
     tmp_path: Path, where: str, format: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory_of(2**30, monkeypatch)
@@ -246,7 +246,7 @@ def test_arrays_that_only_together_are_too_large_are_refused(
         ("many names of one chunk", "varm/huge", "remote"),
     ],
 )
-def test_arrays_for_which_a_file_has_no_room_are_refused(tmp_path: Path, how: str, where: str, place: str) -> None:
+def test_arrays_larger_than_their_file_are_refused(tmp_path: Path, how: str, where: str, place: str) -> None:
     path = h5ad_without_room(tmp_path, where, how)
     with (
         opener(tmp_path, place) as opened,

@@ -133,7 +133,7 @@ def test_chunks_of_matrices_that_h5py_reads_and_that_swell_are_refused(tmp_path:
     ],
     ids=lambda filters: filters[0]["id"],
 )
-def test_filters_that_make_anything_of_bytes_are_refused(tmp_path: Path, filters: list[dict[str, Any]]) -> None:
+def test_filters_with_unbounded_output_are_refused(tmp_path: Path, filters: list[dict[str, Any]]) -> None:
     path = write_store(full(), tmp_path, "zarr2")
     recompressed(path, "obs/n", compressor=None, filters=filters)
     overwritten(path, "obs/n", b'[0, "<f8", [134217728]]' if filters[0]["id"] == "json2" else bytes(20))
@@ -351,7 +351,7 @@ def test_links_that_a_linked_file_has_are_looked_at_too(tmp_path: Path, where: s
 
 # dtypes that dasksc reads, leaves to h5py, or byte-swaps.
 @pytest.mark.parametrize(("where", "dtype"), [("X", "f4"), ("X", "f2"), ("obs/n", ">i2")])
-def test_what_hdf5_would_seek_where_the_process_runs_is_refused(
+def test_files_that_hdf5_would_look_for_in_the_working_directory_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, dtype: str
 ) -> None:
     (tmp_path / "atlas").mkdir()
@@ -392,7 +392,7 @@ def test_a_file_that_is_itself_reached_by_a_link_is_read(tmp_path: Path) -> None
     np.testing.assert_array_equal(dasksc.open(link).X.compute(), VALUES[:20])
 
 
-def test_arrays_that_only_together_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_are_too_large_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory_of(2**30, monkeypatch)
     path = store_of_many_arrays(tmp_path, "h5ad", "uns")
     with (
@@ -405,7 +405,7 @@ def test_arrays_that_only_together_are_too_large_are_refused(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("how", ["never written", "many names of one chunk"])
-def test_arrays_for_which_a_file_has_no_room_are_refused(tmp_path: Path, how: str) -> None:
+def test_arrays_larger_than_their_file_are_refused(tmp_path: Path, how: str) -> None:
     path = h5ad_without_room(tmp_path, "uns/huge", how)
     with (
         bounded(),
@@ -490,7 +490,7 @@ def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ],
     ids=lambda raised: type(raised).__name__,
 )
-def test_what_is_not_the_fault_of_a_file_is_not_said_to_be(tmp_path: Path, kind: str, raised: Exception) -> None:
+def test_other_errors_are_not_blamed_on_files(tmp_path: Path, kind: str, raised: Exception) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
     with (
         mock.patch("dasksc.atlas.tables.read_elem", side_effect=raised),
@@ -507,7 +507,7 @@ def test_what_is_not_the_fault_of_a_file_is_not_said_to_be(tmp_path: Path, kind:
     assert caught.value is raised
 
 
-def test_memory_that_is_short_is_not_said_to_be_a_damaged_row(tmp_path: Path) -> None:
+def test_lack_of_memory_is_not_reported_as_a_damaged_row(tmp_path: Path) -> None:
     path = tmp_path / "gzip.h5ad"
     make_adata(50).write_h5ad(path, compression="gzip")
     matrix = open_matrix(path, "X")
@@ -560,7 +560,7 @@ def _convert_tables(path: Path) -> None:
     ],
     ids=["labels", "options", "filter", "obstore", "fsspec", "edges", "swelling", "tables"],
 )
-def test_memory_that_is_short_is_nobodys_fault(tmp_path: Path, failing: str | None, act: Any) -> None:
+def test_lack_of_memory_is_not_blamed_on_files(tmp_path: Path, failing: str | None, act: Any) -> None:
     with (
         nullcontext() if failing is None else mock.patch(failing, side_effect=MemoryError("no room")) as mocked,
         dask.config.set({"dasksc.retry-timeout": "1s"}),
@@ -570,7 +570,7 @@ def test_memory_that_is_short_is_nobodys_fault(tmp_path: Path, failing: str | No
     assert failing is None or mocked.call_count == 1
 
 
-def test_what_the_system_refuses_is_not_said_to_be_corrupt(tmp_path: Path) -> None:
+def test_errors_of_the_operating_system_are_not_reported_as_corruption(tmp_path: Path) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad")
     refused = PermissionError(errno.EACCES, "Permission denied")
     with (
@@ -582,7 +582,7 @@ def test_what_the_system_refuses_is_not_said_to_be_corrupt(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("metadata", ["3", "[]", '"text"'])
-def test_metadata_of_another_kind_are_the_fault_of_the_file(tmp_path: Path, metadata: str) -> None:
+def test_metadata_of_the_wrong_type_are_blamed_on_the_file(tmp_path: Path, metadata: str) -> None:
     path = write_store(make_adata(50), tmp_path, "zarr2")
     for name in (".zattrs", ".zmetadata"):
         (path / name).unlink(missing_ok=True)

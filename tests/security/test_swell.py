@@ -38,7 +38,7 @@ texts = st.tuples(st.binary(min_size=1, max_size=400), st.integers(1, 300)).map(
 
 @pytest.mark.parametrize("codec", ENCODERS)
 @given(text=texts)
-def test_what_decodes_to_as_much_as_belongs_there_passes(codec: str, text: bytes) -> None:
+def test_chunks_that_decode_to_the_expected_size_pass(codec: str, text: bytes) -> None:
     check_swelling(codec, ENCODERS[codec](text), at_most=len(text))
 
 
@@ -72,7 +72,7 @@ def test_gzip_counts_what_python_reads() -> None:
             check_swelling("gzip", one, at_most=2**20 - 1)
 
 
-def test_zstandard_frames_that_say_nothing_of_their_size_count_by_their_blocks() -> None:
+def test_zstandard_frames_without_a_size_are_bounded_by_their_blocks() -> None:
     # Four blocks: incompressible blocks are counted exactly, and others as the maximum of 128 KiB.
     noise = np.random.default_rng(0).bytes(2**19)
     unsaid = {zstd.CompressionParameter.content_size_flag: 0}

@@ -127,7 +127,7 @@ def test_only_codecs_of_arrays_are_rewritten(tmp_path: Path, format: int) -> Non
 
 
 @pytest.mark.parametrize("codecs", [7, [7], [{"configuration": {}}], [{"name": "zstd", "configuration": 7}]])
-def test_codecs_that_are_not_described_as_the_format_demands_are_refused(tmp_path: Path, codecs: Any) -> None:
+def test_codecs_with_invalid_metadata_are_refused(tmp_path: Path, codecs: Any) -> None:
     group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
     group.create_array("values", data=NUMBERS)
     file = tmp_path / "store" / "values" / "zarr.json"

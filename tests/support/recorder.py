@@ -275,7 +275,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases that cover all pairs of values; each strategy and each way meets every start and world size."""
+    """Yield cases that cover all pairs of values; each strategy and each way occurs with every start and world size."""
     moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
     others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
     for i, strategy in enumerate(STRATEGIES):
@@ -329,7 +329,7 @@ class Atlas:
                 data.file.close()
 
     def data(self, way: str, layout: str) -> Any:
-        """Return the data object of a way, shared by all cases."""
+        """Return the data object of a `Way`, shared by all cases."""
         if (way, layout) not in self._data:
             self._data[way, layout] = WAYS[way].data(self, layout)
         return self._data[way, layout]
@@ -600,7 +600,7 @@ def dumped(found: Any) -> str:
 
 
 def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
-    """Return the computed and the recorded digest of each case of a group and a way in which they differ."""
+    """Return the computed and the recorded digest of each case that differs, for one group and one `Way`."""
     expected = recorded("batches.json")[group]
     found = {case.name: batches_of(case, atlas) for case in cases() if case.way == way and case.name in expected}
     assert found

@@ -23,7 +23,7 @@ def run(script: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_settings_made_before_dasksc_is_used_stay_and_a_context_entered_after_counts_within_it() -> None:
+def test_earlier_settings_stay_and_a_context_entered_later_applies_within_it() -> None:
     script = """
 import dask, dasksc
 dask.config.set({"dasksc.gather-threads": 5, "temporary-directory": "/tmp/mine", "something.else": 3})
@@ -38,7 +38,7 @@ print(config.get("gather-threads"))
     assert run(script) == ["5", "/tmp/mine", "3", "8", "1", "5"]
 
 
-def test_a_context_that_was_entered_before_dasksc_is_used_counts_within_it() -> None:
+def test_a_context_entered_before_dasksc_is_used_applies_within_it() -> None:
     script = """
 import dask, dasksc
 with dask.config.set({"dasksc.gather-threads": 1}):

@@ -357,7 +357,7 @@ def test_a_worker_that_is_slow_is_not_taken_for_frozen(
     assert "not been heard from" not in caplog.text
 
 
-def test_silence_is_told_by_the_clock_of_the_scheduler() -> None:
+def test_silence_is_measured_by_the_clock_of_the_scheduler() -> None:
     start = time.perf_counter()
     early = 1e9  # the scheduler's clock is years behind
 
@@ -456,7 +456,7 @@ def test_nothing_is_left_on_scheduler_and_workers(
 # Schedulers
 
 
-def test_a_rank_that_ends_without_a_word_leaves_nothing_on_the_cluster(processes: DaskProcesses, atlas: Path) -> None:
+def test_a_rank_that_ends_abruptly_leaves_nothing_on_the_cluster(processes: DaskProcesses, atlas: Path) -> None:
     with distributed.Client(processes.address, set_as_default=False) as client:
         client.wait_for_workers(1, timeout=WAIT_S)
         for end in ("os.kill(os.getpid(), 9)", "client.close()"):
@@ -519,7 +519,7 @@ def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path:
         assert identical([first, *batches], expected)
 
 
-def test_tasks_that_a_restart_drops_are_said_to_be(atlas: Path) -> None:
+def test_tasks_that_a_restart_drops_are_reported(atlas: Path) -> None:
     with local(1, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         batches = iter(dataset(atlas, client))
         next(batches)
@@ -577,7 +577,7 @@ def read_until_lost(
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_a_lost_scheduler_is_named_and_another_goes_on(
+def test_a_lost_scheduler_is_named_and_another_resumes_the_epoch(
     processes: DaskProcesses, atlas: Path, two_process_client: distributed.Client, how: str
 ) -> None:
     number = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}[how]
@@ -595,7 +595,7 @@ def test_a_lost_scheduler_is_named_and_another_goes_on(
         processes.scheduler.send_signal(signal.SIGCONT)
 
 
-def test_a_scheduler_that_restarts_is_an_error_and_then_goes_on(processes: DaskProcesses, atlas: Path) -> None:
+def test_a_scheduler_that_restarts_raises_an_error_and_can_be_used_again(processes: DaskProcesses, atlas: Path) -> None:
     data = dataset(atlas, processes.address)
 
     def restart() -> None:

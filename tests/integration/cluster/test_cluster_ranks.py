@@ -24,9 +24,7 @@ def atlas(tmp_path: Path) -> Path:
     return write_store(make_adata(n_obs=101), tmp_path, "h5ad")
 
 
-def test_the_ranks_of_torchrun_share_what_rank_0_starts_and_are_told_why_it_could_not(
-    atlas: Path, tmp_path: Path
-) -> None:
+def test_ranks_of_torchrun_share_the_cluster_of_rank_0_or_receive_its_error(atlas: Path, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     secret = secret_file(tmp_path)
     whats = ("port", "dashboard", "127.0.0.1", NOT_LOOPBACK)

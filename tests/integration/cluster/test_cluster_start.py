@@ -75,7 +75,7 @@ def _store_on_loopback() -> Any:
     return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_an_address_that_is_out_of_date_is_given_up_for_the_one_that_follows() -> None:
+def test_an_outdated_address_is_replaced_by_the_next_one() -> None:
     store = _store_on_loopback()
     store.set("address", json.dumps({"address": "tcp://127.0.0.1:9", "dashboard": None, "token": "old"}))
     with distributed.LocalCluster(
@@ -90,7 +90,7 @@ def test_an_address_that_is_out_of_date_is_given_up_for_the_one_that_follows() -
         assert store.add("left/new", 0) == 1
 
 
-def test_a_failure_of_the_attempt_before_is_not_taken_for_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_an_earlier_attempt_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     store = _store_on_loopback()
     store.set("address", json.dumps({"error": "OSError: of old", "attempt": "0"}))
@@ -179,7 +179,7 @@ def test_arguments_are_checked_before_anything_starts(
 
 
 @pytest.mark.parametrize("which", ["connected", "tell"])
-def test_what_fails_after_the_start_closes_what_was_started(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_after_the_start_closes_the_cluster(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clusters, clients = [], []
 
     class Noted(distributed.LocalCluster):
@@ -240,7 +240,7 @@ def test_any_loopback_address_is_refused_if_ranks_are_elsewhere(monkeypatch: pyt
         dasksc.start_cluster(host=host)
 
 
-def test_a_host_name_that_leads_to_loopback_is_told_of_if_all_ranks_are_here(
+def test_a_host_name_that_leads_to_loopback_is_reported_if_all_ranks_are_here(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("cryptography")

@@ -63,7 +63,7 @@ def test_a_block_holds_the_same_rows_and_is_made_once(layout: Any, dtype: Any) -
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_dasks_serialiser_sends_the_very_memory_of_a_block_and_reads_it_in_place(layout: Any) -> None:
+def test_dasks_serializer_sends_and_receives_a_block_without_copies(layout: Any) -> None:
     fetched = as_matrix(make_values(60, 17, layout=layout), "m").fetch(ROWS).compact()
     header, frames = serialize(FetchedMatrices({"X": fetched, "layers/a": fetched}))
     assert header["serializer"] == "dask"
@@ -79,7 +79,7 @@ def test_dasks_serialiser_sends_the_very_memory_of_a_block_and_reads_it_in_place
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_what_was_not_made_compact_travels_too(layout: Any) -> None:
+def test_blocks_that_are_not_compact_are_sent_too(layout: Any) -> None:
     fetched = as_matrix(make_values(60, 17, layout=layout), "m").fetch(ROWS)
     same_rows(deserialize(*serialize(fetched)), fetched)
     same_rows(pickle.loads(pickle.dumps(fetched)), fetched)
@@ -138,7 +138,7 @@ def test_values_that_are_no_counts_travel_as_they_are(odd: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.uint8, ">f4"])
-def test_counts_at_the_same_place_are_added_up_as_before(dtype: Any) -> None:
+def test_duplicate_counts_are_summed_after_compaction_as_before(dtype: Any) -> None:
     twice = sp.csr_matrix((np.array([200, 200, 3], dtype=np.float32), [1, 1, 2], [0, 3]), shape=(1, 5))
     fetched = as_matrix(twice, "m").fetch(np.arange(1))
     compact = fetched.compact()
@@ -236,7 +236,7 @@ def test_whatever_a_task_returns_is_its_result(client: distributed.Client, value
         assert [result for _, result in window] == [value] * 5
 
 
-def test_tasks_that_return_nothing_of_size_run_side_by_side_on_a_worker() -> None:
+def test_tasks_with_small_results_run_concurrently_on_a_worker() -> None:
     with (
         # Over TCP, even within this process, tasks and results are serialized as for a worker process.
         distributed.LocalCluster(

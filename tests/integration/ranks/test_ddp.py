@@ -31,7 +31,7 @@ def two_ranks(tmp_path_factory):
     return printed, json.loads((folder / "seen.json").read_text()), path, folder / "emb.zarr"
 
 
-def test_two_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(two_ranks):
+def test_two_ranks_cover_a_number_of_rows_that_they_do_not_divide(two_ranks):
     _, ranks, *_ = two_ranks
     assert len(ranks) == 2
     assert len({rank["seed"] for rank in ranks}) == 1
@@ -47,7 +47,7 @@ def test_two_ranks_train_over_rows_that_divide_by_nothing_and_cover_them(two_ran
     assert orders[0] != orders[1]
 
 
-def test_ranks_started_by_torchrun_are_torchruns_whatever_started_it(two_ranks):
+def test_ranks_of_torchrun_do_not_depend_on_what_started_torchrun(two_ranks):
     printed, *_ = two_ranks
     for rank in range(2):
         assert f"before: rank {rank} of 2 from RANK/WORLD_SIZE" in printed
@@ -55,7 +55,7 @@ def test_ranks_started_by_torchrun_are_torchruns_whatever_started_it(two_ranks):
     assert "SLURM_PROCID/SLURM_NTASKS says rank 1 of 2, which is ignored" in printed
 
 
-def test_a_rank_that_looks_at_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
+def test_a_rank_that_reads_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
     printed, *_ = two_ranks
     assert "rank 0 peeked at 8 rows" in printed
     assert "rank 1 stopped after 1: rank 0 stopped iteration 0 after 1 batches; rank 1 continued" in printed

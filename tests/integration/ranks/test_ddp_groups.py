@@ -46,7 +46,7 @@ def test_a_copy_of_a_data_set_of_a_group_keeps_its_rank(groups):
         assert len(found["copies"][1]) == len(found["grouped"])
 
 
-def test_groups_do_not_meet_each_others_notes(groups):
+def test_groups_do_not_read_each_others_keys_in_the_store(groups):
     assert groups[0]["apart"] != groups[1]["apart"]
     for first, second in ((0, 2), (1, 3)):
         assert {row for found in (groups[first], groups[second]) for batch in found["apart"] for row in batch} == set(

@@ -91,7 +91,7 @@ def test_a_training_whose_rank_was_killed_reads_the_same_batches_as_one_that_was
     assert json.loads((tmp_path / "finished").read_text()) == [2, pytest.approx(weight, rel=1e-5)]
 
 
-def test_a_machine_that_is_lost_leaves_the_rest_to_the_other(tmp_path):
+def test_after_the_loss_of_a_machine_the_other_reads_the_rest(tmp_path):
     # The store runs in this process, since either machine may be lost.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = (

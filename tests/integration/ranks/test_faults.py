@@ -43,7 +43,7 @@ def environment(**more: str) -> dict[str, str]:
         ("SIGKILL", r"Signal 9 \(SIGKILL\) received by PID"),
     ],
 )
-def test_what_ends_one_rank_ends_all_and_is_told(how, told):
+def test_a_fault_that_ends_one_rank_ends_all_and_is_reported(how, told):
     done = subprocess.run(
         [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), PROGRAM, how, "1"],
         env=environment(),

@@ -68,7 +68,7 @@ def test_srun_starts_ranks_that_share_an_epoch(slurm, tmp_path):
 
 
 @on_slurm
-def test_srun_of_one_torchrun_a_node_counts_torchruns_ranks(slurm, tmp_path):
+def test_srun_with_one_torchrun_per_node_has_the_ranks_of_torchrun(slurm, tmp_path):
     (port,) = free_ports(1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
     meeting = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=one", "--local-addr=127.0.0.1"]
@@ -84,7 +84,7 @@ def test_one_task_of_an_sbatch_script_is_no_rank(slurm, tmp_path):
 
 
 @on_slurm
-def test_the_cluster_takes_its_daemons_with_it():
+def test_the_daemons_end_with_the_cluster():
     if absent := missing():
         pytest.skip(f"no Slurm here: {', '.join(absent)}")
     script = PROGRAMS / "with_slurm.py"
@@ -124,7 +124,7 @@ class Repeating:
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["as DeepSpeed does", "DeepSpeed's"])
-def test_a_loader_repeated_without_a_word_reads_new_epochs(real, recwarn):
+def test_a_loader_repeated_without_set_epoch_reads_new_epochs(real, recwarn):
     # Importing DeepSpeed raises deprecation warnings of torch, so `recwarn` keeps warnings from being errors.
     repeating = pytest.importorskip("deepspeed.runtime.dataloader").RepeatingLoader if real else Repeating
     dataset = dasksc.scDataset(np.arange(40), dasksc.BlockShuffling(4), batch_size=10, seed=0)

@@ -25,7 +25,7 @@ def test_ranks_of_a_group_write_what_the_plain_loop_yields(atlas, tmp_path, n_ra
     assert_ranks_write_the_plain_loop(atlas, tmp_path / "emb.zarr", n_ranks, how)
 
 
-def test_when_a_rank_fails_the_others_say_so_and_the_rest_is_done_later(atlas, tmp_path):
+def test_when_a_rank_fails_the_others_report_it_and_a_later_run_completes_the_rest(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
     printed = torchrun(2, "predict_ranks.py", atlas, out, "failing")
     assert "rank 1 failed: ZeroDivisionError: this rank fails" in printed

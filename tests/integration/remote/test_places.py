@@ -167,7 +167,7 @@ def test_a_pattern_that_nothing_fits_says_so(bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize("what", ["parts/part*.h5ad", "parts"])
-def test_a_web_server_cannot_tell_what_it_has(folder: Path, what: str) -> None:
+def test_a_web_server_cannot_list_its_files(folder: Path, what: str) -> None:
     with (
         serving(folder) as server,
         pytest.raises(StorageError, match=r"does not list .*as a list|do not list folders, .*as a list"),
@@ -233,7 +233,7 @@ def test_atlases_on_azure_are_the_local_ones(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Writing zarr v2")
-def test_little_wanted_of_what_crosses_the_network_is_warned_of(tmp_path: Path) -> None:
+def test_a_small_useful_share_of_network_reads_causes_a_warning(tmp_path: Path) -> None:
     n_obs, chunk_rows = 3000, 100
     AnnData(np.ones((n_obs, 4), dtype=np.float32)).write_zarr(tmp_path / "atlas.zarr", chunks=(chunk_rows, 4))
 
@@ -318,7 +318,7 @@ def faulty(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[Faulty]:
 
 
 @pytest.mark.parametrize("name", ["part0.h5ad", "part1.zarr"])
-def test_what_a_package_registers_is_read_and_asked_again_where_it_fails(
+def test_registered_file_systems_are_read_and_failed_requests_are_repeated(
     folder: Path, faulty: type[Faulty], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = dasksc.open(folder / "parts" / name)
@@ -337,7 +337,7 @@ def test_no_more_is_read_than_is_asked_for(faulty: type[Faulty]) -> None:
     assert identity.size == (faulty.folder / "parts/part0.h5ad").stat().st_size
 
 
-def test_lists_are_those_of_stores(folder: Path, memory: str, bucket: Bucket) -> None:
+def test_listings_equal_those_of_object_stores(folder: Path, memory: str, bucket: Bucket) -> None:
     client, expected = RemoteLocation.of(memory + "/x").client, client_of(f"s3://{bucket.name}", bucket.options)
     assert client.children("places/parts") == expected.children("parts")
     assert client.children("places/no") == expected.children("no") == []
@@ -348,7 +348,7 @@ def test_lists_are_those_of_stores(folder: Path, memory: str, bucket: Bucket) ->
     assert client.listed("places/no") == expected.listed("no") == []
 
 
-def test_what_fails_for_good_is_named_without_credentials(
+def test_permanent_failures_are_named_without_credentials(
     faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "dasksc")
@@ -370,9 +370,7 @@ def test_what_fails_for_good_is_named_without_credentials(
     assert SECRET not in text
 
 
-def test_an_object_is_looked_at_once_in_a_while(
-    folder: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_is_checked_at_intervals(folder: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     info = faulty.info
     monkeypatch.setattr(faulty, "info", lambda self, path, **options: looks.append(path) or info(self, path))
@@ -431,7 +429,7 @@ def test_a_cache_keeps_what_is_read_through_fsspec(memory: str, tmp_path: Path) 
     assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
 
 
-def test_a_cache_keeps_nothing_of_what_has_neither_version_nor_time(
+def test_objects_without_a_version_or_time_are_not_cached(
     memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = MemoryFileSystem.info
@@ -461,7 +459,7 @@ def test_urls_that_cannot_be_read_say_why(
         dasksc.open(url, storage_options=options)
 
 
-def test_names_and_errors_have_nothing_of_the_query_of_a_url(folder: Path) -> None:
+def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
     with serving(folder) as server:
         url = f"{server.url.replace('://', f'://user:{SECRET}@')}/parts/part0.h5ad?sas=a.b/{SECRET}.x"
         joined: AnnData = dasksc.open([url, url], label="part", index_unique="-")
@@ -475,7 +473,7 @@ def test_names_and_errors_have_nothing_of_the_query_of_a_url(folder: Path) -> No
     assert not [text for text in shown if SECRET in text]
 
 
-def test_the_times_of_looks_at_many_objects_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_of_the_last_checks_are_kept_for_a_limited_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsspec_client, "_LOOKS", 20)
     system = fsspec.filesystem("memory")
     for number in range(100):

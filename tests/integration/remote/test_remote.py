@@ -171,7 +171,7 @@ def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     ],
     ids=["mixed", "scattered", "in order"],
 )
-def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, places: np.ndarray, most: int) -> None:
+def test_blocks_are_requested_together_where_many_are_needed(tmp_path: Path, places: np.ndarray, most: int) -> None:
     content = np.random.default_rng(0).bytes(64 * 2**18 - 100)
     (tmp_path / "object").write_bytes(content)
     with serving(tmp_path) as server:
@@ -186,7 +186,7 @@ def test_blocks_are_asked_for_together_where_many_are_wanted(tmp_path: Path, pla
         assert server.faults.sent_bytes <= wanted * 1.5
 
 
-def test_without_consolidated_metadata_a_web_server_cannot_tell(tmp_path: Path) -> None:
+def test_a_store_on_a_web_server_needs_consolidated_metadata(tmp_path: Path) -> None:
     path = write_store(make_adata(20, 5), tmp_path, "zarr2")
     (path / ".zmetadata").unlink()
     with serving(tmp_path) as server, pytest.raises(StorageError, match="consolidate_metadata"):
@@ -214,7 +214,7 @@ def test_parts_cover_their_ranges_and_no_more_than_they_may(
             assert part.stop - part.start <= longest
 
 
-def test_calls_in_order_are_ahead_by_bytes_and_stop_when_nobody_wants_more() -> None:
+def test_ordered_calls_run_ahead_by_bytes_and_stop_with_their_consumer() -> None:
     made = []
 
     def call(number: int) -> Callable[[], int]:

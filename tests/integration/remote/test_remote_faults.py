@@ -30,7 +30,7 @@ def opened(web_stores: HTTPServer) -> AnnData:
 
 
 @pytest.mark.parametrize("name", ["csr.h5ad", "dense.h5ad", "csr.zarr2.zarr", "csr.zarr3.zarr"])
-def test_nothing_is_lost_where_requests_fail_and_answers_break_off(
+def test_nothing_is_lost_if_requests_fail_and_responses_are_truncated(
     stores: Path, web_stores: HTTPServer, name: str
 ) -> None:
     web_stores.faults.status = lambda number: {2: 500, 6: 503, 11: 429}.get(number % 14)
@@ -43,7 +43,7 @@ def test_nothing_is_lost_where_requests_fail_and_answers_break_off(
     assert any(map(web_stores.faults.cut, range(len(answers))))
 
 
-def test_garbage_with_open_files_does_not_stop_the_requests_of_an_opening(stores: Path) -> None:
+def test_collecting_open_files_does_not_block_the_requests_of_open(stores: Path) -> None:
     run([sys.executable, PROGRAMS / "collecting_requests.py", stores / "csr.h5ad"], timeout_s=60)
 
 
@@ -58,7 +58,7 @@ def test_a_slow_link_loses_nothing_either(stores: Path, web_stores: HTTPServer) 
 @pytest.mark.parametrize(
     ("status", "says"), [(500, "500"), (503, "503"), (429, "429"), (403, "credentials"), (404, "nothing at")]
 )
-def test_what_a_server_refuses_for_good_is_named(
+def test_permanent_errors_of_a_server_are_named(
     opened: AnnData, web_stores: HTTPServer, status: int, says: str
 ) -> None:
     web_stores.faults.status = lambda number: status
@@ -72,7 +72,9 @@ def test_what_a_server_refuses_for_good_is_named(
     assert "rows" in message
 
 
-def test_answers_that_always_break_off_end_in_an_error_that_names_them(opened: AnnData, web_stores: HTTPServer) -> None:
+def test_responses_that_are_always_truncated_raise_an_error_that_says_so(
+    opened: AnnData, web_stores: HTTPServer
+) -> None:
     web_stores.faults.cut = lambda number: True
     with (
         dask.config.set({"dasksc.retry-timeout": "200ms"}),
@@ -89,7 +91,7 @@ def relay(s3_stores: Bucket) -> Iterator[HTTPServer]:
 
 
 @pytest.mark.parametrize(("name", "latency_s"), [("csr.h5ad", 0.03), ("csr.zarr3.zarr", 0.003)])
-def test_nothing_is_lost_where_s3_throttles_fails_and_breaks_off(
+def test_nothing_is_lost_if_s3_throttles_fails_and_truncates(
     stores: Path, s3_stores: Bucket, relay: HTTPServer, name: str, latency_s: float
 ) -> None:
     relay.faults.latency_s = latency_s
@@ -107,7 +109,7 @@ def test_nothing_is_lost_where_s3_throttles_fails_and_breaks_off(
 @pytest.mark.parametrize(
     ("status", "says"), [(500, "500"), (503, "503"), (403, "AccessDenied.*credentials"), (None, "bytes")]
 )
-def test_what_s3_refuses_for_good_is_named_without_credentials(
+def test_permanent_errors_of_s3_are_named_without_credentials(
     s3_stores: Bucket, relay: HTTPServer, status: int | None, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "dasksc")

@@ -112,7 +112,7 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
     ],
     ids=range(12),
 )
-def test_files_that_say_something_else_are_refused(folder: Path, change: tuple[str, str], match: str) -> None:
+def test_invalid_toml_files_are_refused(folder: Path, change: tuple[str, str], match: str) -> None:
     with pytest.raises(DaskscError, match=match):
         read(folder, TOML.replace(*change))
 

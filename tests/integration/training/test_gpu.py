@@ -34,7 +34,7 @@ def atlas(training_atlas) -> Path:
 @pytest.mark.parametrize("n_workers", [0, 1])
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=needs_gpu)])
-def test_batches_on_the_device_hold_their_rows_whatever_comes_after_them(pinned, layout, n_workers, atlas):
+def test_batches_on_the_device_are_not_overwritten_by_later_ones(pinned, layout, n_workers, atlas):
     dataset = dasksc.scDataset(
         str(atlas),
         dasksc.BlockShuffling(4),
@@ -86,7 +86,7 @@ def configured(atlas: Path, folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", [pytest.param("bf16-mixed", marks=needs_gpu), "16-mixed"])
 @pytest.mark.parametrize("name", FITS)
-def test_trainings_in_half_precision_end_and_go_on(name, precision, atlas, tmp_path):
+def test_trainings_in_half_precision_finish_and_resume(name, precision, atlas, tmp_path):
     raw = configured(atlas, tmp_path / "run", name)
     raw["training"] |= {"precision": precision, "resume_from": "auto"}
     report = train(raw)

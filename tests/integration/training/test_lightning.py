@@ -150,7 +150,7 @@ def test_a_module_of_pytorch_lightning_is_served_as_well(path, tmp_path):
 
 
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["plain", "estimated_stepping_batches"])
-def test_from_the_checkpoint_of_every_step_training_goes_on_with_the_very_next_batch(path, tmp_path, ask_for_steps):
+def test_training_resumes_from_the_checkpoint_of_every_step_with_the_next_batch(path, tmp_path, ask_for_steps):
     unbroken = Recorder(ask_for_steps=ask_for_steps)
     trainer(tmp_path, callbacks=[every_step(tmp_path)], enable_checkpointing=True).fit(unbroken, module(path))
     batches = unbroken.seen["train"]
@@ -172,7 +172,7 @@ def test_from_the_end_of_an_epoch_training_goes_on_with_the_next(path, tmp_path)
     assert first.seen["train"] + again.seen["train"] == unbroken.seen["train"]
 
 
-def test_epochs_cut_short_by_lightning_are_gone_on_with_as_it_would(path, tmp_path):
+def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):
     unbroken = Recorder()
     options = {"limit_train_batches": 4, "max_epochs": 3}
     saving = {"callbacks": [every_step(tmp_path)], "enable_checkpointing": True}
@@ -197,7 +197,7 @@ def test_a_run_that_stops_at_a_number_of_steps_is_gone_on_with(path, tmp_path):
 
 
 @pytest.mark.parametrize("before", [4, 16])
-def test_with_another_batch_size_what_is_left_of_the_epoch_is_read_once(path, tmp_path, before):
+def test_with_another_batch_size_the_rest_of_the_epoch_is_read_once(path, tmp_path, before):
     first = Recorder()
     saved = every_step(tmp_path)
     trainer(tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True).fit(
@@ -291,7 +291,7 @@ def test_looking_at_the_module_reads_nothing(path):
     assert [b.index.tolist() for b in looked.datasets["train"]] == [b.index.tolist() for b in other.datasets["train"]]
 
 
-def test_a_module_is_displayed_before_it_is_made_and_with_strategies_of_the_user(path):
+def test_a_module_can_be_displayed_before_construction_and_with_custom_strategies(path):
     class Own(scDataModule):
         def __init__(self):
             self.early = repr(self), str(self)
@@ -305,7 +305,7 @@ def test_a_module_is_displayed_before_it_is_made_and_with_strategies_of_the_user
     assert str(Own()) == "Own(train=Drawn(...))"
 
 
-def test_stages_have_strategies_by_name_of_which_only_balance_takes_labels(path):
+def test_stages_have_strategies_by_name_and_only_balance_takes_labels(path):
     module = scDataModule(path, 8, train="balance", validate="stream", label_key="cell_type", obs=["cell_type"], seed=1)
     assert str(module) == "scDataModule(train='balance', validate='stream')"
     module.setup("fit")

@@ -132,7 +132,7 @@ def first_two(batch: Any) -> Any:
     return batch[:, :2]
 
 
-def test_a_function_is_imported_and_ranks_that_have_no_group_end_alone(atlas, tmp_path, monkeypatch):
+def test_a_function_is_imported_and_ranks_without_a_process_group_finish_independently(atlas, tmp_path, monkeypatch):
     name = f"{__name__}:first_two"
     arguments = [atlas, "--model", name, "--out", tmp_path / "emb.zarr", "--json", "--no-progress"]
     told = []
@@ -155,7 +155,7 @@ def test_a_function_is_imported_and_ranks_that_have_no_group_end_alone(atlas, tm
         ("MODEL", ("--key", "a/b"), "without '/'"),
     ],
 )
-def test_what_cannot_be_is_told(atlas, tmp_path, model, options, message):
+def test_invalid_options_are_reported(atlas, tmp_path, model, options, message):
     if model == "MODEL":
         model = train(configuration(atlas, tmp_path / "run", AUTOENCODER, training__max_steps=1)).model
     with pytest.raises(dasksc.DaskscError, match=message):
@@ -180,7 +180,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("kind", ["code", "function", "text", "tensor", "empty"])
-def test_a_file_that_is_no_model_is_refused_and_runs_nothing(atlas, tmp_path, kind):
+def test_a_file_without_a_model_is_refused_and_runs_no_code(atlas, tmp_path, kind):
     path, touched = tmp_path / "model.pt", tmp_path / "touched"
     if kind == "code":
         torch.save({"name": "autoencoder", "arguments": {}, "parameters": Harmful(touched)}, path)

@@ -71,12 +71,12 @@ def train_fragile(atlas: Path, folder: Path, *, at: int) -> Path:
 
 
 @pytest.mark.parametrize("at", [11, 12, 13])
-def test_validation_is_noted_once_whenever_a_run_breaks(at, atlas, tmp_path):
+def test_validation_is_recorded_once_wherever_a_run_stops(at, atlas, tmp_path):
     rows = rows_of(train_fragile(atlas, tmp_path, at=at))
     assert [row["step"] for row in rows if "validation_loss" in row] == [6, 12]
 
 
-def test_a_run_that_has_ended_ends_again_with_nothing_done(raw, tmp_path):
+def test_resuming_a_completed_run_does_nothing(raw, tmp_path):
     first = train(raw, data__validation=0.2)
     before = (tmp_path / "run" / "metrics.csv").read_text()
     again = train(raw, data__validation=0.2, training__resume_from="auto")
@@ -86,12 +86,12 @@ def test_a_run_that_has_ended_ends_again_with_nothing_done(raw, tmp_path):
 
 # 163 rows are 11 batches, so 6 steps per epoch.
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5, 8, 10, 11, 12, 13, 16, 22])
-def test_a_run_that_breaks_at_any_batch_goes_on_with_the_same_losses(at, unbroken, atlas, tmp_path):
+def test_a_run_that_stops_at_any_batch_resumes_with_the_same_losses(at, unbroken, atlas, tmp_path):
     assert len(unbroken) == 12
     assert losses(train_fragile(atlas, tmp_path, at=at)) == unbroken
 
 
-def test_half_a_checkpoint_is_not_taken_for_one(raw, tmp_path):
+def test_an_incomplete_checkpoint_is_ignored(raw, tmp_path):
     train(raw, training__save_every=5)
     expected = losses(tmp_path / "run")
     half = tmp_path / "run" / "step-00000099.partial"
@@ -110,7 +110,7 @@ def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path
         train(raw, training__resume_from=str(tmp_path))
 
 
-def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own(raw, tmp_path):
+def test_a_run_resumes_from_a_named_checkpoint_in_its_own_directory(raw, tmp_path):
     train(raw, training__save_every=5, training__save_top_k=-1)
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
     named = str(tmp_path / "run" / "step-00000010")
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_a_checkpoint_that_is_named_in_a_directory_of_its_own
 @pytest.mark.parametrize(
     "change", [{"data__batch_size": 32}, {"data__batch_size": 8}, {"training__gradient_accumulation": 3}], ids=str
 )
-def test_a_run_that_goes_on_in_other_sizes_ends_its_learning_rate_with_its_steps(change, raw, tmp_path):
+def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(change, raw, tmp_path):
     raw["training"]["scheduler"] = {"name": "linear_warmup", "final": 0.1}
     train(raw, training__max_steps=16)
     steps = int(train(raw, training__resume_from="auto", **change).n_steps)
@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_in_other_sizes_ends_its_learning_rate_with_its_steps
     np.testing.assert_allclose(rates, [0.1 + 0.9 * (1 - step / steps) for step in range(16, steps)])
 
 
-def test_with_workers_a_run_that_goes_on_has_the_same_rates(raw, tmp_path):
+def test_a_run_resumed_with_workers_has_the_same_learning_rates(raw, tmp_path):
     raw["training"]["scheduler"] = {"name": "cosine_warmup", "warmup_steps": 3}
     raw["data"]["num_workers"] = 1
     train(raw)
@@ -189,7 +189,7 @@ def test_the_end_of_a_run_is_saved_with_its_validation(raw, tmp_path):
     assert values_of(tmp_path / "run")[33] == report.figures["validation_loss"]
 
 
-def test_checkpoints_have_the_figures_of_training_of_their_moment(raw, tmp_path):
+def test_checkpoints_hold_the_training_figures_of_their_step(raw, tmp_path):
     train(raw, training__save_every=5, training__save_top_k=-1, training__log_every_n_steps=3)
     noted = {int(row["step"]): row["loss"] for row in rows_of(tmp_path / "run")}
     values = values_of(tmp_path / "run")
@@ -197,7 +197,7 @@ def test_checkpoints_have_the_figures_of_training_of_their_moment(raw, tmp_path)
     assert values == {step: noted[step] for step in values}
 
 
-def test_a_monitor_that_is_no_figure_is_told_early(raw, tmp_path):
+def test_an_unknown_monitor_is_refused_early(raw, tmp_path):
     with pytest.raises(InputError, match="monitor='acuracy' is not a metric of this run; give one of accuracy, cells"):
         train(raw, training__monitor="acuracy")
     assert not (tmp_path / "run" / "step-00000013").exists()
@@ -288,13 +288,13 @@ def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, r
         ("16-mixed", "fsdp", ["plate"]),
     ],
 )
-def test_half_precision_is_not_that_of_the_counts(precision, strategy, obs, raw):
+def test_half_precision_does_not_round_the_counts(precision, strategy, obs, raw):
     raw["model"] = {"name": "tests.programs.train_models:Exact"}
     raw["data"]["obs"] = obs
     train(raw, training__precision=precision, training__strategy=strategy, training__max_steps=2)
 
 
-def test_an_import_path_is_a_model_and_told_if_it_is_none(raw):
+def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
     raw["model"] = {"name": "tests.programs.train_models:Plain"}
     assert train(raw).n_steps == 26
     raw["model"] = {"name": "tests.programs.train_models:Plane"}
@@ -506,7 +506,7 @@ def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missi
         assert next(iter(loader))["X"].shape[1] == len(expected)
 
 
-def test_another_atlas_with_labels_for_numbers_is_refused(raw, atlas, tmp_path):
+def test_another_atlas_with_labels_instead_of_numbers_is_refused(raw, atlas, tmp_path):
     adata = ad.read_h5ad(atlas)
     adata.obs["n_counts"] = "many"
     adata.write_h5ad(tmp_path / "words.h5ad")
@@ -539,7 +539,7 @@ def test_a_profile_of_a_part_of_its_window_says_so(raw, tmp_path, caplog):
     assert (tmp_path / "run" / "profile" / "rank-0.json").exists()
 
 
-def test_a_run_says_what_of_its_configuration_has_no_effect(raw, caplog):
+def test_a_run_reports_settings_without_effect(raw, caplog):
     train(raw, data__prefetch_factor=2, training__max_steps=1)
     assert caplog.text.count("data.prefetch_factor=2 is not used: data.num_workers is 0") == 1
 
@@ -563,7 +563,7 @@ def test_the_plot_has_training_and_validation_speed_and_waiting(second, tmp_path
     assert titles["share of time waiting for data"].get_ylim() == (0, 1)
 
 
-def test_a_loss_that_is_no_number_ends_the_run(raw):
+def test_a_loss_that_is_not_finite_ends_the_run(raw):
     with pytest.raises(
         dasksc.TrainingError,
         match=r"the loss is \S+ at step \d+\. The first 203 rows of X hold no NaN and no negative .*: lower training",
@@ -612,7 +612,7 @@ def test_counts_are_scaled_whatever_their_layout():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer", "own"])
-def test_activations_computed_again_change_no_gradient(kind):
+def test_activation_checkpointing_changes_no_gradient(kind):
     torch.manual_seed(0)
     tokens = torch.randint(3, 20, (6, 8))
     if kind == "mlp":
@@ -701,7 +701,7 @@ def test_two_batches_with_unlike_numbers_of_masked_tokens_are_one_of_twice_the_s
     assert last < first
 
 
-def test_validation_counts_batches_by_their_labels(raw, half_labelled, atlas):
+def test_validation_weights_batches_by_their_number_of_labels(raw, half_labelled, atlas):
     report = train(raw, data__validation={"path": str(half_labelled)}, training__max_epochs=1)
     labelled = np.flatnonzero(dasksc.open(half_labelled).obs["cell_type"].notna())
     strategy = dasksc.Streaming(labelled)
@@ -713,7 +713,7 @@ def test_validation_counts_batches_by_their_labels(raw, half_labelled, atlas):
     assert "n" not in report.figures
 
 
-def test_parts_of_a_batch_count_by_their_rows_or_by_n():
+def test_parts_of_a_batch_are_weighted_by_their_rows_or_by_n():
     batch = {"X": torch.zeros(5, 2)}
     loss = torch.tensor([1.0, 4.0])
     assert _per_batch({"loss": loss}, batch)["loss"].item() == pytest.approx((3 * 1 + 2 * 4) / 5)
@@ -722,7 +722,7 @@ def test_parts_of_a_batch_count_by_their_rows_or_by_n():
     assert _per_batch({"loss": 0 * loss, "n": torch.tensor([0, 0])}, batch)["loss"].item() == 0
 
 
-def test_the_variational_loss_falls_to_its_error_where_all_is_normal():
+def test_the_variational_loss_equals_the_error_if_the_posterior_is_the_prior():
     model = Autoencoder(n_genes=3, latent_dim=2, num_layers=0, variational=True)
     torch.nn.init.zeros_(model.encoder.last.weight)
     torch.nn.init.zeros_(model.encoder.last.bias)

@@ -45,7 +45,7 @@ def test_auto_goes_on_with_the_branch_that_was_trained_last(raw, folder, tmp_pat
     assert losses(folder)[2:] == losses(tmp_path / "unbroken")
 
 
-def test_what_was_set_aside_is_whole_and_can_be_gone_on_with(raw, folder, tmp_path):
+def test_a_branch_that_was_set_aside_is_complete_and_can_be_resumed(raw, folder, tmp_path):
     train(raw)
     whole = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("step-00000006/*") if path.is_file()}
     train(raw, training__resume_from=str(folder / "step-00000004"))
@@ -56,7 +56,7 @@ def test_what_was_set_aside_is_whole_and_can_be_gone_on_with(raw, folder, tmp_pa
     assert checkpoints(folder / "abandoned-2") == [2, 4, 6]
 
 
-def test_a_run_from_another_folder_sets_aside_what_it_finds_and_leaves_that_folder_alone(raw, folder, tmp_path):
+def test_a_run_resumed_from_another_folder_sets_aside_only_checkpoints_in_its_own_folder(raw, folder, tmp_path):
     train(raw)
     elsewhere = {"training__checkpoint_dir": str(tmp_path / "elsewhere")}
     named = {"training__resume_from": str(folder / "step-00000004")}
@@ -119,7 +119,7 @@ def test_going_on_from_the_latest_sets_nothing_aside(raw, folder, monkeypatch):
     ],
     ids=str,
 )
-def test_the_arguments_of_the_optimizer_are_those_of_the_run_that_goes_on(before, after, expected, raw, folder):
+def test_the_arguments_of_the_optimizer_are_those_of_the_resumed_run(before, after, expected, raw, folder):
     train(raw, training__optimizer={"lr": 1e-3, **before})
     train(raw, training__optimizer={"lr": 1e-3, **after}, training__resume_from="auto", training__max_steps=8)
     assert saved(folder / "step-00000008", *expected) == expected
@@ -142,7 +142,7 @@ def test_the_state_of_the_optimizer_is_that_of_the_checkpoint(raw, folder, tmp_p
         torch.testing.assert_close(third[name], second[name] - 2 * 0.1 * buffer)
 
 
-def test_the_rate_of_the_run_that_goes_on_follows_its_scheduler(raw, folder):
+def test_the_learning_rate_of_a_resumed_run_follows_its_scheduler(raw, folder):
     raw["training"]["scheduler"] = {"name": "linear_warmup", "total_steps": 10}
     train(raw)
     train(raw, training__optimizer={"lr": 1e-2}, training__resume_from="auto", training__max_steps=8)
@@ -150,7 +150,7 @@ def test_the_rate_of_the_run_that_goes_on_follows_its_scheduler(raw, folder):
     assert rates == pytest.approx([1e-3 * (1 - step / 10) for step in range(6)] + [1e-2 * 0.4, 1e-2 * 0.3])
 
 
-def test_what_an_optimizer_learns_in_its_groups_is_kept(raw, folder):
+def test_state_that_an_optimizer_keeps_in_its_parameter_groups_is_restored(raw, folder):
     counting = {"name": "tests.support.training:Counting", "lr": 0.1}
     train(raw, training__optimizer={**counting, "gain": 2.0, "momentum": 0.9})
     train(raw, training__optimizer={**counting, "gain": 3.0, "momentum": 0.5}, training__resume_from="auto")

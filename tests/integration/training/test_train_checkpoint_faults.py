@@ -37,7 +37,7 @@ def test_a_state_that_is_cut_off_is_named(text, raw, folder):
         load_model(folder)
 
 
-def test_an_older_checkpoint_that_is_damaged_stops_no_run_and_stays(raw, folder, caplog):
+def test_a_damaged_older_checkpoint_stops_no_run_and_is_kept(raw, folder, caplog):
     train(raw)
     (folder / "step-00000002" / "state.json").write_text("")
     train(raw, training__resume_from="auto", training__max_steps=8, training__save_top_k=0)
@@ -60,7 +60,7 @@ def test_tensors_that_are_damaged_are_refused_with_the_path(raw, folder):
             going_on()
 
 
-def test_interrupting_a_load_is_no_error_of_the_checkpoint(raw, monkeypatch):
+def test_an_interrupted_load_is_not_reported_as_a_damaged_checkpoint(raw, monkeypatch):
     train(raw)
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -72,7 +72,7 @@ def test_interrupting_a_load_is_no_error_of_the_checkpoint(raw, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["Writer.write_data", "Reader.read_data", "Reader.read_metadata"])
-def test_memory_that_is_short_is_no_error_of_the_checkpoint(where, raw, monkeypatch):
+def test_lack_of_memory_is_not_reported_as_a_damaged_checkpoint(where, raw, monkeypatch):
     def short(*_: Any, **__: Any) -> None:
         raise MemoryError("no room")
 

@@ -48,7 +48,7 @@ def write(folder: Path, atlas: Path, **training: Any) -> Path:
     return folder / "c.yaml"
 
 
-def test_a_rank_that_is_killed_is_started_again_and_the_losses_are_those_of_a_run_unbroken(small, tmp_path):
+def test_a_killed_rank_restarts_and_losses_equal_those_of_an_uninterrupted_run(small, tmp_path):
     raw = training(small, tmp_path / "run", training__fsdp={"min_num_params": 300}, training__save_every=2)
     mark = tmp_path / "mark"
     raw["model"] = {"name": "tests.programs.train_models:Fragile", "label": "cell_type", "dropout": 0.0}
@@ -129,7 +129,7 @@ def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(at
     assert report["n_cells"] == 2 * 2 * 4 * 32
 
 
-def test_a_rank_that_is_killed_is_told_with_its_signal_in_one_line(small, tmp_path):
+def test_a_killed_rank_is_reported_with_its_signal_in_one_line(small, tmp_path):
     done = ended(
         [*COMMAND, "--config", fragile(small, tmp_path, how="kill"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
     )
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_is_told_with_its_signal_in_one_line(small, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_that_fails_shows_its_traceback_once_and_nothing_else_is_said(small, tmp_path):
+def test_a_rank_that_fails_prints_its_traceback_once_and_nothing_else(small, tmp_path):
     done = ended(
         [*COMMAND, "--config", fragile(small, tmp_path, how="error"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
     )

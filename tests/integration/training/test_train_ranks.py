@@ -155,7 +155,7 @@ def test_every_strategy_has_the_losses_of_one_process_on_the_same_batches(name, 
 
 
 @pytest.mark.parametrize("name", ACCUMULATING)
-def test_accumulating_five_batches_equals_one_of_five_times_the_size_also_at_the_short_end(name, two_ranks, atlas):
+def test_accumulating_five_batches_equals_one_of_five_times_the_size_also_at_the_end(name, two_ranks, atlas):
     expected = alone(atlas, 2, k=5)
     n_batches = len(alone(atlas, 2)["loss"]) // EPOCHS
     assert n_batches % 5
@@ -164,13 +164,13 @@ def test_accumulating_five_batches_equals_one_of_five_times_the_size_also_at_the
 
 
 @pytest.mark.parametrize("name", UNLABELLED)
-def test_batches_and_ranks_count_by_their_labels(name, two_ranks, half_labelled):
+def test_batches_and_ranks_are_weighted_by_their_number_of_labels(name, two_ranks, half_labelled):
     expected = alone(half_labelled, 2, k=5)
     assert_same(two_ranks / name, expected, "loss", "accuracy", "gradient_norm", "validation_loss")
 
 
 @pytest.mark.parametrize("name", CLIPPING)
-def test_the_gradient_is_clipped_by_the_norm_one_process_has(name, two_ranks, atlas):
+def test_the_gradient_is_clipped_by_the_norm_of_one_process(name, two_ranks, atlas):
     expected = alone(atlas, 2, clip=0.3)
     assert max(expected["gradient_norm"]) > 0.3
     assert_same(two_ranks / name, expected, "loss", "gradient_norm")
@@ -185,7 +185,7 @@ def test_half_precision_follows_the_losses_of_full_precision(name, two_ranks, at
     assert found != pytest.approx(expected, rel=1e-6)
 
 
-def test_float16_leaves_out_the_same_steps_on_all_ranks_and_goes_on(two_ranks, atlas):
+def test_float16_skips_the_same_steps_on_all_ranks_and_continues(two_ranks, atlas):
     ddp, fsdp = (figures(two_ranks / f"{strategy}_16-mixed") for strategy in ("ddp", "fsdp"))
     # Gradients that overflow at the initial scale change no weights.
     np.testing.assert_allclose(ddp, fsdp, rtol=0.01)
@@ -278,7 +278,7 @@ def rows_of(file: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("moment", ["begin", "complete", "model", "table", "figures", "plot"])
-def test_where_rank_0_cannot_write_no_rank_waits_for_it(moment, atlas, tmp_path):
+def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
     context = get_context("spawn")
     told, done = context.Queue(), context.Event()
     ranks = [

@@ -70,9 +70,7 @@ def two_ranks(training_atlas, tmp_path_factory) -> Path:
 
 @two_ranks_group
 @pytest.mark.parametrize("name", SHARDED)
-def test_a_run_that_two_ranks_stop_and_resume_and_one_ends_has_the_losses_of_a_plain_loop(
-    name, two_ranks, training_atlas
-):
+def test_a_run_resumed_on_two_ranks_and_then_on_one_has_the_losses_of_a_plain_loop(name, two_ranks, training_atlas):
     raw = json.loads((two_ranks / "trainings.json").read_text())[f"{name}-epoch"]
     report = train(raw, training__max_epochs=2)
     assert (report.strategy, report.world_size) == ({"ddp": "single"}.get(name, name), 1)
@@ -91,7 +89,7 @@ def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def test_the_best_are_chosen_without_those_of_the_abandoned_branch(tmp_path):
+def test_the_best_checkpoints_exclude_those_of_the_abandoned_branch(tmp_path):
     kept = Checkpoints(folder=tmp_path, keep=1, mode="min", context=ALONE)
     everything = Checkpoints(folder=tmp_path, keep=-1, mode="min", context=ALONE)
     for step, value in [(1, 5.0), (2, 0.1), (4, 0.2)]:
@@ -190,7 +188,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(before, after, raw):
         train(raw, training__optimizer={"name": after}, training__resume_from="auto")
 
 
-def test_an_optimizer_that_needs_state_the_checkpoint_has_not_is_refused(raw):
+def test_an_optimizer_whose_state_the_checkpoint_lacks_is_refused(raw):
     train(raw, training__optimizer={"name": "sgd"})
     told = r"training\.optimizer\.momentum is 0\.9 and was not given.*momentum_buffer is not in the checkpoint"
     with pytest.raises(InputError, match=told):

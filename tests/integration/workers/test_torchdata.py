@@ -43,7 +43,7 @@ def unbroken(num_workers: int, **options) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-def test_every_state_goes_on_with_the_very_next_batch_and_the_epochs_after_it(num_workers):
+def test_every_state_resumes_with_the_next_batch_and_the_following_epochs(num_workers):
     epochs = unbroken(num_workers)
     assert [len(epoch) for epoch in epochs] == [21, 21, 21]
     assert len({str(sorted(epoch)) for epoch in epochs}) == 3
@@ -137,7 +137,7 @@ def test_each_rank_goes_on_with_its_own_share():
     assert len(seen) == N_OBS + 1
 
 
-def test_another_world_is_refused_inside_workers_and_taken_without():
+def test_another_world_size_is_refused_with_workers_and_accepted_without():
     state = {}
     for num_workers in (0, 2):
         before = loader(num_workers, rank=0, world_size=2)

@@ -60,7 +60,7 @@ def test_epochs_differ_and_the_same_seed_gives_them_again(path, epochs):
 
 # Every start method except spawn, which a test below covers; with persistent workers and with new ones each epoch.
 @pytest.mark.parametrize(("start", "persistent"), [("fork", False), ("fork", True), ("forkserver", True)])
-def test_workers_read_the_same_epochs_as_none_do(path, epochs, start, persistent):
+def test_epochs_do_not_depend_on_workers(path, epochs, start, persistent):
     one = dataset(path)
     loader = DataLoader(
         one, batch_size=None, num_workers=2, multiprocessing_context=start, persistent_workers=persistent
@@ -101,7 +101,7 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
         assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
 
 
-def test_batches_handed_over_as_they_come_are_the_same_ones(path, epochs):
+def test_batches_yielded_out_of_order_are_the_same(path, epochs):
     loader = DataLoader(dataset(path), batch_size=None, num_workers=3, in_order=False)
     assert sorted(rows(loader)) == sorted(epochs[0])
     assert sorted(rows(loader)) == sorted(epochs[1])
@@ -149,7 +149,7 @@ def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
     assert sorted(rows(loader)) == sorted(epochs[1])
 
 
-def test_an_iterator_that_is_never_asked_counts_for_nothing(path, epochs):
+def test_an_iterator_that_is_never_advanced_counts_as_no_epoch(path, epochs):
     one = dataset(path)
     iter(one)
     assert rows(one) == epochs[0]
@@ -241,7 +241,7 @@ def test_the_file_that_counts_epochs_goes_with_its_data_set(path):
     assert not os.path.exists(file)
 
 
-def test_the_loader_keeps_a_batch_a_batch(path):
+def test_the_loader_preserves_the_type_of_batches(path):
     for num_workers in (0, 2):
         batch = next(iter(DataLoader(dataset(path), batch_size=None, num_workers=num_workers)))
         assert type(batch).__name__ == "Batch"

@@ -187,7 +187,7 @@ def test_arrays_in_memory_are_shared_not_copied() -> None:
     assert opened.obsp["neighbours"] is adata.obsp["neighbours"]
 
 
-def test_edits_of_obs_stay_with_the_object_opened_and_the_other_way_round() -> None:
+def test_edits_of_obs_are_not_shared_by_source_and_opened_atlas() -> None:
     adata = make_adata()
     opened = dasksc.open(adata)
     opened.obs["new"] = 1
@@ -364,7 +364,7 @@ def test_parts_of_unequal_length_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [None, 3, np.zeros((3, 3)), da.zeros((3, 3)), [np.zeros((3, 3))]])
-def test_other_types_are_refused_and_what_is_accepted_is_said(data: Any) -> None:
+def test_other_types_are_refused_with_a_list_of_those_accepted(data: Any) -> None:
     with pytest.raises(InputError, match=r"cannot open an object of type .*expected the path of an \.h5ad"):
         dasksc.open(data)
 
@@ -697,7 +697,7 @@ def test_names_are_left_out_if_asked(tmp_path, format):
         dasksc.open([path, path], index_unique="-", names=False)
 
 
-def test_many_names_are_looked_at_by_their_hashes(monkeypatch, tmp_path, caplog):
+def test_many_names_are_compared_by_their_hashes(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(cell_names, "_FEW_NAMES", 0)
     adata = make_adata(n_obs=37)
     dasksc.open(write_store(adata, tmp_path, "h5ad"))

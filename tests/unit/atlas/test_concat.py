@@ -143,7 +143,7 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
     label=st.sampled_from([None, "source"]),
     has=st.one_of(st.just([PARTS] * 3), st.lists(st.sets(st.sampled_from(PARTS)), min_size=3, max_size=3)),
 )
-def test_several_are_what_anndata_makes_of_them(
+def test_several_atlases_equal_those_joined_by_anndata(
     tmp_path_factory: pytest.TempPathFactory,
     seeds,
     sizes,
@@ -231,7 +231,7 @@ def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path])
 
 
 @pytest.mark.parametrize("mixed", ["folders", "pattern and file", "collection and file", "AnnData and folder"])
-def test_what_stands_for_several_may_be_one_of_a_list(tmp_path: Path, three: list[Path], mixed: str) -> None:
+def test_a_pattern_or_folder_may_be_one_of_a_list(tmp_path: Path, three: list[Path], mixed: str) -> None:
     import zarr
 
     folder, other = three[0].parent, tmp_path / "other"
@@ -258,7 +258,7 @@ def test_what_stands_for_several_may_be_one_of_a_list(tmp_path: Path, three: lis
     assert dasksc.describe(given, seconds=0).n_files == len(names)
 
 
-def test_a_key_of_a_dict_is_of_one_atlas(three: list[Path]) -> None:
+def test_a_key_of_a_dict_names_one_atlas(three: list[Path]) -> None:
     with pytest.raises(InputError, match="'all': .* contains 3 atlases"):
         dasksc.open({"all": three[0].parent})
     assert dasksc.open({"one": str(three[0].parent / "*0.h5ad")}).n_obs == dasksc.open(three[0]).n_obs
@@ -308,7 +308,7 @@ def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None
         dasksc.open(paths, obs=["note"])
 
 
-def test_types_that_differ_are_said_and_united(tmp_path: Path) -> None:
+def test_different_types_are_reported_and_promoted(tmp_path: Path) -> None:
     parts = [atlas(0, 10, GENES, dtype="int32"), atlas(1, 12, GENES, dtype="float32")]
     with pytest.warns(UserWarning, match=r"X has several data types and becomes float64: int32 \(as in 0\), float32"):
         got = dasksc.open(parts)
@@ -316,7 +316,7 @@ def test_types_that_differ_are_said_and_united(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
-def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> None:
+def test_integers_that_become_floats_for_missing_values_are_reported(join: str) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype="int32", layout="dense") for i in range(2)]
     if join == "inner":
         with warnings.catch_warnings():
@@ -330,7 +330,7 @@ def test_integers_that_become_floats_for_what_some_lack_are_said(join: str) -> N
     np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))
 
 
-def test_what_not_all_have_is_left_out_of_an_inner_join_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_inner_join_drops_and_reports_what_some_atlases_lack(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(0, 10, has=["layers/twice", "raw"]), atlas(1, 12, has=[])]
     got = dasksc.open(parts)
     assert not set(got.layers) - {None}, "which is X, since AnnData 0.13"
@@ -352,7 +352,7 @@ def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(
     assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
 
 
-def test_a_raw_without_a_common_variable_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_raw_without_a_common_variable_is_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
     of_raw = parts[1].raw.to_adata()
     of_raw.var_names = [f"ENSG{i}" for i in range(of_raw.n_vars)]
@@ -363,7 +363,7 @@ def test_a_raw_without_a_common_variable_is_left_out_and_said(caplog: pytest.Log
         dasksc.open(parts, raw=True)
 
 
-def test_nan_for_what_some_lack_is_warned_of_when_it_is_opened_and_when_it_reaches_a_loader(
+def test_filling_with_nan_causes_a_warning_on_opening_and_in_a_loader(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], layout="dense", has=[]) for i in range(2)]
@@ -389,7 +389,7 @@ def test_nan_for_what_some_lack_is_warned_of_when_it_is_opened_and_when_it_reach
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
 @pytest.mark.parametrize(("fill_value", "wider"), [(0, None), (-1, "int16"), (0.5, "float64")])
-def test_types_stay_as_narrow_as_what_fills_them_allows(dtype: str, fill_value: float, wider: str | None) -> None:
+def test_types_stay_as_narrow_as_their_fill_values_allow(dtype: str, fill_value: float, wider: str | None) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype=dtype, layout="dense", has=[]) for i in range(2)]
     parts[0].layers["twice"] = parts[0].X  # the other part lacks this layer
     with warnings.catch_warnings():
@@ -411,7 +411,7 @@ def test_types_stay_as_narrow_as_what_fills_them_allows(dtype: str, fill_value: 
         assert next(iter(refused)).dtype == torch.uint8
 
 
-def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_and_a_matrix_of_one_name_are_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(i, 10 + i, has=[]) for i in range(2)]
     parts[0].obsm["p"] = pd.DataFrame({"a": np.arange(10.0)}, index=parts[0].obs_names)
     parts[1].obsm["p"] = np.zeros((11, 2))
@@ -423,7 +423,7 @@ def test_a_table_and_a_matrix_of_one_name_are_left_out_and_said(caplog: pytest.L
 
 
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
-def test_a_raw_whose_genes_repeat_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_raw_with_repeated_genes_is_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(i, 10 + i, has=["raw"]) for i in range(2)]
     of_raw = parts[1].raw.to_adata()
     of_raw.var_names = ["gene0", *of_raw.var_names[1:-1], "gene0"]
@@ -517,12 +517,14 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_said(data: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_incompatible_atlases_and_options_are_refused(
+    data: Any, options: dict[str, Any], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         dasksc.open(data, **options)
 
 
-def test_what_is_said_of_several_is_refused_for_one() -> None:
+def test_options_for_several_atlases_are_refused_for_one() -> None:
     with pytest.raises(InputError, match=r"label=, keys= apply only to several atlases"):
         dasksc.open(atlas(0, 3), label="source", keys=["a"])
 
@@ -673,7 +675,7 @@ def test_two_stars_stand_for_folders_of_any_depth_and_folders_that_fit_open(
     assert opened.obs["part"].cat.categories.tolist() == found
 
 
-def test_what_fits_a_pattern_and_is_no_atlas_is_named(tree: Path) -> None:
+def test_matches_of_a_pattern_that_are_not_atlases_are_named(tree: Path) -> None:
     with pytest.raises(StorageError, match=r"/empty is a directory but not a Zarr group"):
         dasksc.open(f"{tree}/*")
     with pytest.raises(MissingPathError, match="no file matches the pattern"):
@@ -708,7 +710,7 @@ def test_a_file_and_a_store_of_one_name_are_told_apart_by_their_endings(tmp_path
     assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == ["part.h5ad", "part.zarr"]
 
 
-def test_one_file_given_twice_has_numbers_and_says_so(
+def test_a_file_given_twice_gets_numbered_names_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -721,7 +723,7 @@ def test_one_file_given_twice_has_numbers_and_says_so(
 
 
 @pytest.mark.parametrize("what", ["*.h5ad", ""])
-def test_one_that_a_pattern_or_folder_stands_for_is_as_if_it_had_been_given(tmp_path: Path, what: str) -> None:
+def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Path, what: str) -> None:
     adata = atlas(0, 6, GENES, has=PARTS)
     adata.uns["about"] = "it"
     path = write(adata, tmp_path / "part", "plain")
@@ -738,7 +740,7 @@ def test_one_that_a_pattern_or_folder_stands_for_is_as_if_it_had_been_given(tmp_
         dasksc.open(f"{tmp_path}/{what}", obs=["cell_typ"])
 
 
-def test_a_path_that_is_not_there_is_said_to_be_missing_whatever_else_is_given(tmp_path: Path) -> None:
+def test_a_missing_path_is_reported_whatever_else_is_given(tmp_path: Path) -> None:
     write(atlas(0, 3), tmp_path / "A", "plain")
     with pytest.raises(MissingPathError, match="there is nothing at"):
         dasksc.open(tmp_path / "A.H5AD", label="batch")
@@ -746,7 +748,7 @@ def test_a_path_that_is_not_there_is_said_to_be_missing_whatever_else_is_given(t
         dasksc.open(tmp_path / "A.h5ad", label="batch")
 
 
-def test_a_column_that_joining_drops_is_refused_with_who_lacks_it(tmp_path: Path) -> None:
+def test_a_column_that_joining_drops_is_refused_with_the_atlases_that_lack_it(tmp_path: Path) -> None:
     parts = {"A": ("cell_type", "n"), "B": ("cell_type",)}
     paths = [
         write(atlas(i, 4, columns=columns), tmp_path / name, "plain") for i, (name, columns) in enumerate(parts.items())
@@ -759,7 +761,7 @@ def test_a_column_that_joining_drops_is_refused_with_who_lacks_it(tmp_path: Path
         dasksc.open([atlas(0, 3), atlas(1, 3)], obs=["cell_typ"])
 
 
-def test_names_of_cells_that_repeat_are_said_once_with_the_remedy(
+def test_repeated_cell_names_are_reported_once_with_the_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     paths = [write(atlas(0, 5, GENES, has=PARTS), tmp_path / f"part{i}", "plain") for i in range(3)]
@@ -777,7 +779,7 @@ def test_names_of_cells_that_repeat_are_said_once_with_the_remedy(
     assert not caplog.records
 
 
-def test_names_of_cells_that_repeat_in_one_file_are_said_with_another_remedy(
+def test_repeated_cell_names_in_one_file_are_reported_with_another_remedy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     adata = atlas(0, 5, GENES)

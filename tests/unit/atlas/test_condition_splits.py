@@ -50,7 +50,7 @@ def check_parts(obs: pd.DataFrame, parts: dict[str, np.ndarray], rows: np.ndarra
 
 
 @given(seed=st.integers(0, 2**64 - 1), few=st.floats(0, 0.9), share=st.sampled_from([None, 0.1, 0.3]))
-def test_a_context_held_out_is_tested_on_but_for_a_share_and_its_controls(
+def test_a_held_out_context_is_test_data_except_for_a_share_and_its_controls(
     seed: int, few: float, share: float | None
 ) -> None:
     obs = screen()

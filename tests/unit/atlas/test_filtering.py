@@ -130,13 +130,13 @@ def test_a_filter_holds_where_pandas_says_so(expression: str, path: Path) -> Non
         "`n_genes",
     ],
 )
-def test_what_is_no_comparison_of_columns_is_refused(expression: str) -> None:
+def test_expressions_other_than_comparisons_of_columns_are_refused(expression: str) -> None:
     with pytest.raises(InputError, match="filter"):
         dasksc.rows_where(atlas(), expression)
 
 
 @pytest.mark.parametrize(("expression", "match"), [("n_genes + 1", "true or false"), ("cell_type > 3", "evaluated")])
-def test_what_says_no_yes_or_no_is_refused(expression: str, match: str) -> None:
+def test_expressions_without_a_boolean_result_are_refused(expression: str, match: str) -> None:
     with pytest.raises(InputError, match=match):
         dasksc.rows_where(atlas(), expression)
 
@@ -172,7 +172,7 @@ def test_a_column_without_any_text_matches_nothing() -> None:
         assert dasksc.rows_where(obs, expression).tolist() == []
 
 
-def test_true_and_false_with_missing_ones_are_asked_as_they_are() -> None:
+def test_nullable_booleans_are_compared_as_they_are() -> None:
     obs = pd.DataFrame({"ob": np.array([True, None, False, np.nan], dtype=object), "n": range(4)})
     for expression, expected in (
         ("ob", [0]),
@@ -184,7 +184,7 @@ def test_true_and_false_with_missing_ones_are_asked_as_they_are() -> None:
         assert dasksc.rows_where(obs, expression).tolist() == expected, expression
 
 
-def test_of_several_atlases_the_rows_of_one_that_lacks_a_column_match_nothing(tmp_path: Path) -> None:
+def test_rows_of_an_atlas_that_lacks_a_column_match_nothing(tmp_path: Path) -> None:
     whole, lacking = atlas(), atlas()
     lacking.obs = lacking.obs.drop(columns=["cell_type", "is doublet"])
     for name, adata in (("a", whole), ("b", lacking)):
@@ -196,7 +196,7 @@ def test_of_several_atlases_the_rows_of_one_that_lacks_a_column_match_nothing(tm
         np.testing.assert_array_equal(dasksc.rows_where(opened, expression), expected)
 
 
-def test_every_way_to_give_a_table_of_cells_is_asked_alike(tmp_path: Path) -> None:
+def test_filters_agree_for_every_way_to_pass_a_table_of_cells(tmp_path: Path) -> None:
     adata = atlas()
     expected = dasksc.rows_where(adata, "n_genes > 500")
     np.testing.assert_array_equal(dasksc.rows_where(adata.obs, "n_genes > 500"), expected)
@@ -230,7 +230,7 @@ def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: 
         assert all(np.array_equal(parts[name], splits[0][name]) for name in splits[0])
 
 
-def test_a_column_that_is_not_there_is_told_with_what_is_near(path: Path) -> None:
+def test_a_missing_column_is_reported_with_similar_names(path: Path) -> None:
     for data in (path, atlas()):
         with pytest.raises(MissingKeyError, match="cell_type"):
             dasksc.rows_where(data, "cell_typ == 'NK'")
@@ -261,7 +261,7 @@ ROWS = st.one_of(st.none(), SEEDS.map(some_rows), st.just(slice(10, 90)), SEEDS.
 
 
 @given(indices=ROWS, per_entry=st.booleans(), kind=st.sampled_from(["streaming", "weighted", "balanced"]))
-def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_entry: bool, kind: str) -> None:
+def test_a_filter_keeps_the_matching_indices_of_a_strategy(indices: Any, per_entry: bool, kind: str) -> None:
     every = np.arange(N)
     chosen = every if indices is None else np.asarray(every[indices])
     fits = OBS.n_genes.to_numpy() > 400
@@ -282,7 +282,7 @@ def test_of_the_indices_of_a_strategy_those_are_kept_that_fit(indices: Any, per_
         assert len(set(got)) > 0.9 * len(set(kept[kept % 3 > 0]))
 
 
-def test_a_filter_that_leaves_nothing_or_has_nothing_to_look_at_is_refused() -> None:
+def test_a_filter_without_matches_or_without_obs_is_refused() -> None:
     with pytest.raises(InputError, match="none of the 120 rows"):
         dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter="n_genes < 0")
     with pytest.raises(InputError, match="filter='n_genes < 0' needs obs, which this collection does not have"):
@@ -307,7 +307,7 @@ def test_a_state_of_another_filter_does_not_fit() -> None:
         second.load_state_dict(first.state_dict())
 
 
-def test_pieces_of_a_table_say_what_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_table_give_the_same_result_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     obs = pd.DataFrame(
         {

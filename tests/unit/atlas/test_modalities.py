@@ -278,7 +278,7 @@ def test_describe_takes_modalities_that_are_open() -> None:
 
 
 @pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
-def test_columns_and_obsm_that_only_a_mudata_itself_has_are_there(tmp_path: Path, kind: str) -> None:
+def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kind: str) -> None:
     own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}
     path = store(tmp_path, "h5mu" if kind == "memory" else kind, own)
     given: Any = path

@@ -130,7 +130,7 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_what_looks_at_every_row_takes_few_bytes_of_each(
+def test_passes_over_every_row_take_few_bytes_per_row(
     name: str, path_of: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Behave as for atlases whose row offsets are too large to be kept in memory.

@@ -75,7 +75,7 @@ def test_no_group_is_in_two_parts_and_none_is_over_by_more_than_the_largest(
 
 
 @given(n_donors=st.integers(20, 80), seed=st.integers(0, 2**64 - 1))
-def test_by_deals_values_and_not_rows(n_donors: int, seed: int) -> None:
+def test_by_distributes_values_and_not_rows(n_donors: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     # Most rows belong to one donor, which still counts as one.
     donors = np.concatenate([np.arange(n_donors), np.zeros(2000, dtype=int), rng.integers(0, n_donors, 300)])
@@ -226,7 +226,7 @@ class _Untouched:
         ({"stratify": {"kind": 1}}, "stratify="),
     ],
 )
-def test_an_argument_that_is_none_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
+def test_an_invalid_argument_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
         dasksc.split(_Untouched(), **wrong)
 

@@ -64,7 +64,7 @@ def test_the_error_of_a_job_comes_in_its_turn_and_ends_the_rest(n_threads: int) 
     assert not gather_threads()
 
 
-def test_no_more_is_made_than_was_asked_for() -> None:
+def test_no_more_is_computed_than_was_requested() -> None:
     handed_out = 0
 
     def jobs() -> Iterator[Callable[[], int]]:
@@ -78,7 +78,7 @@ def test_no_more_is_made_than_was_asked_for() -> None:
         assert handed_out <= taken + 5
 
 
-def test_a_job_that_is_not_ready_is_asked_for_only_when_nothing_else_is_left() -> None:
+def test_a_job_that_is_not_ready_is_requested_only_when_no_other_remains() -> None:
     asked: list[int] = []
 
     def jobs() -> Iterator[Callable[[], int]]:
@@ -149,7 +149,7 @@ def test_closing_ends_the_threads_and_drops_what_has_not_begun() -> None:
     assert not gather_threads()
 
 
-def test_results_that_were_taken_are_held_by_nobody() -> None:
+def test_consumed_results_are_not_referenced() -> None:
     class Result:
         pass
 
@@ -162,7 +162,7 @@ def test_results_that_were_taken_are_held_by_nobody() -> None:
     assert not any(one() for one in held)
 
 
-def test_an_error_that_nobody_takes_holds_nothing() -> None:
+def test_an_error_that_is_never_raised_holds_no_reference() -> None:
     class Held:
         pass
 

@@ -86,7 +86,7 @@ def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None
     assert told.splitlines()[-1] == "dasksc: stopped by Ctrl-C."
 
 
-def test_it_tells_its_version() -> None:
+def test_the_command_prints_its_version() -> None:
     shown = CliRunner().invoke(cli.group, ["--version"])
     assert shown.exit_code == 0
     assert shown.output.startswith("dasksc, version ")

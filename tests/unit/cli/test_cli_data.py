@@ -111,7 +111,7 @@ def test_info_names_codecs_and_says_what_to_do(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
-def test_info_tells_of_a_file_url_what_it_tells_of_the_path(folder: Path, name: str) -> None:
+def test_info_shows_the_same_for_a_file_url_and_its_path(folder: Path, name: str) -> None:
     path = run_json("info", folder / name, "--seconds", 0)
     url = run_json("info", f"file://{folder / name}", "--seconds", 0)
     assert matrices(path)
@@ -122,7 +122,7 @@ def test_info_tells_of_a_file_url_what_it_tells_of_the_path(folder: Path, name: 
 
 
 @pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
-def test_info_tells_of_what_is_on_a_web_server_what_can_be_known(folder: Path, name: str) -> None:
+def test_info_shows_what_can_be_known_of_an_atlas_on_a_web_server(folder: Path, name: str) -> None:
     pytest.importorskip("obstore")
     expected = matrices(run_json("info", folder / name, "--seconds", 0))
     with serving(folder) as server:
@@ -146,7 +146,7 @@ def shows_slow_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", [[], ["--group-by", "cell_type"], ["--order", "keep"]])
-def test_info_advises_to_shuffle_cells_but_those_that_are_shuffled(
+def test_info_recommends_shuffling_unless_cells_are_shuffled(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
 ) -> None:
     run("convert", folder / "plain.h5ad", tmp_path / "out.zarr", *how)
@@ -217,7 +217,7 @@ def test_check_takes_strategies_filters_and_workers(folder: Path) -> None:
     assert run_json("check", path, "--fetch-factor", 0)["fetch_size"] > 64 * 16
 
 
-def test_check_exits_with_what_happened(folder: Path) -> None:
+def test_check_exits_with_a_status(folder: Path) -> None:
     path = folder / "plain.h5ad"
     dropping = ["check", path, "--batch-size", 250, "--drop-last"]
     assert "warning: " in run(*dropping).output
@@ -306,7 +306,7 @@ def test_bench_reads_batches_as_they_are_asked_for(folder: Path, monkeypatch: py
     assert len(made[0]) == 16
 
 
-def test_what_a_url_keeps_secret_is_printed_by_no_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_command_prints_secrets_of_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setattr(bench, "rate_of", lambda _, seconds, **named: Rate(rows_per_s=1.0, first_batch_s=1.0, **named))
     with serving(folder) as server:
@@ -349,7 +349,7 @@ def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     assert run_json("bench", cite, *small())["rows_per_s"] > 0
 
 
-def test_what_no_command_does_with_several_modalities_is_told_without_python(cite: Path, folder: Path) -> None:
+def test_unsupported_options_for_several_modalities_are_reported_without_python_code(cite: Path, folder: Path) -> None:
     for arguments, says in (
         (["suggest", cite], "a single matrix.*dasksc check"),
         (["check", cite, folder / "plain.h5ad"], "cite.h5mu contains several modalities.*Give only this path"),
@@ -402,7 +402,7 @@ def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
     assert "has no value" in run("check", one, "--storage-option", "region", exit_code=2).stderr
 
 
-def test_what_a_command_may_not_read_is_told_with_the_options_of_commands(folder: Path) -> None:
+def test_denied_reads_are_reported_with_command_line_options(folder: Path) -> None:
     pytest.importorskip("obstore")
     with serving(folder) as server:
         server.faults.status = lambda number: 403
@@ -427,7 +427,7 @@ def test_info_says_once_that_names_repeat(tmp_path, caplog):
     ]
 
 
-def test_what_is_stored_by_columns_is_to_be_converted(tmp_path, caplog):
+def test_conversion_is_recommended_for_matrices_stored_by_columns(tmp_path, caplog):
     path = tmp_path / "columns.h5ad"
     AnnData(sp.csc_matrix(np.ones((30, 3), dtype=np.float32))).write_h5ad(path)
     found = dasksc.describe(path, seconds=0)

@@ -56,7 +56,7 @@ def few_columns(n_obs: int, n_vars: int, **options: Any) -> ad.AnnData:
 # Each format and each layout of X; the layers include both layouts.
 @pytest.mark.parametrize(("format", "layout"), [("h5ad", "csr"), ("zarr2", "dense"), ("zarr3", "csr")])
 @pytest.mark.usefixtures("small_parts")
-def test_every_cell_is_there_once_with_all_that_belongs_to_it(tmp_path, format, layout):
+def test_every_cell_is_converted_once_with_all_its_data(tmp_path, format, layout):
     source = make_adata(60, 17, layout=layout)
     path = write_store(source, tmp_path, format)
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
@@ -73,7 +73,7 @@ def test_every_cell_is_there_once_with_all_that_belongs_to_it(tmp_path, format, 
     assert np.array_equal(dense(opened.layers["scaled"].compute()), dense(written.layers["scaled"]))
 
 
-def test_the_order_is_of_the_seed_and_no_two_seeds_agree(tmp_path):
+def test_the_order_depends_on_the_seed(tmp_path):
     source = few_columns(60, 17)
     orders = []
     for i, seed in enumerate([0, 0, 1]):
@@ -108,7 +108,7 @@ def test_groups_are_together_in_the_order_of_their_categories(tmp_path, order):
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.usefixtures("small_parts")
-def test_a_shuffle_by_way_of_runs_is_the_same_shuffle(tmp_path, monkeypatch, layout, compression):
+def test_a_shuffle_through_runs_is_the_same_shuffle(tmp_path, monkeypatch, layout, compression):
     source = few_columns(60, 17, layout=layout)
     path = tmp_path / "atlas.h5ad"
     source.write_h5ad(path, compression=compression)
@@ -130,7 +130,7 @@ def _recording(function: Any, results: list[Any]) -> Any:
     return call
 
 
-def test_compressed_files_go_by_way_of_runs_and_mapped_ones_do_not(tmp_path):
+def test_compressed_files_are_shuffled_through_runs_and_mapped_ones_are_not(tmp_path):
     source = few_columns(60, 17)
     for compression, expected in (("gzip", True), (None, False)):
         source.write_h5ad(tmp_path / "atlas.h5ad", compression=compression)
@@ -194,9 +194,7 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
         ("int64", [2**62, 2**61, -1], "int64"),
     ],
 )
-def test_values_at_one_place_are_added_up_before_they_are_narrowed(
-    tmp_path, stored, values, written, compression, narrow
-):
+def test_duplicates_are_summed_before_they_are_narrowed(tmp_path, stored, values, written, compression, narrow):
     # Row 0 has two values in column 3; the columns of row 1 are not sorted.
     data = np.array([*values[:2], values[2], 1, 2], dtype=stored)
     X = sp.csr_matrix((data, np.array([3, 3, 5, 4, 1]), np.array([0, 2, 3, 5])), shape=(3, 10))
@@ -213,7 +211,7 @@ def test_values_at_one_place_are_added_up_before_they_are_narrowed(
     np.testing.assert_array_equal(got.X.toarray().astype(object), expected)
 
 
-def test_sums_of_values_at_one_place_that_no_type_of_theirs_holds_are_refused(tmp_path):
+def test_sums_of_duplicates_that_their_type_cannot_hold_are_refused(tmp_path):
     for stored, values in (("int8", [-100, -100]), ("float32", [3e38, 3e38])):
         X = sp.csr_matrix((np.array(values, dtype=stored), np.array([1, 1]), np.array([0, 2])), shape=(1, 3))
         source = ad.AnnData(X=X, obs=pd.DataFrame(index=["a"]))
@@ -435,7 +433,7 @@ def test_lazy_array_code_is_computed_on_the_way(tmp_path):
     assert np.array_equal(dense(written.X), np.log1p(dense(source.X))[order_of(written, source)])
 
 
-def test_it_runs_on_a_cluster(tmp_path, in_process_client):
+def test_a_conversion_runs_on_a_cluster(tmp_path, in_process_client):
     source = few_columns(60, 17)
     path = write_store(source, tmp_path, "h5ad")
     dasksc.convert(path, tmp_path / "threads.zarr", scheduler="threads")
@@ -447,7 +445,7 @@ def test_it_runs_on_a_cluster(tmp_path, in_process_client):
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
-def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
+def test_a_conversion_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
     # Create many tasks of each kind, including those of Staging, whose sizes are sent to the workers.
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     source = few_columns(60, 17)
@@ -468,7 +466,7 @@ def test_it_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_proces
     assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "threads.zarr")
 
 
-def test_what_a_cluster_began_threads_go_on_with(tmp_path, monkeypatch, two_process_client, gzipped):
+def test_threads_resume_what_a_cluster_began(tmp_path, monkeypatch, two_process_client, gzipped):
     with monkeypatch.context() as patched:
         patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -480,7 +478,7 @@ def test_what_a_cluster_began_threads_go_on_with(tmp_path, monkeypatch, two_proc
 
 
 @pytest.mark.parametrize("with_cache", [False, True])
-def test_what_is_behind_a_url_is_read_in_runs(tmp_path, monkeypatch, with_cache, s3):
+def test_atlases_at_urls_are_read_in_runs(tmp_path, monkeypatch, with_cache, s3):
     pytest.importorskip("obstore", reason="URLs are read through obstore")
     source = few_columns(60, 17)
     write_store(source, tmp_path, "h5ad")
@@ -513,7 +511,7 @@ def gzipped(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_is_written_is_not_written_again(tmp_path, gzipped, monkeypatch):
+def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     written: list[Path] = []
     write_chunk = shards.ShardWriter._write_chunk
 
@@ -556,7 +554,7 @@ def test_ctrl_c_says_how_to_resume(tmp_path, gzipped, monkeypatch):
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
 
 
-def test_a_killed_conversion_is_gone_on_with_once_its_process_is_gone(tmp_path, gzipped, monkeypatch):
+def test_a_killed_conversion_can_be_resumed_once_its_process_has_ended(tmp_path, gzipped, monkeypatch):
     program = (
         "import sys, time, dasksc; from dasksc.conversion import converting\n"
         "def stay(*args):\n    print('shards are written', flush=True); time.sleep(600)\n"
@@ -601,7 +599,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     assert folder.exists()
 
 
-def test_of_a_target_that_is_a_link_the_link_is_replaced(tmp_path, gzipped):
+def test_a_target_that_is_a_link_is_replaced_and_not_followed(tmp_path, gzipped):
     elsewhere, target = tmp_path / "elsewhere.zarr", tmp_path / "out.zarr"
     dasksc.convert(gzipped, elsewhere, order="keep")
     before = contents(elsewhere)
@@ -616,7 +614,7 @@ def test_of_a_target_that_is_a_link_the_link_is_replaced(tmp_path, gzipped):
         dasksc.convert(gzipped, dangling)
 
 
-def test_what_appears_at_the_target_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, monkeypatch):
+def test_a_target_created_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, monkeypatch):
     target, other = tmp_path / "out.zarr", tmp_path / "other.zarr"
     dasksc.convert(gzipped, other, order="keep")
     before = contents(other)
@@ -657,7 +655,7 @@ def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(t
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")
-def test_nor_is_it_gone_on_with_by_other_arguments(tmp_path, monkeypatch):
+def test_an_unfinished_conversion_is_not_resumed_with_other_arguments(tmp_path, monkeypatch):
     for name in "ab":
         small(3, kind=list("xyx")).write_h5ad(tmp_path / f"{name}.h5ad")
     data, target = [tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr"
@@ -738,7 +736,7 @@ def plates(tmp_path, monkeypatch):
         {"a": "file://{}/plates/plate1.zarr"},
     ],
 )
-def test_nor_may_it_be_one_of_several_however_they_are_named(tmp_path, plates, data):
+def test_a_target_may_not_be_one_of_several_inputs_however_they_are_named(tmp_path, plates, data):
     (tmp_path / "link.zarr").symlink_to(plates / "plate1.zarr")
 
     def named(one: Any) -> Any:
@@ -756,7 +754,7 @@ def test_nor_may_it_be_one_of_several_however_they_are_named(tmp_path, plates, d
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")
-def test_nor_may_it_be_what_an_opened_atlas_is_read_from(tmp_path, plates):
+def test_a_target_may_not_be_the_file_of_an_open_atlas(tmp_path, plates):
     import dask.array as da
 
     store = plates / "plate1.zarr"
@@ -771,7 +769,7 @@ def test_nor_may_it_be_what_an_opened_atlas_is_read_from(tmp_path, plates):
     dasksc.convert(read(store), store, overwrite=True)
 
 
-def test_nor_may_an_input_lie_in_it(tmp_path):
+def test_an_input_may_not_lie_inside_the_target(tmp_path):
     collection = tmp_path / "all.zarr"
     zarr.open_group(collection, mode="w", zarr_format=3)
     write_store(small(3), tmp_path, "zarr3", name="one").rename(collection / "dataset_0")
@@ -856,7 +854,7 @@ def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("target", [3, None, b"out.zarr", "/"])
-def test_a_target_that_is_no_path_of_a_directory_is_told(target):
+def test_a_target_that_is_not_the_path_of_a_directory_is_refused(target):
     with pytest.raises(InputError, match="target=.*give the path of the directory to write"):
         dasksc.convert(small(3), target)
 
@@ -867,7 +865,7 @@ def test_a_target_that_is_named_like_a_file_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_progress_without_tqdm_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_progress_without_tqdm_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     with pytest.raises(InputError, match="progress=True needs tqdm: pip install tqdm"):
@@ -902,7 +900,7 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
 
 # The kind of damage and the verification of the second run do not interact, so each value occurs at least once.
 @pytest.mark.parametrize(("what", "verify"), [("shard", True), ("scan", False), ("table", True)])
-def test_after_a_verification_that_failed_the_same_call_begins_anew(tmp_path, gzipped, monkeypatch, verify, what):
+def test_the_same_call_starts_over_after_a_failed_verification(tmp_path, gzipped, monkeypatch, verify, what):
     from dasksc.conversion import tables
 
     append, describe = shards.ShardWriter.append, scanning.described
@@ -1111,7 +1109,7 @@ def test_a_folder_or_pattern_of_one_file_is_that_file(tmp_path, pattern):
     assert dict(written.uns) == {"source": "here"}
 
 
-def test_the_command_tells_a_seed_that_is_none_and_leaves_nothing_behind(tmp_path):
+def test_the_command_refuses_an_invalid_seed_and_leaves_nothing_behind(tmp_path):
     small(3).write_h5ad(tmp_path / "a.h5ad")
     command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "out.zarr")]
     shown = CliRunner().invoke(cli.group, [*command, "--seed", "-1"])

@@ -78,7 +78,7 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
 
 
 @pytest.mark.parametrize("how", ["given", "refused", "missing"])
-def test_space_is_taken_before_a_file_is_mapped(small_disk, monkeypatch, how):
+def test_space_is_reserved_before_a_file_is_mapped(small_disk, monkeypatch, how):
     disk, _ = small_disk
 
     def refused(*_):

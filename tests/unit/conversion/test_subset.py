@@ -157,7 +157,7 @@ def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad
     assert list(found.var_names) == ["gene4", "none", "gene2"]
 
 
-def test_what_cannot_follow_is_named(tmp_path: Path, adata: ad.AnnData) -> None:
+def test_arrays_that_cannot_follow_the_genes_are_named(tmp_path: Path, adata: ad.AnnData) -> None:
     path = write_store(adata, tmp_path, "h5ad")
     report = dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "new"], genes_missing="zero")
     assert "varm/loadings" in report.left_out
@@ -190,7 +190,7 @@ def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense(found.X), expected[kept])
 
 
-def test_a_filter_that_holds_nowhere_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
+def test_a_filter_that_selects_no_cells_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
     path = write_store(adata, tmp_path, "h5ad")
     with pytest.raises(InputError, match=r"filter='int64 > 1000' matches none of the 60 cells"):
         dasksc.convert(path, tmp_path / "a.zarr", filter="int64 > 1000")
@@ -233,7 +233,7 @@ def test_the_target_may_not_be_the_input_of_a_subset(tmp_path: Path, adata: ad.A
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_summed_rows_take_what_their_matrix_says(tmp_path: Path, adata: ad.AnnData, layout: str) -> None:
+def test_summed_rows_take_the_memory_that_their_matrix_states(tmp_path: Path, adata: ad.AnnData, layout: str) -> None:
     adata.X = adata.X if layout == "csr" else adata.X.toarray()
     path = write_store(adata, tmp_path, "h5ad")
     columns = Columns(np.array([1, 2, 8]), 17, np.array([1, 0, 0]), 3)

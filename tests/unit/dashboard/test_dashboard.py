@@ -98,7 +98,7 @@ def test_the_page_is_there_before_any_rank_has_reported(cluster):
     assert loaders(cluster) == []
 
 
-def test_what_a_rank_reports_is_what_its_stats_say(cluster, client, atlas):
+def test_reports_of_a_rank_equal_its_stats(cluster, client, atlas):
     dashboard.install(client)
     data = dataset(atlas, client, rank=1, world_size=2)
     seen: list[int] = []
@@ -245,7 +245,7 @@ def test_the_link_leads_to_the_page_wherever_the_dashboard_listens():
                 assert "No rank has reported yet" in served(dashboard.install(target))
 
 
-def test_a_link_of_the_sites_own_is_kept(cluster, client):
+def test_the_dashboard_link_of_a_site_is_kept(cluster, client):
     with dask.config.set({"distributed.dashboard.link": "https://hub/user/me/proxy/{port}/status"}):
         assert dashboard.install(client) == f"https://hub/user/me/proxy/{cluster.scheduler.http_server.port}/loader"
 
@@ -375,7 +375,7 @@ def test_a_client_with_ever_new_data_sets_does_not_fill_the_scheduler():
     assert "0" not in keys
 
 
-def test_rates_are_of_the_time_between_two_reports_and_start_anew_with_an_epoch():
+def test_rates_cover_the_time_between_two_reports_and_restart_with_each_epoch():
     page = page_by_itself("here")
     page.report("here", report_of("a", n_rows=100, clock_s=1.0, waited_s=1.0))
     page.report("here", report_of("a", n_rows=400, clock_s=3.0, waited_s=1.5))

@@ -116,7 +116,7 @@ def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
     assert has_begun.is_set()
 
 
-def test_nothing_waits_for_ever_for_a_rank_that_takes_nothing_nor_all_begin_at_once(
+def test_fetches_do_not_wait_forever_for_an_idle_rank_and_begin_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory_admission, "_PATIENCE_S", 0.5)
@@ -142,7 +142,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_what_is_not_wanted_any_more_does_not_wait() -> None:
+def test_fetches_that_are_no_longer_needed_do_not_wait() -> None:
     worker = Worker()
     admission = MemoryAdmission(worker)
     unsent = run(admission, lambda: Result(100))
@@ -173,7 +173,7 @@ def test_without_a_limit_there_is_always_room() -> None:
 
 @pytest.mark.parametrize(("spill", "pause"), [(False, False), (0.7, False), (False, 0.7), (0.9, 0.7)])
 @pytest.mark.parametrize("target", [False, 0.6])
-def test_less_counts_than_a_worker_is_stopped_at(
+def test_fetches_wait_below_the_limits_at_which_dask_stops_a_worker(
     target: float | bool, spill: float | bool, pause: float | bool
 ) -> None:
     worker = Worker(target=target, spill=spill, pause=pause)

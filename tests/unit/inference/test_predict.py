@@ -170,7 +170,7 @@ def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
     assert sum(report.n_predicted for report in reports) == N_OBS
 
 
-def test_the_last_of_ranks_at_work_together_publishes(atlas, tmp_path):
+def test_the_last_of_several_concurrent_ranks_publishes(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
     # Open the atlas once, because AnnData's warnings cannot be suppressed in several threads at a time.
     adata = dasksc.open(atlas)
@@ -192,7 +192,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("n_batches", [0, 1, 2, 3, 7, 24, 25])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_missing_is_done_by_any_number_of_ranks(atlas, tmp_path, n_batches, world_size):
+def test_missing_units_are_predicted_by_any_number_of_ranks(atlas, tmp_path, n_batches, world_size):
     model, out = Embedder(), tmp_path / "emb.zarr"
     n_called = 0
 
@@ -212,7 +212,7 @@ def test_what_is_missing_is_done_by_any_number_of_ranks(atlas, tmp_path, n_batch
     assert np.array_equal(read(out).obsm["X_emb"], plain(model, atlas))
 
 
-def test_the_same_again_does_nothing(atlas, tmp_path):
+def test_repeating_a_completed_call_does_nothing(atlas, tmp_path):
     model = Embedder()
     first = predict(model, atlas, tmp_path / "emb.zarr")
     again = predict(Embedder(), atlas, tmp_path / "emb.zarr")
@@ -423,7 +423,7 @@ def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, 
         (lambda x: x[:, : 1 + int(len(x) == 3)], InputError, "same names, widths and types"),
     ],
 )
-def test_what_a_model_may_not_return_is_named(atlas, tmp_path, returned, error, message):
+def test_invalid_outputs_of_a_model_are_named(atlas, tmp_path, returned, error, message):
     with pytest.raises(error, match=message):
         predict(returned, atlas, tmp_path / "emb.zarr")
     assert not (tmp_path / "emb.zarr").exists()

@@ -126,7 +126,7 @@ def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
     assert np.array_equal(written.obsm["b"], written.obsm["a"] + 1)
 
 
-def test_numbers_of_more_than_64_bits_and_devices_that_are_none_are_refused(atlas, tmp_path):
+def test_numbers_of_more_than_64_bits_and_invalid_devices_are_refused(atlas, tmp_path):
     with pytest.raises(InputError, match="at most 64 bits"):
         predict(lambda batch: two(batch).numpy().astype(np.longdouble), atlas, tmp_path / "emb.zarr")
     with pytest.raises(InputError, match="device='cud' is not a device"):
@@ -224,7 +224,7 @@ def test_a_second_key_for_a_file_is_refused_while_the_first_is_unfinished(atlas,
     assert entries(tmp_path) == ["atlas.h5ad"]
 
 
-def test_work_without_a_complete_unit_is_in_nobodys_way(atlas, tmp_path):
+def test_a_run_without_a_complete_unit_does_not_block_others(atlas, tmp_path):
     model = torch.nn.Linear(17, 2)
     model.register_forward_hook(stopped(1))
     with pytest.raises(Stopped):

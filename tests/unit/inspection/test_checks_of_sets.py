@@ -80,7 +80,7 @@ def test_more_ranks_than_sets_are_warned_of_as_sets() -> None:
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_what_is_read_over_the_network_in_vain_is_of_runs_not_of_sets(is_sorted: bool) -> None:
+def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorted: bool) -> None:
     data = dataset(screen(is_sorted=is_sorted), set_size=64, batch_size=64)
     plan = data.plan(0)
     run_rows = 8 if is_sorted else 1

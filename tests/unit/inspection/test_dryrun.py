@@ -48,7 +48,7 @@ def dataset(data, strategy=None, **options) -> scDataset:
         (4, True, False),
     ],
 )
-def test_it_says_what_every_rank_then_yields(path, world_size, equal_ranks, drop_last):
+def test_the_report_equals_what_every_rank_yields(path, world_size, equal_ranks, drop_last):
     sizes = {"equal_ranks": equal_ranks, "drop_last": drop_last}
     found = dasksc.check(dataset(path, **sizes), world_size=world_size)
     assert found.world_size == world_size
@@ -103,7 +103,7 @@ def test_the_class_mix_is_that_of_the_epoch(path):
         ({"obs": ["cell_type", "text"]}, "text", "text"),
     ],
 )
-def test_the_labels_are_those_asked_for_or_the_first_that_are_labels(path, options, label_key, named):
+def test_the_labels_are_the_requested_column_or_the_first_with_labels(path, options, label_key, named):
     found = dasksc.check(dataset(path, **options), label_key=label_key)
     assert found.label_key == named
     assert bool(found.classes) is (named is not None)

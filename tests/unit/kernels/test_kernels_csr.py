@@ -249,7 +249,7 @@ def test_merged_rows_ascend_and_hold_the_sums(
 
 
 @pytest.mark.parametrize("row", [[0, 2, 2, 5], [0, 5, 2]], ids=["repeats", "descends"])
-def test_rows_whose_columns_do_not_ascend_end_the_kernels_that_need_that(row: list[int]) -> None:
+def test_kernels_that_need_ascending_columns_stop_at_rows_without(row: list[int]) -> None:
     rows = [[1, 3], row]
     indices, values = np.array([1, 3, *row], dtype=np.int32), np.ones(2 + len(row), dtype=np.float32)
     where, likes = where_of(rows, values, indices), (values[:0], indices[:0])
@@ -287,7 +287,7 @@ def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift:
     np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
 
 
-def test_columns_from_nowhere_are_filled_and_columns_of_zeros_are_zero() -> None:
+def test_missing_columns_are_filled_and_columns_of_zeros_are_zero() -> None:
     dense = np.arange(1.0, 13.0).reshape(3, 4)
     rows_at = (address(dense.view(np.uint8).ravel()) + np.arange(3) * 32).astype(np.uint64)
     sources = np.array([[3, kernels.NOWHERE, kernels.ZERO], [kernels.ZERO, 0, kernels.NOWHERE]])

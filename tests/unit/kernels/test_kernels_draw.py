@@ -248,7 +248,7 @@ def test_twin_of_single_draws(kind: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["in order", "singly"])
-def test_twin_of_draws_never_fall_on_what_has_no_weight(kernel: str) -> None:
+def test_draws_never_fall_on_rows_without_weight(kernel: str) -> None:
     for rows in ([0], [63], [64], [199], [0, 199], [5, 64, 130]):
         weights = np.zeros(200)
         weights[rows] = [5e-324, 1.0, 1e300][: len(rows)]

@@ -88,7 +88,7 @@ def test_seen_repeated_and_left_out_add_up_to_the_epoch(log, world_size, equal_r
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_is_left_early_is_counted_but_not_told_as_if_whole(log, num_workers):
+def test_an_epoch_that_stops_early_is_counted_but_not_logged_as_complete(log, num_workers):
     one = dataset()
     for _ in islice(loaded(one, num_workers), 2):
         pass
@@ -112,7 +112,7 @@ def test_the_line_of_a_pass_begins_with_its_title(caplog):
     ]
 
 
-def test_a_resumed_epoch_tells_what_came_before(log):
+def test_a_resumed_epoch_logs_what_came_before(log):
     one = dataset()
     list(islice(iter(one), 7))
     other = dataset()
@@ -170,7 +170,7 @@ def test_every_strategy_is_accounted_for(strategy):
         for j, num_workers in enumerate([0, 1, 2, 5])
     ],
 )
-def test_the_length_of_a_loader_is_what_it_yields_and_torch_has_nothing_to_say(n_obs, drop_last, num_workers):
+def test_the_length_of_a_loader_is_what_it_yields_and_torch_does_not_warn(n_obs, drop_last, num_workers):
     one = scDataset(np.arange(n_obs), BlockShuffling(4), 5, 2, drop_last, seed=0)
     loader = loaded(one, num_workers)
     with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def test_the_length_of_a_loader_is_what_it_yields_and_torch_has_nothing_to_say(n
             assert len(list(loader)) == len(loader) == len(one)
 
 
-def test_workers_without_a_limit_to_tell_are_added_up() -> None:
+def test_accounts_of_workers_without_a_limit_are_summed() -> None:
     plan = EpochStats().report()
     assert plan["limit_bytes"] is None
     total = merged([plan, plan | {"n_rows": 3, "limit_bytes": 7}])

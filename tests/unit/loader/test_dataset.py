@@ -482,7 +482,7 @@ def test_stats_tell_where_the_time_of_fetches_goes(tmp_path, compression, schedu
     assert stats["transfer_s"] == 0
 
 
-def test_stats_of_an_epoch_that_goes_on_tell_what_is_left(path):
+def test_stats_of_a_resumed_epoch_count_its_rest(path):
     one = dataset(path)
     list(islice(one, 5))
     assert (one.stats()["n_batches"], one.stats()["n_batches_left"]) == (5, len(one) - 5)
@@ -739,7 +739,7 @@ def _row_of(adata):
     return torch.tensor(adata.n_obs)
 
 
-def test_what_is_not_in_a_batch_or_among_the_labels_is_said_with_what_is(path):
+def test_missing_keys_of_a_batch_or_its_labels_are_reported_with_the_existing_ones(path):
     one = dataset(path, obs=["cell_type", "int8"])
     batch = next(iter(one))
     for held, key in (
@@ -758,7 +758,7 @@ def test_what_is_not_in_a_batch_or_among_the_labels_is_said_with_what_is(path):
         batch.obs["plate"]
 
 
-def test_labels_that_were_not_asked_for_are_read_when_somebody_asks_for_their_mix(path):
+def test_labels_that_were_not_requested_are_read_when_their_mix_is_requested(path):
     expected = dasksc.diversity(dataset(path, obs=["cell_type"]), "cell_type")
     for data in (path, [path], dasksc.open(path)):
         one = dataset(data)

@@ -29,7 +29,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Reduce PyTorch's interval of 5 s at which a failed worker checks for its exit, and for which a loader waits."""
+    """Shorten the interval of 5 s at which PyTorch's loader and its failed workers check each other's status."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
     yield
     gc.collect()  # collect the loader, which the error references
@@ -58,7 +58,7 @@ def test_a_hook_that_raises_is_reported_with_its_batch_and_rows(hook, num_worker
     assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in told
 
 
-def test_of_a_large_batch_the_first_rows_are_told():
+def test_the_error_lists_the_first_rows_of_a_large_batch():
     def broken(batch):
         raise ZeroDivisionError("mine")
 

@@ -43,7 +43,7 @@ def test_a_missing_path(path):
     refuse(MissingPathError, r"nothing at .*missing\.h5ad", path.with_name("missing.h5ad"))
 
 
-def test_a_misspelt_path_is_told_what_lies_near(path):
+def test_a_misspelled_path_is_reported_with_similar_names(path):
     refuse(MissingPathError, "near it: atlas.h5ad", path.with_name("atlass.h5ad"))
 
 
@@ -156,7 +156,7 @@ def test_strategies_that_do_not_fit(path, strategy, match):
     assert not reads.of("X/")
 
 
-def test_a_strategy_that_is_none(path):
+def test_an_object_that_is_not_a_strategy(path):
     with pytest.raises(InputError, match="such as dasksc.BlockShuffling"):
         scDataset(path, None, 8)
 

@@ -65,7 +65,7 @@ def through_json(state):
     return json.loads(json.dumps(state))
 
 
-def test_after_a_resumed_epoch_the_epochs_go_on_as_if_never_broken():
+def test_epochs_after_a_resumed_one_equal_those_of_an_uninterrupted_run():
     unbroken = dataset()
     epochs = [[batch.tolist() for batch in unbroken] for _ in range(3)]
     broken = dataset()

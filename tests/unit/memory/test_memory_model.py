@@ -67,14 +67,14 @@ def test_pages_of_a_small_file_are_not_counted_several_times() -> None:
     ("mib", "unmapped", "depth", "fits"),
     [(4096, set(), 4, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
 )
-def test_less_memory_is_read_then_less_at_a_time_and_at_last_does_not_fit(mib, unmapped, depth, fits) -> None:
+def test_with_less_memory_files_are_read_then_fetches_shrink_and_finally_do_not_fit(mib, unmapped, depth, fits) -> None:
     found = way(mib * MIB)
     assert found.unmapped == unmapped
     assert found.depth in depth if isinstance(depth, range) else found.depth == depth
     assert found.fits is fits
 
 
-def test_what_was_promised_holds_whatever_the_machine_has() -> None:
+def test_the_projection_holds_whatever_memory_the_machine_has() -> None:
     assert way(2**40, limit=300 * MIB).unmapped == set()
     assert way(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
     # The limit is below the size of the fetches, so X is mapped, with few fetches whose pages stay in the cache.

@@ -53,7 +53,7 @@ def test_without_control_groups_the_machine_sets_the_limit(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("narrowest", ["", "slurm", "slurm/job_7", "slurm/job_7/step_0"])
-def test_of_version_1_every_ancestor_counts(tmp_path: Path, narrowest: str) -> None:
+def test_in_version_1_every_ancestor_counts(tmp_path: Path, narrowest: str) -> None:
     machine(tmp_path)
     groups = dict.fromkeys(["", "slurm", "slurm/job_7", "slurm/job_7/step_0"], NO_LIMIT)
     version_1(tmp_path, groups | {"slurm": 8 * GIB} | {narrowest: 2 * GIB}, own="/slurm/job_7/step_0")
@@ -76,9 +76,7 @@ def test_a_group_whose_name_begins_like_that_of_the_mount_is_no_part_of_it(tmp_p
 
 
 @pytest.mark.parametrize(("name", "other"), [("memory.max", "memory.high"), ("memory.high", "memory.max")])
-def test_of_version_2_the_narrower_of_both_limits_of_every_ancestor_counts(
-    tmp_path: Path, name: str, other: str
-) -> None:
+def test_in_version_2_the_lower_of_both_limits_of_every_ancestor_counts(tmp_path: Path, name: str, other: str) -> None:
     machine(tmp_path)
     groups = {"kubepods": {name: str(3 * GIB), other: "max"}, "kubepods/pod": {name: "max", other: str(5 * GIB)}}
     version_2(tmp_path, groups, own="/kubepods/pod")
@@ -87,7 +85,7 @@ def test_of_version_2_the_narrower_of_both_limits_of_every_ancestor_counts(
     assert limit.source.endswith(f"kubepods/{name}")
 
 
-def test_what_leaves_least_is_the_limit(tmp_path: Path) -> None:
+def test_the_limit_that_leaves_least_memory_counts(tmp_path: Path) -> None:
     machine(tmp_path, total=8 * GIB, available=GIB)
     version_1(tmp_path, {"": 2 * GIB}, own="/")
     assert memory_limit(tmp_path).source == "the memory of the machine"

@@ -85,7 +85,7 @@ def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("looks_always")
-def test_less_memory_is_followed_at_once_and_more_in_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lower_limit_applies_at_once_and_a_higher_one_in_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="dasksc.dataset")
     ways = iter([way(), way(depth=3), way(), way("X"), way("X", depth=2), way(), way(fits=False, depth=1)])
     one = Reading(lambda **_: next(ways), "atlas", lambda: 700 * MIB)
@@ -107,7 +107,7 @@ def test_the_limits_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) 
     assert {one.depth() for _ in range(100)} == {4}
 
 
-def test_what_is_forced_is_done_whatever_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_way_of_reading_is_used_whatever_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(2**40))
     sizes = {
         mmap: dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap=mmap, rank=0, world_size=1).projected_pages

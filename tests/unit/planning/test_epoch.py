@@ -93,7 +93,7 @@ def test_a_copy_outlives_the_first() -> None:
     assert [twin.advance(), twin.advance()] == [1, 2]
 
 
-def test_the_file_goes_with_the_counter_and_not_with_a_forked_child() -> None:
+def test_the_file_is_removed_with_the_counter_and_not_with_a_forked_child() -> None:
     counter = EpochCounter()
     path = counter._path
     child = get_context("fork").Process(target=gc.collect)
@@ -113,7 +113,7 @@ def test_the_file_goes_with_the_interpreter(tmp_path) -> None:
     assert not list(tmp_path.glob("dasksc-epoch-*"))
 
 
-def test_workers_that_go_on_with_a_pass_read_its_epoch_and_the_pass_after_it_the_next():
+def test_workers_that_resume_a_pass_read_its_epoch_and_the_next_pass_reads_the_next():
     counter = EpochCounter()
     counter.set(9)
     for worker in range(2):
@@ -161,7 +161,7 @@ def test_a_shorter_count_leaves_nothing_of_a_longer_one() -> None:
     assert counter.advance() == 3
 
 
-def test_what_workers_did_is_known_once_all_have_said_it() -> None:
+def test_the_work_of_workers_is_known_once_all_have_reported_it() -> None:
     counter = EpochCounter()
     assert counter.reports() is None
     assert [counter.join(11, worker, 2) for worker in (0, 1)] == [0, 0]

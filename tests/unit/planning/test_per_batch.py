@@ -226,7 +226,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
         ({"replace": False, "total_size": 60}, 30, r"needs 12 rows of class 5, which has 3; lower"),
     ],
 )
-def test_what_makes_no_whole_batches_is_refused(options: dict[str, Any], batch_size: int, message: str) -> None:
+def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any], batch_size: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_of(options=options, batch_size=batch_size)
 

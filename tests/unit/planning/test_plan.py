@@ -142,7 +142,7 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
 
 
 @given(**SIZES)
-def test_what_is_promised_of_batches_is_what_is_yielded(name: str, n: int, block_size: int, **sizes: Any) -> None:
+def test_batches_have_the_number_and_sizes_of_the_plan(name: str, n: int, block_size: int, **sizes: Any) -> None:
     ranks = ranks_of(plan_of(strategy_of(name, n, block_size), n, **sizes))
     lengths = [[len(batch) for batch in batches_of(rank)] for rank in ranks]
     for rank, of_rank in zip(ranks, lengths, strict=True):
@@ -162,7 +162,7 @@ def test_what_is_promised_of_batches_is_what_is_yielded(name: str, n: int, block
 
 
 @given(**SIZES)
-def test_any_fetch_is_the_same_computed_alone_elsewhere(name: str, n: int, block_size: int, **sizes: Any) -> None:
+def test_any_fetch_is_the_same_when_computed_alone_elsewhere(name: str, n: int, block_size: int, **sizes: Any) -> None:
     for rank in range(sizes["world_size"]):
         here = plan_of(strategy_of(name, n, block_size), n, rank=rank, **sizes)
         for k in reversed(range(here.n_fetches)):
@@ -245,7 +245,7 @@ def test_drop_last_leaves_every_row_out_as_often_as_any_other(
     assert np.abs(left_out / n_epochs - share).max() <= z * np.sqrt(share * (1 - share) / n_epochs)
 
 
-def test_the_row_too_many_is_not_always_that_of_the_short_block() -> None:
+def test_the_dropped_row_is_not_always_that_of_the_short_block() -> None:
     # After the full blocks, only the short block of one row remains, which cannot be divided between two ranks.
     left_out = []
     for epoch in range(900):

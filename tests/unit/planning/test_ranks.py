@@ -109,7 +109,7 @@ def test_ranks_in_different_epochs_stop_before_the_first_batch():
     assert "rank 0 reads epoch 0 and rank 1 reads epoch 5" in str(error)
 
 
-def test_a_rank_that_looks_at_a_batch_alone_is_noticed_by_the_other():
+def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
     both = Barrier(2)
 
     def act(rank, store):
@@ -128,7 +128,7 @@ def test_a_rank_that_looks_at_a_batch_alone_is_noticed_by_the_other():
 
 
 @pytest.mark.parametrize(("n_batches", "told"), [(3, "stopped it after 3"), (None, "read it to its end")])
-def test_a_rank_that_stops_elsewhere_is_warned_of_once(n_batches, told, caplog):
+def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, told, caplog):
     both = Barrier(2)
 
     def act(rank, store):
@@ -171,7 +171,7 @@ def test_data_sets_meet_in_the_order_in_which_each_rank_makes_them():
     assert on_ranks(2, act) == [22, 22]
 
 
-def test_groups_do_not_meet_each_others_notes():
+def test_groups_do_not_read_each_others_keys_in_the_store():
     def act(rank, store):
         one = rank_of(rank % 2, 2, store, group=f"group {rank // 2}")
         one.set_epoch(rank // 2)

@@ -90,13 +90,13 @@ def test_arguments_win_and_can_opt_out(monkeypatch):
     assert World.detect(world_size=8).rank == 3
 
 
-def test_a_world_without_a_rank_is_refused_where_nothing_tells_it():
+def test_a_world_size_without_a_rank_is_refused_if_no_launcher_sets_it():
     with pytest.raises(InputError, match="world_size=2 was given without rank="):
         World.detect(world_size=2)
     assert World.detect(world_size=1).rank == 0
 
 
-def test_what_is_no_number_is_named(monkeypatch):
+def test_variables_that_are_not_numbers_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match="RANK='first' and WORLD_SIZE='4' must be whole numbers"):
@@ -133,7 +133,7 @@ def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
     assert World.detect().world_size == 9
 
 
-def test_a_source_that_says_otherwise_is_logged_once_and_not_used(monkeypatch, caplog):
+def test_a_contradictory_source_is_logged_once_and_not_used(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "dasksc.world")
     for name, value in {**SLURM, "RANK": "5", "WORLD_SIZE": "7", "PMI_RANK": "5", "PMI_SIZE": "7"}.items():
         monkeypatch.setenv(name, value)
@@ -144,7 +144,7 @@ def test_a_source_that_says_otherwise_is_logged_once_and_not_used(monkeypatch, c
     ]
 
 
-def test_what_is_not_used_need_not_make_sense(monkeypatch):
+def test_unused_variables_may_be_invalid(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "first", "PMI_SIZE": "?"}.items():
         monkeypatch.setenv(name, value)
     assert World.detect().world_size == 2
@@ -155,7 +155,7 @@ def test_a_group_without_torch_distributed_is_refused():
         World.detect(group=object())
 
 
-def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch):
+def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
     dist = pytest.importorskip("torch.distributed")
     store = dist.HashStore()
 
@@ -176,7 +176,7 @@ def test_notes_of_processes_that_torchrun_has_restarted_are_not_met(monkeypatch)
     assert agreement(0).seed(5) == agreement(1).seed(6) == 5
 
 
-def test_the_process_group_is_left_when_its_threads_have_had_the_interpreter():
+def test_the_process_group_is_destroyed_after_its_threads_had_the_gil():
     distributed = pytest.importorskip("torch.distributed")
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     work_is_done, group_was_up = threading.Event(), []

@@ -49,7 +49,7 @@ def test_other_functions_are_left_as_they_are(function: Any) -> None:
     assert without_copies(function) is function
 
 
-def test_values_at_the_same_place_are_added_first() -> None:
+def test_duplicates_are_summed_first() -> None:
     result = without_copies(np.log1p)(unordered())
     same(result, np.log1p(unordered()))
     assert result[0, 3] == np.log1p(np.float32(4))
@@ -95,7 +95,7 @@ def test_scaling_in_place_stays_in_place() -> None:
 
 
 @pytest.mark.parametrize("change", ["eliminate_zeros", "sort_indices"])
-def test_what_is_shared_is_changed_by_nobody(change: str) -> None:
+def test_shared_arrays_are_never_changed(change: str) -> None:
     x = block()
     x.data[:3] = 0
     expected = x.copy()

@@ -299,7 +299,7 @@ def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) 
         np.testing.assert_allclose(rows_of(matrix, later), values[later], rtol=1e-6)
 
 
-def test_functions_that_numpy_vectorizes_over_blocks_are_not_believed() -> None:
+def test_functions_that_numpy_vectorizes_over_blocks_are_not_assumed_row_local() -> None:
     def code(function: Any) -> da.Array:
         return leaf("dense").map_blocks(function, dtype=float, meta=np.empty((0, 0)))
 
@@ -308,7 +308,7 @@ def test_functions_that_numpy_vectorizes_over_blocks_are_not_believed() -> None:
     assert type(matrix_of(code(np.vectorize(doubled, otypes=[float])))) is RowLocalMatrix
 
 
-def test_what_is_merely_believed_is_compared_with_one_whole_chunk_in_each_process(
+def test_assumed_row_local_code_is_compared_with_one_whole_chunk_in_each_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     array = leaf("dense", 13).map_blocks(np.sort, axis=1)
@@ -319,7 +319,7 @@ def test_what_is_merely_believed_is_compared_with_one_whole_chunk_in_each_proces
     assert matrix.cost.kept >= 3 * 13 * N_VARS * matrix.dtype.itemsize
 
 
-def test_known_code_is_believed_without_reading_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_code_is_accepted_without_reading_more(monkeypatch: pytest.MonkeyPatch) -> None:
     _, counts = read_rows(normalized(leaf("csr")), np.array([1, 17, 18, 40]), monkeypatch)
     assert counts == [4, 4, 4]
     assert matrix_of(normalized(leaf("csr"))).cost.kept == matrix_of(leaf("csr")).cost.kept
@@ -349,7 +349,7 @@ def test_strictly_only_known_and_declared_code_runs_on_rows(name: str, caplog: p
         assert "dasksc.row_local" in caplog.text
 
 
-def test_an_unknown_way_of_believing_is_refused() -> None:
+def test_an_unknown_value_of_array_code_is_refused() -> None:
     with (
         dask.config.set({"dasksc.array-code": "never"}),
         pytest.raises(InputError, match=r"array-code='never'.*'tried' or 'strict'"),
@@ -494,7 +494,7 @@ def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> Non
     np.testing.assert_allclose(rows_of(matrix, rows), array.compute(scheduler="synchronous"))
 
 
-def test_what_goes_in_in_another_place_is_not_computed_alike() -> None:
+def test_code_with_inputs_in_other_positions_is_not_computed_alike() -> None:
     x = leaf("dense", chunk_rows=10) + 1
     row = da.from_array(np.arange(1.0, N_VARS + 1), chunks=N_VARS)
     factors = da.from_array(SIZES[:, None], chunks=(10, 1))
@@ -740,7 +740,7 @@ def test_a_key_that_is_not_there_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError("a mistake"), TypeError("a mistake"), KeyError("a mistake")])
-def test_mistakes_in_following_a_graph_are_not_taken_for_odd_graphs(
+def test_bugs_of_the_compiler_are_not_taken_for_unsupported_graphs(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mistaken(*_: Any) -> None:

@@ -59,7 +59,7 @@ HOLDERS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
-def test_what_is_held_in_any_way_is_not_written_again(hold) -> None:
+def test_memory_that_is_referenced_in_any_way_is_not_reused(hold) -> None:
     with recycled():
         first = filled(1)
         address = first.ctypes.data
@@ -78,7 +78,7 @@ def test_other_types_and_near_sizes_use_the_same_memory() -> None:
         assert buffers.empty((2, 49_500), np.int32).ctypes.data == address
 
 
-def test_memory_is_recycled_only_while_somebody_wants_it() -> None:
+def test_memory_is_recycled_only_within_the_context() -> None:
     with recycled():
         filled(1)
         with recycled():
@@ -128,7 +128,7 @@ def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
     del later
 
 
-def test_what_outlives_the_epoch_keeps_its_values() -> None:
+def test_arrays_that_outlive_the_epoch_keep_their_values() -> None:
     with recycled():
         held = filled(1)
     with recycled():

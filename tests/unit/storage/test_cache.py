@@ -109,7 +109,7 @@ def umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
-def test_what_is_kept_is_of_its_user_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: Path) -> None:
     with umask(0):
         Object(1000).read(cache_in(tmp_path), 0, 1000)
     folder = tmp_path / "cache"
@@ -254,7 +254,7 @@ def test_what_has_no_version_is_not_kept(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_the_folder_stays_below_its_limit_and_the_longest_unused_go(tmp_path: Path) -> None:
+def test_the_folder_stays_below_its_limit_and_the_least_recently_used_blocks_go(tmp_path: Path) -> None:
     cache = cache_in(tmp_path)
     things = [Object(BLOCK_BYTES, name=f"object{number}") for number in range(40)]
     things[0].read(cache, 0, 10)
@@ -285,7 +285,7 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCapt
     assert "cannot be kept in the cache" in caplog.text
 
 
-def test_what_a_killed_process_had_begun_to_write_is_removed_and_what_another_writes_is_not(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_process_are_removed_and_those_of_a_running_one_kept(tmp_path: Path) -> None:
     Object(1000).read(cache_in(tmp_path), 0, 10)
     (kept,) = files(tmp_path)
     begun, left = kept.with_name("new-1-begun"), kept.with_name("new-2-left")

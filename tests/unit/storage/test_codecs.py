@@ -78,7 +78,7 @@ LZF = lzf(VALUES[:1000].tobytes())
 
 @pytest.mark.parametrize(("codec", "stored"), CHUNKS.values(), ids=CHUNKS)
 @pytest.mark.parametrize("rows", [(0, N), (0, 1), (17, 70_003), (N - 1, N)], ids=str)
-def test_a_part_is_that_of_the_whole(codec: Codec, stored: bytes, rows: tuple[int, int]) -> None:
+def test_a_decoded_part_equals_that_of_the_whole(codec: Codec, stored: bytes, rows: tuple[int, int]) -> None:
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=rows), VALUES[slice(*rows)])
     np.testing.assert_array_equal(chain.decode(VALUES, shape=(N,), skipped=1, rows=rows), VALUES[slice(*rows)])
@@ -115,7 +115,7 @@ def test_a_part_of_a_zstandard_frame_costs_no_more_than_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("codec", [Deflate(wbits=15), Deflate(wbits=31), Zstd()], ids=["zlib", "gzip", "zstd"])
-def test_what_another_codec_added_is_decoded_too(codec: Codec) -> None:
+def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
     crc = numcodecs.CRC32()
     encode = {15: zlib.compress, 31: gzip.compress}.get(getattr(codec, "wbits", 0), zstd_chunk)
     chain = Chain(codecs=(codec_of_config(crc.get_config()), codec), dtype=np.dtype(np.int32))
@@ -125,7 +125,7 @@ def test_what_another_codec_added_is_decoded_too(codec: Codec) -> None:
 
 @given(st.lists(st.integers(0, 255), min_size=40, max_size=4000), st.integers(1, 64), st.integers(0, 9))
 def test_lzf_is_decoded_as_libhdf5_encoded_it(alphabet: list[int], n_repeats: int, seed: int) -> None:
-    # Short repeats, long ones, ones that overlap themselves, and noise between.
+    # Short repeats, long repeats, repeats that overlap themselves, and noise in between.
     values = np.tile(np.array(alphabet, dtype=np.uint8), 3)
     values = np.repeat(values, np.random.default_rng(seed).integers(1, n_repeats + 1, len(values)))
     if stored := lzf(values.tobytes()):
@@ -192,7 +192,7 @@ def decode_pieces(
     cuts=st.lists(st.lists(st.integers(0, N), min_size=2, max_size=12, unique=True), min_size=1, max_size=3),
     block_bytes=st.sampled_from([2**12, 2**16, 2**20]),
 )
-def test_pieces_of_blosc_chunks_are_what_they_are_of_the_whole(cuts: list[list[int]], block_bytes: int) -> None:
+def test_pieces_of_blosc_chunks_equal_those_of_the_whole(cuts: list[list[int]], block_bytes: int) -> None:
     values = [np.roll(VALUES, i) for i in range(len(cuts))]
     chunks, starts, stops, expected = [], [], [], []
     for i, ends in enumerate(map(sorted, cuts)):
@@ -222,7 +222,7 @@ def test_a_piece_as_long_as_a_block_may_lie_in_two(shuffle: int) -> None:
 @needs_getitem
 @pytest.mark.parametrize("at", [2, 3, 4, 8, 12, 16, 17, 20], ids=lambda at: f"byte {at}")
 @pytest.mark.parametrize("value", [0, 1, 127, 255])
-def test_any_byte_of_a_blosc_header_may_lie(at: int, value: int) -> None:
+def test_any_byte_of_a_blosc_header_may_be_wrong(at: int, value: int) -> None:
     stored = bytearray(blosc_chunk(VALUES))
     stored[at] = value
     decode_pieces([bytes(stored)], [0, 0], [40, 400_000], [4000, 4 * N], 4 * N)  # must not hang

@@ -715,7 +715,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[NDArray[Any]], NDArra
     # For Dask arrays of the user, functions of blocks must handle duplicates themselves.
     + [("dask", "log1p"), ("dask", "power"), ("dask", "columns in another order")],
 )
-def test_values_at_one_place_are_added_up_before_array_code_sees_them(kind: str, function: str, tmp_path: Path) -> None:
+def test_duplicates_are_summed_before_array_code_sees_them(kind: str, function: str, tmp_path: Path) -> None:
     adata = untidy_atlas("float32")
     of_array, of_values = FUNCTIONS[function]
     expected = of_values(added_up(adata.X))

@@ -585,7 +585,7 @@ def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path
 
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
 @pytest.mark.parametrize("shards", [None, (8,)], ids=["chunks", "shards"])
-def test_what_is_remembered_of_many_objects_stays_within_its_limit(
+def test_the_records_of_many_objects_stay_within_their_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[int] | None, is_remote: bool
 ) -> None:
     monkeypatch.setattr(seen, "LIMIT_BYTES", 20 * 1024)

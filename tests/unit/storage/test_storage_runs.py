@@ -21,7 +21,7 @@ def runs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(runs=runs(), gap=st.integers(0, 20), chunk=st.integers(1, 20))
-def test_merged_runs_cover_what_was_asked_and_only_gaps_beside(runs, gap: int, chunk: int) -> None:
+def test_merged_runs_cover_the_requested_rows_and_only_gaps_besides(runs, gap: int, chunk: int) -> None:
     starts, stops = runs
     run_starts, run_stops = merge(starts, stops, gap=gap, chunk=chunk)
     assert (run_stops > run_starts).all()

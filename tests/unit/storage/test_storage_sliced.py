@@ -58,7 +58,7 @@ def test_any_runs_are_read(array: SlicedArray, values: np.ndarray, runs: list[tu
             np.testing.assert_array_equal(got, values[start:stop])
 
 
-def test_scattered_rows_hold_themselves_and_not_what_lies_between(
+def test_scattered_rows_hold_no_rows_in_between(
     array: SlicedArray, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slices = []
@@ -82,7 +82,7 @@ def test_scattered_rows_hold_themselves_and_not_what_lies_between(
     assert max(slices) <= 2**16 // (4 * N_COLUMNS)
 
 
-def test_what_is_broken_is_named_and_a_broken_gap_harms_nobody(values: np.ndarray, tmp_path: Path) -> None:
+def test_broken_arrays_are_named_and_a_broken_gap_does_no_harm(values: np.ndarray, tmp_path: Path) -> None:
     path = tmp_path / "array"
     zarr.open_group(path, mode="w", zarr_format=3).create_array("X", data=values, chunks=(96, N_COLUMNS))
     (path / "X" / "c" / "2" / "0").write_bytes(b"not what was there")

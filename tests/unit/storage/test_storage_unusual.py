@@ -127,7 +127,7 @@ def test_threads_that_read_more_shards_than_stay_open_do_not_meet(tmp_path: Path
 
 
 def wait_for_the_clock_of(folder: Path) -> None:
-    """Wait until new files get a later timestamp than now, since file systems store time in steps."""
+    """Wait until new files get a later timestamp than now, since timestamps of file systems have limited resolution."""
     now, probe = time.time_ns(), folder / "probe"
     probe.touch()
     while probe.stat().st_mtime_ns <= now:
@@ -188,7 +188,7 @@ def test_a_filter_that_is_not_there_is_named(tmp_path: Path) -> None:
         read(path)
 
 
-def test_an_attribute_that_anndata_does_not_know_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_an_attribute_that_anndata_does_not_know_raises_an_error_of_dasksc(tmp_path: Path) -> None:
     path = tmp_path / "odd.h5ad"
     AnnData(X=VALUES, uns={"a": 1}).write_h5ad(path)
     with h5py.File(path, "r+") as file:

@@ -390,7 +390,7 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
 
 
 @pytest.mark.parametrize(("asked", "fits"), [("uint8", False), ("int16", True), ("float32", True), (None, True)])
-def test_values_at_one_place_are_added_up_before_they_are_fitted(asked: str | None, fits: bool, tmp_path: Path) -> None:
+def test_duplicates_are_summed_before_they_are_fitted(asked: str | None, fits: bool, tmp_path: Path) -> None:
     X = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 3))
     path = write_store(ad.AnnData(X=X), tmp_path, "h5ad")
     dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=2, dtype=asked)

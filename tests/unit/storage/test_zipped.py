@@ -141,7 +141,7 @@ def test_values_lie_at_any_byte(tmp_path: Path, n: int) -> None:
     np.testing.assert_array_equal(values_at(archive), values)
 
 
-def test_compressed_members_are_read_slowly_and_equal(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compressed_members_are_read_through_zarr_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = write_store(make_adata(), tmp_path, "zarr3")
     caplog.set_level(logging.INFO, "dasksc.storage")
     archive = zip_of(store, method=zipfile.ZIP_DEFLATED)
@@ -168,7 +168,7 @@ def test_archives_that_zarr_and_anndata_write_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(dense(dasksc.open(tmp_path / "a.zarr.zip").X.compute()), dense(adata.X))
 
 
-def test_of_members_of_one_name_the_last_one_counts(tmp_path: Path) -> None:
+def test_the_last_of_several_members_of_one_name_counts(tmp_path: Path) -> None:
     archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"))
     with zipfile.ZipFile(archive) as file:
         metadata = file.read("X/indptr/zarr.json")

@@ -28,7 +28,7 @@ def config(tmp_path: Path, **sections: Any) -> Config:
     return Config.of({"data": {"path": "a.h5ad"}, "model": CLASSIFIER, **sections, "training": training})
 
 
-def test_memory_that_is_short_is_no_error_of_the_configuration(tmp_path):
+def test_lack_of_memory_is_not_reported_as_an_invalid_configuration(tmp_path):
     with (
         patch("torch.optim.AdamW.__init__", side_effect=MemoryError("no room")),
         pytest.raises(MemoryError, match="no room"),
@@ -50,7 +50,7 @@ def test_memory_that_is_short_is_no_error_of_the_configuration(tmp_path):
         {"training": {"optimizer": {"name": "torch.optim:RMSprop", "alpha": 0.9}}},
     ],
 )
-def test_what_can_be_right_passes(tmp_path, sections):
+def test_configurations_that_some_data_satisfy_pass(tmp_path, sections):
     check_config(config(tmp_path, **sections))
 
 
@@ -88,12 +88,12 @@ def test_what_can_be_right_passes(tmp_path, sections):
         ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is not a directory"),
     ],
 )
-def test_what_no_data_could_make_right_is_refused(tmp_path, sections, told):
+def test_settings_that_no_data_can_satisfy_are_refused(tmp_path, sections, told):
     with pytest.raises(DaskscError, match=told):
         check_config(config(tmp_path, **sections))
 
 
-def test_everything_is_told_at_once_and_nothing_is_written(tmp_path):
+def test_everything_is_reported_at_once_and_nothing_is_written(tmp_path):
     wrong = config(tmp_path, model="vea", training={"optimizer": "adan"}, tokenizer={"strategy": "x"})
     with pytest.raises(InputError, match="tokenizer.strategy.*; model.name='vea'.*; training.optimizer.name='adan'"):
         check_config(wrong)
@@ -152,7 +152,7 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
         (None, "Look for NaN in the data, lower training.optimizer.lr"),
     ],
 )
-def test_a_loss_that_is_no_number_is_explained_by_x_or_by_the_learning_rate(x, says):
+def test_a_loss_that_is_not_finite_is_explained_by_x_or_by_the_learning_rate(x, says):
     assert says in why_not_finite(SimpleNamespace(collection=SimpleNamespace(X=x)))
 
 

@@ -34,7 +34,7 @@ def refused(**sections: object) -> str:
     return str(error.value)
 
 
-def test_data_takes_all_that_open_and_scdataset_take():
+def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     fields = set(Data.model_fields) | set(Open.model_fields)
     # Arguments set by a program: hooks, and those that follow from the run.
     not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "transform"}
@@ -96,17 +96,17 @@ def test_data_takes_all_that_open_and_scdataset_take():
         ({"data": {"path": "a", "equal_ranks": False}}, "data.equal_ranks=False"),
     ],
 )
-def test_what_is_wrong_is_told_with_the_nearest_name(sections, told):
+def test_mistakes_are_reported_with_the_nearest_name(sections, told):
     assert told in refused(**sections)
 
 
-def test_everything_that_is_wrong_is_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     message = refused(training={"max_epoch": 1, "seeds": 2})
     assert "'max_epochs'" in message
     assert "'seed'" in message
 
 
-def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
+def test_missing_files_and_invalid_yaml_are_reported(tmp_path):
     with pytest.raises(MissingPathError, match="there is no configuration at"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_text("data: [")
@@ -121,14 +121,14 @@ def test_files_that_are_not_there_or_no_yaml_are_told(tmp_path):
             Config.load(path)
 
 
-def test_a_place_is_told_once_and_without_the_names_of_alternatives():
+def test_a_location_is_reported_once_and_without_the_names_of_alternatives():
     message = refused(data={"path": 3}, training={"logger": "std"})
     assert message == (
         "the configuration: data.path=3: Input should be a valid string; training.logger='std': did you mean 'stdout'?"
     )
 
 
-def test_what_is_switched_off_is_not_there():
+def test_sections_that_are_switched_off_are_none():
     config = Config.of({**SMALL, "data": {"path": "a", "validation": 0}, "training": {"profile": False}})
     assert (config.data.validation, config.training.profile) == (None, None)
 
@@ -138,7 +138,7 @@ def test_arguments_of_the_default_strategy_need_no_name():
     assert (strategy.name, strategy.arguments) == ("block_shuffling", {"block_size": 64})
 
 
-def test_an_empty_section_of_fsdp_is_said_to_select_nothing(caplog):
+def test_an_empty_fsdp_section_is_reported_to_select_nothing(caplog):
     assert Config.of({**SMALL, "training": {"fsdp": None}}).training.fsdp is None
     assert "training.fsdp is empty, which does not select FSDP; write fsdp: {}" in caplog.text
     caplog.clear()
@@ -170,7 +170,7 @@ def test_set_replaces_single_values_of_any_depth():
     assert SMALL == {"data": {"path": "atlas.h5ad"}, "model": "vae"}
 
 
-def test_set_below_a_short_form_keeps_what_that_said():
+def test_set_below_a_short_form_keeps_its_value():
     raw = {
         "data": {"path": ["a.h5ad", "b.h5ad"], "validation": 0.2, "strategy": "streaming"},
         "model": "vae",
@@ -229,7 +229,7 @@ def test_the_layout_of_the_guide_means_the_same():
         (["data={path: a.h5ad}"], {"max_genes": 2048, "masking": {"mask_ratio": 0.15}}),
     ],
 )
-def test_tokens_of_the_guide_are_counted_as_there(changes, expected):
+def test_tokens_are_counted_as_in_the_guide(changes, expected):
     options = Config.of(yaml.safe_load(GUIDE), changes=changes).tokenizer.options
     assert {name: options[name] for name in expected} == expected
 
@@ -290,11 +290,11 @@ def test_the_layouts_must_not_contradict_each_other_and_sizes_are_numbers(change
         ({"num_gpus": 2}, 2, "ddp"),
     ],
 )
-def test_the_strategy_follows_from_what_was_said(training, world_size, expected):
+def test_the_strategy_follows_from_the_other_settings(training, world_size, expected):
     assert strategy_of(Training(**training), world_size) == expected
 
 
-def test_a_run_on_other_nodes_than_was_said_is_refused_where_their_number_is_known():
+def test_a_run_on_another_number_of_nodes_than_configured_is_refused():
     said = Training(num_gpus=4, num_nodes=2)
     assert strategy_of(said, 4, 2) == strategy_of(said, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
     with pytest.raises(InputError, match="num_nodes=2, but this run is on 1. .* --set training.num_nodes=1"):
@@ -304,13 +304,13 @@ def test_a_run_on_other_nodes_than_was_said_is_refused_where_their_number_is_kno
 
 
 @pytest.mark.parametrize("section", [{}, {"fsdp": {"activation_checkpointing": True}}])
-def test_copies_in_one_process_are_not_to_checkpoint_activations(section):
+def test_data_parallel_in_one_process_refuses_activation_checkpointing(section):
     wanted = {"strategy": "dp", "activation_checkpointing": not section, **section}
     with pytest.raises(InputError, match="use ddp or fsdp, or leave activation_checkpointing out"):
         strategy_of(Training(**wanted), 1)
 
 
-def test_copies_in_one_process_take_as_many_gpus_as_was_said():
+def test_data_parallel_in_one_process_takes_the_configured_number_of_gpus():
     assert replicas_of(Training(num_gpus=2), 8) == [0, 1]
     assert replicas_of(Training(), 8) == list(range(8))
     assert replicas_of(Training(num_gpus=2), 0) == []
@@ -318,7 +318,7 @@ def test_copies_in_one_process_take_as_many_gpus_as_was_said():
         replicas_of(Training(num_gpus=4), 2)
 
 
-def test_the_strategy_says_which_shards_there_cannot_be():
+def test_impossible_shard_sizes_are_refused():
     hybrid = {"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
     assert strategy_of(Training(fsdp=hybrid), 6) == "fsdp"
     with pytest.raises(InputError, match="shard_size=3 must divide the number of ranks, 4"):
@@ -355,7 +355,7 @@ def test_the_strategy_says_which_shards_there_cannot_be():
         ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}}, []),
     ],
 )
-def test_what_has_no_effect_is_told(sections, told):
+def test_settings_without_effect_are_reported(sections, told):
     config = Config.of({**SMALL, **sections, "data": {**SMALL["data"], **sections.get("data", {})}})
     lines = unused_of(config, place_of(config, 4, local_world_size=4))
     assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told
@@ -371,7 +371,7 @@ def place_of(config: Config, world_size: int, local_world_size: int, device: str
     )
 
 
-def test_what_has_an_effect_on_another_machine_is_not_told():
+def test_settings_with_an_effect_on_another_machine_are_not_reported():
     config = Config.of({**SMALL, "training": {"strategy": "dp", "num_gpus": 8}})
     (line,) = unused_of(config, place_of(config, 1, 1))
     assert line.startswith("training.num_gpus=8 is not used: ")
@@ -498,7 +498,7 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1
         ({"LOCAL_RANK": "1", "SLURM_LOCALID": "1"}, 0),
     ],
 )
-def test_the_rank_in_the_node_is_what_the_launcher_says_that_started_this_process(environment, expected, monkeypatch):
+def test_the_local_rank_comes_from_the_launcher_that_started_this_process(environment, expected, monkeypatch):
     for name in {*TORCHRUN, *MPIRUN, *SRUN, "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_SIZE", "MASTER_ADDR"}:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -560,9 +560,7 @@ STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[
         ),
     ],
 )
-def test_flags_the_environment_and_slurm_each_say_a_part_of_where_nodes_meet(
-    environment, flags, address, port, monkeypatch
-):
+def test_the_rendezvous_combines_flags_the_environment_and_slurm(environment, flags, address, port, monkeypatch):
     started = []
     monkeypatch.setattr("dasksc.train.launch._torchrun", started.extend)
     for name in ("MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_SIZE", *SRUN, *STEP):
@@ -625,7 +623,7 @@ def test_modules_are_sharded_by_size_those_inside_first():
     assert modules_to_shard(net, 140) == [net.layers[0], net.layers[1], net.attention]
 
 
-def test_the_table_of_figures_widens_and_is_cut_where_a_run_goes_on(tmp_path):
+def test_the_table_of_figures_gains_columns_and_is_truncated_where_a_run_resumes(tmp_path):
     path = tmp_path / "metrics.csv"
     table = CSVLog(path)
     table.write({"step": 1, "loss": 2.5})

@@ -50,7 +50,7 @@ def write(folder: Path, **training: Any) -> Path:
         ({0: 3, 1: -15}, "rank 0 ended with exit code 3"),
     ],
 )
-def test_how_ranks_ended_is_told_where_they_could_not(exit_codes, told, monkeypatch):
+def test_the_launcher_reports_how_ranks_ended_if_they_could_not(exit_codes, told, monkeypatch):
     failures = {r: ProcessFailure(local_rank=r, pid=1, exitcode=code, error_file="") for r, code in exit_codes.items()}
     monkeypatch.setattr("dasksc.train.launch._torchrun", raising(ChildFailedError("dasksc", failures)))
     with pytest.raises(SystemExit if told is None else DaskscError) as error:
@@ -75,7 +75,7 @@ def raising(error: BaseException) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_the_same_error_is_told_once_for_each_start_and_others_too(monkeypatch, capsys):
+def test_each_error_is_reported_once_per_start(monkeypatch, capsys):
     monkeypatch.setattr("dasksc.train.launch._GRACE_S", 0.0)
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     told: list[str] = []
@@ -126,7 +126,7 @@ def test_the_same_error_is_told_once_for_each_start_and_others_too(monkeypatch, 
     assert first.endswith("ValueError: c\n")
 
 
-def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ranks(monkeypatch):
+def test_errors_are_raised_unchanged_if_the_command_has_not_started_the_ranks(monkeypatch):
     monkeypatch.delenv("DASKSC_TRAIN_LAUNCHED", raising=False)
 
     def fail() -> None:
@@ -163,7 +163,7 @@ def test_errors_are_raised_as_they_are_where_the_command_has_not_started_the_ran
         (["--nproc", 2], {"logger": "tensorboard"}, "training.logger=tensorboard needs the package tensorboard"),
     ],
 )
-def test_what_needs_no_ranks_is_told_before_they_are_started(options, changes, told, tmp_path, monkeypatch):
+def test_errors_that_need_no_ranks_are_reported_before_ranks_start(options, changes, told, tmp_path, monkeypatch):
     monkeypatch.setattr("dasksc.train.launch._torchrun", raising(AssertionError("ranks were started")))
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -177,7 +177,7 @@ def test_what_needs_no_ranks_is_told_before_they_are_started(options, changes, t
     assert told in str(shown.exception)
 
 
-def test_a_configuration_for_two_nodes_is_refused_on_one_of_torchruns(tmp_path, monkeypatch):
+def test_a_configuration_for_two_nodes_is_refused_under_torchrun_on_one_node(tmp_path, monkeypatch):
     # Variables that torchrun sets for a single rank on a single node.
     told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     for name, value in {**told, "TORCHELASTIC_RUN_ID": "one"}.items():

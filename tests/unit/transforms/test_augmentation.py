@@ -152,7 +152,7 @@ def test_controls_are_treated_by_other_keys():
         assert transform(batch_of(values, control=None))["control"] is None
 
 
-def test_what_is_no_batch_of_X_is_refused():
+def test_objects_other_than_batches_of_X_are_refused():
     for transform in KINDS:
         with pytest.raises(InputError, match="takes a Batch with X and index; got a Tensor"):
             transform(torch.zeros(3, 3))
@@ -264,7 +264,7 @@ def test_a_row_drawn_twice_is_treated_twice():
             assert len(found) == 40
 
 
-def test_stretches_and_ranks_number_batches_apart(adata):
+def test_segments_and_ranks_number_batches_differently(adata):
     plans = [epoch_of(adata, None, rank=rank, world_size=3).plan(0) for rank in range(3)]
     numbers = [plan.batch_number(i) for plan in plans for i in range(plan.n_batches)]
     assert sorted(numbers) == list(range(len(numbers)))
@@ -311,7 +311,7 @@ def test_a_batch_that_somebody_keeps_is_not_changed(adata):
             assert kept == [dense(b.X).tolist() for b in epoch_of(adata, other, layout=layout)]
 
 
-def test_tokens_are_made_of_what_is_left(adata):
+def test_tokens_are_made_of_the_remaining_counts(adata):
     tokens = RankTokens(adata.var_names, mask_ratio=0.2)
     dataset = epoch_of(adata, [Downsample(0.3), tokens], layout="csr")
     batch = next(iter(dataset))

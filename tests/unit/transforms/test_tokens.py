@@ -158,7 +158,7 @@ def test_values_of_any_type_are_tokens(dtype):
 
 
 @given(cells=CELLS, max_genes=st.integers(1, 5), epoch=st.integers(0, 3), seed=st.integers(0, 2**64 - 1))
-def test_of_more_genes_than_fit_a_sample_is_binned(cells, max_genes, epoch, seed):
+def test_a_sample_of_the_genes_is_binned_if_not_all_fit(cells, max_genes, epoch, seed):
     tokens = ValueBins(GENES, n_bins=4, max_genes=max_genes, seed=seed).at_epoch(epoch)
     batch = batch_of(cells, "csr")
     expected = []
@@ -201,7 +201,7 @@ def test_masks_hide_what_the_labels_have(cells, ratio, epoch, prepend_cls, kind)
     kind=st.sampled_from([RankTokens, ValueBins]),
     shares=st.sampled_from([(0.5, 0.5), (1.0, 0.0), (0.0, 1.0), (0.3, 0.2)]),
 )
-def test_of_what_is_to_be_predicted_some_is_replaced_and_some_shown(cells, epoch, prepend_cls, kind, shares):
+def test_some_predicted_genes_are_replaced_and_some_are_shown(cells, epoch, prepend_cls, kind, shares):
     batch = batch_of(cells, "csr")
     options = {"max_genes": 6, "prepend_cls": prepend_cls, "seed": 4}
     # Genes missing from the vocabulary are never used as replacements.
@@ -285,7 +285,7 @@ def test_a_vocabulary_of_names_numbers_them_after_the_special_ones():
         ("v", "b\na", {"b": 0, "a": 1, PAD: 2, MASK: 3, CLS: 4}),
     ],
 )
-def test_vocabulary_files_are_read_and_given_what_they_lack(tmp_path, name, text, ids):
+def test_vocabulary_files_are_read_and_completed(tmp_path, name, text, ids):
     (tmp_path / name).write_text(text)
     vocabulary = Vocabulary.read(tmp_path / name)
     assert vocabulary.ids == ids
@@ -441,7 +441,7 @@ def test_masks_are_the_same_with_any_workers_and_after_a_resume(path, layout):
     assert as_lists(again) == epochs[0][5:]
 
 
-def test_ranks_mask_a_batch_as_anyone_else_would(path):
+def test_ranks_mask_a_batch_as_a_single_process_does(path):
     tokens = RankTokens(dasksc.open(path).var_names, mask_ratio=0.4, seed=9)
     bare = dasksc.scDataset(
         path,
@@ -514,6 +514,6 @@ def test_a_configuration_makes_the_transform_it_describes():
         ({"strategy": "rank_value", "masking": 0.15}, "must contain mask_ratio"),
     ],
 )
-def test_a_configuration_that_says_something_else_is_refused(section, message):
+def test_an_invalid_configuration_is_refused(section, message):
     with pytest.raises(InputError, match=message):
         from_config(section, genes=GENES)
