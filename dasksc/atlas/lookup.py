@@ -10,7 +10,10 @@ from typing import Any
 from dasksc.errors import MissingKeyError
 from dasksc.storage import RemoteLocation
 
-__all__ = ["require_key", "known_columns", "nearest", "nothing_at"]
+__all__ = ["known_columns", "nearest", "nothing_at", "require_key", "with_advice"]
+
+# Number of names that an error lists.
+_N_KNOWN = 20
 
 
 def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
@@ -19,7 +22,15 @@ def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
     near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.57)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"known are {', '.join(sorted(names)[:20])}" if names else "there are none"
+    if not names:
+        return "there are none"
+    more = f" and {len(names) - _N_KNOWN:,} more" if len(names) > _N_KNOWN else ""
+    return f"known are {', '.join(sorted(names)[:_N_KNOWN])}{more}"
+
+
+def with_advice(error: str, advice: str) -> str:
+    """Return an error message that ends with advice, as a sentence of its own."""
+    return f"{error}{'' if error.endswith('?') else '.'} {advice}"
 
 
 def require_key(kind: str, name: str, held: Any) -> str:
@@ -38,12 +49,14 @@ def known_columns(
     if may_lack:
         wanted = [name for name in wanted if name in known]
     elif missing:
-        near = {name: difflib.get_close_matches(str(name), known, n=3) for name in missing}
-        hints = "; ".join(f"{name!r}, near {', '.join(map(repr, found))}" for name, found in near.items() if found)
+        near = [match for name in missing for match in difflib.get_close_matches(str(name), known, n=3)]
+        columns = f"Its columns: {', '.join(map(repr, known[:_N_KNOWN]))}{', ...' if len(known) > _N_KNOWN else ''}"
         raise MissingKeyError(
-            f"obs of {where} has no column {', '.join(map(repr, missing))}"
-            + (f" ({hints})" if hints else "")
-            + f". Its columns: {', '.join(map(repr, known[:20]))}{', ...' if len(known) > 20 else ''}"
+            with_advice(
+                f"obs of {where} has no column {', '.join(map(repr, missing))}"
+                + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
+                columns,
+            )
         )
     return list(dict.fromkeys(wanted))
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.atlas.lookup import nearest
+from dasksc.atlas.lookup import nearest, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
@@ -40,9 +40,10 @@ class _Named(dict[str, Any]):
 
     def _lacks(self, key: Any) -> str:
         """Return the error message for a missing key."""
-        similar = nearest(key, self)
-        end = "" if similar.endswith("?") else "."
-        return f"{self._kind} has no {key!r}; {similar}{end} {self._advice.format(key=key)}"
+        similar, advice = nearest(key, self), self._advice.format(key=key)
+        if similar.endswith("?"):
+            advice = f"Otherwise, {advice[0].lower()}{advice[1:]}"
+        return with_advice(f"{self._kind} has no {key!r}; {similar}", advice)
 
 
 class NamedTensors(_Named):

@@ -269,7 +269,7 @@ class scDataset(IterableDataset[Any]):
     ) -> None:
         super().__init__()
         self._arguments = changed_arguments(scDataset.__init__, locals())
-        self.strategy = strategy = as_strategy(strategy, label_key=label_key)
+        self.strategy = self._given_strategy = strategy = as_strategy(strategy, label_key=label_key)
         self._arguments["strategy"] = brief(strategy)
         del self._arguments["data_collection"]
         self.batch_size = config.whole_number("batch_size", batch_size)
@@ -436,8 +436,8 @@ class scDataset(IterableDataset[Any]):
 
     @functools.cached_property
     def _settings(self) -> dict[str, str]:
-        """Strategy and filter as text; see `state_dict`."""
-        return settings_of(self.strategy, self._arguments.get("filter"))
+        """Strategy as given, and filter, as text; see `state_dict`."""
+        return settings_of(self._given_strategy, self._arguments.get("filter"))
 
     @property
     def _settings_of_ranks(self) -> dict[str, str]:

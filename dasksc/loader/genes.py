@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pandas as pd
 
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.lookup import require_key, with_advice
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import Columns
@@ -252,7 +252,6 @@ class GeneRequest:
         try:
             require_key(matched_by, missing[0], places)
         except MissingKeyError as error:
-            more = f". {len(missing):,} of {n_wanted:,} genes are missing" if len(missing) > 1 else ""
-            raise MissingKeyError(
-                f"{error}{more}. genes_missing='zero' makes missing genes columns of zeros, 'drop' leaves them out"
-            ) from None
+            more = f"{len(missing):,} of {n_wanted:,} genes are missing. " if len(missing) > 1 else ""
+            advice = f"{more}genes_missing='zero' makes missing genes columns of zeros, 'drop' leaves them out"
+            raise MissingKeyError(with_advice(str(error), advice)) from None

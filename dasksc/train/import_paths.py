@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from dasksc import InputError
-from dasksc.atlas.lookup import nearest
+from dasksc.atlas.lookup import nearest, with_advice
 
 __all__ = ["arguments_of", "check_arguments", "find"]
 
@@ -35,7 +35,10 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise InputError(
-            f"{what}={name!r} is not known; {nearest(name, built_in)}. To use your own, give 'package.module:name'"
+            with_advice(
+                f"{what}={name!r} is not known; {nearest(name, built_in)}",
+                "To use your own, give 'package.module:name'",
+            )
         )
     try:
         value: Any = import_module(module_name)

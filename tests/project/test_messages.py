@@ -41,7 +41,11 @@ def test_messages_of_every_kind_are_collected_with_placeholders(tmp_path: Path) 
         "    error.add_note(f'while {name} was opened')\n"
         "    raise StorageError(message_of(name)) from error\n"
     )
-    (tmp_path / "two.py").write_text("raise ValueError('a' if odd else 'b')\nraise KeyError(name)\nraise TypeError\n")
+    (tmp_path / "two.py").write_text(
+        "'Docstrings are not listed.'\n"
+        "_ADVICE = f'{n} rows lack a label'\n"
+        "raise ValueError('a' if odd else 'b')\nraise KeyError(name)\nraise TypeError\n"
+    )
     name = tmp_path.name
     assert messages(tmp_path) == (
         f"[{name}/one.py]\n"
@@ -53,6 +57,7 @@ def test_messages_of_every_kind_are_collected_with_placeholders(tmp_path: Path) 
         "StorageError: {message_of(name)}\n"
         "\n"
         f"[{name}/two.py]\n"
+        "text: {n} rows lack a label\n"
         "ValueError: {'a' if odd else 'b'}\n"
         "KeyError: {name}\n"
     )

@@ -2,13 +2,15 @@
 
 Messages are collected from the source: the strings of ``raise X(...)``, of calls that create an exception, of
 ``warnings.warn(...)``, ``error.add_note(...)`` and ``logger.warning(...)``. Placeholders appear as in the source. For
-a message that a function assembles from variables, only the name of the variable appears.
+a message that a function assembles from variables, only the name of the variable appears. The parts of such messages,
+reports and help texts are listed as ``text``: all other strings of three or more words, except docstrings.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ _BUILT_IN = {
     name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)
 }
 _ERRORS = {*errors.__all__, *_BUILT_IN, "UsageError", "BadParameter", "ClickException"}
-_FORMATTERS = ("join", "format", "rstrip", "removesuffix")
+_WORDS = re.compile(r"[a-z]+[,;:]? [a-z]+[,;:]? [a-z]+")
 
 
 def messages(package: Path = _PACKAGE) -> str:
@@ -41,7 +43,14 @@ def messages(package: Path = _PACKAGE) -> str:
 def _of_module(tree: ast.Module) -> Iterator[tuple[tuple[int, int], str, str]]:
     """Yield position, kind and text of each message of a module."""
     raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
-    for node in ast.walk(tree):
+    # Docstrings, and nodes within a string or message that is listed as a whole.
+    listed = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):  # breadth first, so the whole comes before its parts
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and node not in listed:
+            text = _text_of(node)
+            if _WORDS.search(text):
+                listed.update(ast.walk(node))
+                yield (node.lineno, node.col_offset), "text", text
         if not isinstance(node, ast.Call):
             continue
         kind = _kind_of(node.func) or ("raise " + ast.unparse(node.func) if node in raised else None)
@@ -50,6 +59,7 @@ def _of_module(tree: ast.Module) -> Iterator[tuple[tuple[int, int], str, str]]:
         # The first argument of logger.log is the level.
         texts = [text for argument in node.args if (text := _text_of(argument, outermost=True))]
         if texts:
+            listed.update(one for argument in node.args for one in ast.walk(argument))
             yield (node.lineno, node.col_offset), kind, " | ".join(texts)
 
 

@@ -168,7 +168,7 @@ def test_obs_columns_can_be_chosen_from_an_anndata() -> None:
 def test_an_unknown_obs_column_is_refused_with_the_nearest_names(tmp_path: Path, given: str) -> None:
     adata = make_adata()
     data = adata if given == "memory" else write_store(adata, tmp_path, "h5ad")
-    with pytest.raises(MissingKeyError, match=r"'cell_typ'.*near 'cell_type'"):
+    with pytest.raises(MissingKeyError, match=r"'cell_typ'.*did you mean 'cell_type'"):
         dasksc.open(data, obs=["flag", "cell_typ"])
 
 
