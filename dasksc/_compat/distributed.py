@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, warn_once
 
 if TYPE_CHECKING:
     from distributed.client import FutureCancelledError
@@ -47,7 +47,7 @@ __all__ = [
     "report",
     "scheduler_identity",
     "ssl_contexts",
-    "take_back_plugin",
+    "unregister_plugin",
     "task_plugin_of",
     "worker_plugin_names",
     "workers_of",
@@ -96,7 +96,7 @@ def n_threads_heard_of(client: Any) -> int:
     try:
         heard: Mapping[str, Any] = _get(client, "_scheduler_identity")
     except UnsupportedVersionError as error:
-        say_once(error, without="the number of fetches in flight does not follow that of workers")
+        warn_once(error, without="the number of fetches in flight does not follow that of workers")
         return 0
     return int(heard.get("total_threads", 0))
 
@@ -192,7 +192,7 @@ def worker_plugin_names(scheduler: Any) -> list[str]:
     return list(_get(scheduler, "worker_plugins"))
 
 
-def take_back_plugin(scheduler: Any, name: str) -> asyncio.Future[Any]:
+def unregister_plugin(scheduler: Any, name: str) -> asyncio.Future[Any]:
     """Start to remove a plugin from all workers; raises if missing."""
     taking: asyncio.Future[Any] = asyncio.ensure_future(
         _get(scheduler, "unregister_worker_plugin")(comm=None, name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional, warn_once
 
 __all__ = ["FunctionCache", "cache_place", "can_cache", "set_cache"]
 
@@ -41,4 +41,4 @@ def set_cache(dispatcher: Any, make: Any) -> None:
         attribute(dispatcher, "_cache", library="numba")
         dispatcher._cache = make()
     except UnsupportedVersionError as error:
-        say_once(error, without=_WITHOUT)
+        warn_once(error, without=_WITHOUT)

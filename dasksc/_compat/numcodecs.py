@@ -7,7 +7,7 @@ import sys
 
 import numcodecs.blosc  # type: ignore[import-untyped]
 
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 
 __all__ = ["blosc_getitem_address"]
 
@@ -28,6 +28,6 @@ def blosc_getitem_address() -> int | None:
     except AttributeError:  # raised by ctypes for a missing function
         if sys.platform != "win32":
             missing = UnsupportedVersionError("numcodecs", "function blosc_getitem in numcodecs.blosc")
-            say_once(missing, without="Blosc chunks are decoded whole")
+            warn_once(missing, without="Blosc chunks are decoded whole")
         return None
     return ctypes.cast(function, ctypes.c_void_p).value

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 
 __all__ = ["copy_flags", "is_canonical_known", "mark_canonical"]
 
@@ -38,7 +38,7 @@ def _report_missing_flags() -> None:
     for name in _FLAGS:
         if name not in vars(block):
             error = UnsupportedVersionError("scipy", f"csr_matrix.{name}")
-            say_once(error, without="sparse array code takes a pass over the column numbers each time")
+            warn_once(error, without="sparse array code takes a pass over the column numbers each time")
 
 
 _report_missing_flags()

@@ -15,11 +15,11 @@ from typing import Any
 
 from dasksc.errors import DaskscError
 
-__all__ = ["UnsupportedVersionError", "attribute", "late_names", "needed", "optional", "say_once"]
+__all__ = ["UnsupportedVersionError", "attribute", "late_names", "needed", "optional", "warn_once"]
 
 logger = logging.getLogger("dasksc.compat")
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class UnsupportedVersionError(DaskscError, RuntimeError):
@@ -93,12 +93,12 @@ def optional(library: str, module: str, name: str, *, without: str) -> Any:
             found = importlib.import_module(module)
         return attribute(found, name, library=library)
     except UnsupportedVersionError as error:
-        say_once(error, without=without)
+        warn_once(error, without=without)
         return None
 
 
-def say_once(error: UnsupportedVersionError, *, without: str) -> None:
+def warn_once(error: UnsupportedVersionError, *, without: str) -> None:
     """Log a warning about a missing part and its consequence, once per process."""
-    if str(error) not in _said:
-        _said.add(str(error))
+    if str(error) not in _warned:
+        _warned.add(str(error))
         logger.warning("%s. Until then %s.", error, without)

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import zarr
 
-from dasksc.atlas.elements import is_group, is_left
+from dasksc.atlas.elements import is_group, is_lazy_matrix
 from dasksc.atlas.legacy import old_raw
 from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, StorageError
@@ -38,10 +38,10 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
         if name in root:
             stored = root[name]
             inside = [stored] if name == "X" or not is_group(stored) else [stored[key] for key in stored]
-            whole[name] = [item for item in inside if not is_left(item)]
+            whole[name] = [item for item in inside if not is_lazy_matrix(item)]
     raw = root["raw"] if "raw" in root and is_group(root["raw"]) else old_raw(root)
     whole["raw"] = [raw[name] for name in ("X", "var", "varm") if name in raw]
-    whole["raw"] = [item for item in whole["raw"] if not is_left(item)]
+    whole["raw"] = [item for item in whole["raw"] if not is_lazy_matrix(item)]
     return whole
 
 

@@ -24,7 +24,7 @@ from dasksc.errors import InputError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
 
-__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "noting_left_out"]
+__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "collecting_dropped"]
 
 logger = logging.getLogger("dasksc.concat")
 
@@ -32,7 +32,7 @@ Join = Literal["inner", "outer"]
 MERGES = ("same", "unique", "first", "only")
 """Values of ``merge`` in `anndata.concat`, for annotations of genes."""
 
-_noted: ContextVar[list[str] | None] = ContextVar("noted", default=None)
+_dropped: ContextVar[list[str] | None] = ContextVar("dropped", default=None)
 
 
 def check_fill_value(fill_value: Any, join: str) -> None:
@@ -49,14 +49,14 @@ def check_fill_value(fill_value: Any, join: str) -> None:
 
 
 @contextmanager
-def noting_left_out() -> Iterator[list[str]]:
+def collecting_dropped() -> Iterator[list[str]]:
     """Collect the elements that joining leaves out in this context, by path in a store: ``raw``, ``layers/counts``."""
-    noted: list[str] = []
-    token = _noted.set(noted)
+    dropped: list[str] = []
+    token = _dropped.set(dropped)
     try:
-        yield noted
+        yield dropped
     finally:
-        _noted.reset(token)
+        _dropped.reset(token)
 
 
 def concatenated(
@@ -145,10 +145,10 @@ def concatenated(
         widths = [0 if array is None else array.shape[1] for array in arrays]
         result.obsm[name] = to_dask(stacked(arrays, f"obsm/{name}", _widths(widths, fill_value, join=join)))
     result.raw = _joined_raw(adatas, names, join=join, fill_value=fill_value, **{**options, "merge": None})
-    noted = _noted.get()
-    if noted is not None:
+    dropped = _dropped.get()
+    if dropped is not None:
         kept = _held(result)
-        noted += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
+        dropped += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
     return result
 
 
@@ -177,7 +177,7 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         return None
     without = [name for name, raw in zip(names, raws, strict=True) if raw is None]
     if without:
-        _log_left_out("raw", without)
+        _log_dropped("raw", without)
         return None
     repeating = [name for name, raw in zip(names, raws, strict=True) if not raw.var_names.is_unique]
     if repeating:
@@ -190,7 +190,7 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         AnnData(X=raw.X, obs=pd.DataFrame(index=adata.obs_names), var=raw.var, varm=dict(raw.varm))
         for adata, raw in zip(adatas, raws, strict=True)
     ]
-    with noting_left_out():  # only a missing raw is recorded, not its parts
+    with collecting_dropped():  # only a missing raw is recorded, not its parts
         return concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
 
 
@@ -302,13 +302,13 @@ def _joined(
         if not all(array is None or isinstance(array, da.Array) for array in arrays):
             logger.warning("%s[%r] is left out: it is not a numeric matrix", group, key)
         elif without and join == "inner":
-            _log_left_out(f"{group}[{key!r}]", without)
+            _log_dropped(f"{group}[{key!r}]", without)
         else:
             joined[key] = arrays
     return joined
 
 
-def _log_left_out(what: str, without: Sequence[str]) -> None:
+def _log_dropped(what: str, without: Sequence[str]) -> None:
     logger.warning("%s is left out: %s has none", what, ", ".join(without[:3]))
 
 

@@ -24,7 +24,7 @@ from dasksc.storage.safety.hdf5_links import check_item
 __all__ = [
     "Unwrapped",
     "is_group",
-    "is_left",
+    "is_lazy_matrix",
     "is_null",
     "lazy_element",
     "lazy_matrix",
@@ -51,7 +51,7 @@ def is_null(stored: Any) -> bool:
     return bool(stored.attrs.get("encoding-type", "") == "null")
 
 
-def is_left(stored: Any) -> bool:
+def is_lazy_matrix(stored: Any) -> bool:
     """Return True if a stored element is a matrix that is opened lazily."""
     encoding = stored.attrs.get("encoding-type", "")
     if isinstance(stored, h5py.Group | zarr.Group):
@@ -67,7 +67,7 @@ def lazy_element(path: str | RemoteLocation, stored: Any, options: OpenOptions) 
     """Return a stored matrix lazily; read an element that is not a numeric matrix."""
     if is_null(stored):
         return None
-    return stored_matrix(_path_of(stored, path), stored.name, options) if is_left(stored) else read_elem(stored)
+    return stored_matrix(_path_of(stored, path), stored.name, options) if is_lazy_matrix(stored) else read_elem(stored)
 
 
 def read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str, Any]:

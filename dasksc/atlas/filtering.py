@@ -126,7 +126,7 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
     for start in range(0, max(len(table), 1), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
         try:
-            asked, answered = _with_answers(safe, table.iloc[piece])
+            asked, answered = _with_text_results(safe, table.iloc[piece])
             result = answered.eval(asked, engine="python")
         except (MemoryError, ImportError, AssertionError):
             raise
@@ -134,11 +134,11 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
         except Exception as error:
             dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
             raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
-        found[piece] = _answers(result, expression)
+        found[piece] = _to_mask(result, expression)
     return found
 
 
-def _answers(result: Any, expression: str) -> NDArray[np.bool_]:
+def _to_mask(result: Any, expression: str) -> NDArray[np.bool_]:
     """Convert the result to a boolean for each row; unknown becomes False."""
     if not isinstance(result, pd.Series) or not pd.api.types.is_bool_dtype(result.dtype):
         found = result.dtype if isinstance(result, pd.Series) else type(result).__name__
@@ -156,7 +156,7 @@ def _values(column: pd.Series[Any]) -> Any:
     return column.array
 
 
-def _with_answers(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
+def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """Replace calls of ``.str`` by columns of their results; return the expression and the extended table.
 
     The results of pandas for missing text depend on its version and on the type of text. The rest of the expression
@@ -169,21 +169,21 @@ def _with_answers(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
         prefix += "_"
     text, answers = safe.encode(), {}  # offsets of the syntax tree count bytes
     for i, call in enumerate(sorted(calls, key=lambda call: -call.col_offset)):
-        question = _question(call)
-        if question is not None and question.is_of_text:
+        method_call = _method_call(call)
+        if method_call is not None and method_call.is_of_text:
             name = f"{prefix}{i}"
-            answers[name] = _answer(table[question.column], question.method, call.args)
+            answers[name] = _text_result(table[method_call.column], method_call.method, call.args)
             text = text[: call.col_offset] + name.encode() + text[call.end_col_offset :]
     return text.decode(), table.assign(**answers)
 
 
-def _answer(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
+def _text_result(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
     """Evaluate a method such as ``.str.startswith('...')`` on a column; the result is missing for missing text."""
     answer = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
     return answer.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else answer
 
 
-class _Question(NamedTuple):
+class _MethodCall(NamedTuple):
     """Method call on a column, such as ``.isna()``, or on its text, such as ``.str.startswith('...')``."""
 
     column: str
@@ -191,15 +191,15 @@ class _Question(NamedTuple):
     is_of_text: bool
 
 
-def _question(call: ast.Call) -> _Question | None:
+def _method_call(call: ast.Call) -> _MethodCall | None:
     """Return the permitted method call that a call represents, or None."""
     method = call.func
     if isinstance(method, ast.Attribute):
         of = method.value
         if isinstance(of, ast.Name) and method.attr in _METHODS:
-            return _Question(of.id, method.attr, is_of_text=False)
+            return _MethodCall(of.id, method.attr, is_of_text=False)
         if isinstance(of, ast.Attribute) and of.attr == "str" and isinstance(of.value, ast.Name):
-            return _Question(of.value.id, method.attr, is_of_text=True) if method.attr in _STRING_METHODS else None
+            return _MethodCall(of.value.id, method.attr, is_of_text=True) if method.attr in _STRING_METHODS else None
     return None
 
 
@@ -241,8 +241,8 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 def _validate_syntax(node: ast.AST, expression: str) -> None:
     """Raise an error for syntax that is not permitted, at any depth."""
     if isinstance(node, ast.Call):
-        question, arguments = _question(node), [*node.args, *node.keywords]
-        if question is not None and (not question.is_of_text or all(map(_is_literal, arguments))):
+        method_call, arguments = _method_call(node), [*node.args, *node.keywords]
+        if method_call is not None and (not method_call.is_of_text or all(map(_is_literal, arguments))):
             for argument in arguments:
                 _validate_syntax(argument, expression)
             return

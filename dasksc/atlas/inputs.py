@@ -157,12 +157,12 @@ def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
     """Name the parts: paths by their stems, preceded by as many folders as make them unique."""
     paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
     stems = [stem_of(path) for path in paths.values()]
-    names = stems if len(set(stems)) == len(stems) else _told_apart(list(paths.values()))
+    names = stems if len(set(stems)) == len(stems) else _unique_names(list(paths.values()))
     of_paths = dict(zip(paths, names, strict=True))
     return [replace(part, name=part.name or of_paths.get(i, str(i))) for i, part in enumerate(parts)]
 
 
-def _told_apart(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the shortest unique end of each path; suffixes are included only if nothing else differs."""
     texts = [os.fspath(path) for path in paths]
     folders = [(redact_url(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]

@@ -180,7 +180,7 @@ def open(
         "merge": merge,
         "fill_value": fill_value,
     }
-    told = {name: value for name, value in given.items() if value is not None}
+    label_options = {name: value for name, value in given.items() if value is not None}
     remedy = "adata.obs_names_make_unique() makes them unique"
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         names = False  # AnnData would convert the numbers to strings
@@ -204,11 +204,11 @@ def open(
             if raw:
                 result = raw_of(result, quoted(data))
             if parts is not None:
-                key = _keys_of(keys, [part.name for part in parts], are_given=False, are_told=True)[0]
+                key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
                 _label(result, key, label=label, index_unique=index_unique)
-            elif told:
-                what = ", ".join(f"{name}=" for name in told)
-                verb = "applies" if len(told) == 1 else "apply"
+            elif label_options:
+                what = ", ".join(f"{name}=" for name in label_options)
+                verb = "applies" if len(label_options) == 1 else "apply"
                 raise InputError(
                     f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas; leave it out, or "
                     "give a list"
@@ -270,8 +270,8 @@ def _open_several(
 ) -> AnnData:
     """Open several atlases as one; `are_given` is True if their names are keys given by the user."""
     names = [part.name for part in parts]
-    are_told = given["label"] is not None or given["index_unique"] is not None
-    keys = _keys_of(keys, names, are_given=are_given, are_told=are_told)
+    are_in_obs = given["label"] is not None or given["index_unique"] is not None
+    keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
     opened = [_open_source(part, obs, lenient) for part in parts]
     columns = [adata.obs.columns for adata in opened]
@@ -304,12 +304,12 @@ def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | N
         adata.obs[label] = pd.Categorical([key] * adata.n_obs)
 
 
-def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_told: bool) -> Sequence[str]:
-    """Return the keys of the atlases; `are_told` is True if they appear in obs."""
+def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_in_obs: bool) -> Sequence[str]:
+    """Return the keys of the atlases; `are_in_obs` is True if they appear in obs."""
     if keys is None:
         if len(set(names)) == len(names):
             return names
-        if are_told:
+        if are_in_obs:
             repeated = next(name for name in names if names.count(name) > 1)
             logger.warning(
                 "the atlases are named '0', '1', ... because several have the name %r; keys= sets other names", repeated

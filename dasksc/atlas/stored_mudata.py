@@ -10,7 +10,7 @@ from anndata import AnnData
 
 from dasksc.atlas.assemble import raw_of, unchecked, without_genes
 from dasksc.atlas.checks import check_before_reading, items_of_table
-from dasksc.atlas.elements import is_left, lazy_element
+from dasksc.atlas.elements import is_lazy_matrix, lazy_element
 from dasksc.atlas.options import OpenOptions
 from dasksc.atlas.stored_anndata import read_root
 from dasksc.atlas.stores import naming_errors, root_of, where_of
@@ -55,7 +55,7 @@ def open_modalities(
             own, columns = split_columns(obs, column_names(root["obs"]), held)
             # The entries of obsm with the names of modalities mark the cells of each.
             stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
-            read = [item for item in stored.values() if not is_left(item)]
+            read = [item for item in stored.values() if not is_lazy_matrix(item)]
             check_before_reading(where, {"obs": items_of_table(root["obs"], own, options), "obsm": read})
             mod = {name: read_root(where, root["mod"][name], columns[name], options) for name in order}
             shared = without_genes(

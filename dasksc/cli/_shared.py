@@ -63,7 +63,7 @@ def url_options(command: Command) -> Command:
     """
 
     @functools.wraps(command)
-    def told(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         try:
             with collected_warnings():
                 return command(*args, **options)
@@ -84,7 +84,7 @@ def url_options(command: Command) -> Command:
     kept = click.option(
         "--cache", type=click.Path(file_okay=False), metavar="DIR", help="Cache blocks of URLs in this directory."
     )
-    return stored(kept(told))
+    return stored(kept(wrapper))
 
 
 def options_of(given: Sequence[str]) -> dict[str, str | bool]:

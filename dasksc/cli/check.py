@@ -14,7 +14,7 @@ import dasksc
 from dasksc.cli._messages import as_options, folded
 from dasksc.cli._shared import StorageOptions, data_options, opened, print_json, title_of
 from dasksc.inspection.dryrun_report import Check
-from dasksc.memory.limits import to_ask_for
+from dasksc.memory.limits import recommended_bytes
 from dasksc.sampling.named import SHORT_NAMES, is_balanced, strategy_named
 
 __all__ = ["command"]
@@ -128,7 +128,7 @@ def _request(found: Check) -> Iterator[str]:
     """Yield the resources to request from a job scheduler for the ranks of an epoch, without those of the model."""
     if found.job_bytes is None:
         return
-    mebibytes, n_ranks = to_ask_for(found.job_bytes) // 2**20, found.world_size
+    mebibytes, n_ranks = recommended_bytes(found.job_bytes) // 2**20, found.world_size
     yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task=1 --mem-per-cpu={mebibytes}M"
     yield "           (with N CPUs per task, an Nth of this memory per CPU)"
     yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"

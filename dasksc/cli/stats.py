@@ -70,7 +70,7 @@ def command(
         write_statistics(found, out)
     genes = found.genes
     n_cells = int(genes["n"].iloc[0]) if len(genes) else 0
-    told = {
+    summary = {
         "n_cells": n_cells,
         "n_genes": len(genes),
         "n_expressed": int((genes["count_nonzero"] > 0).sum()),
@@ -79,8 +79,8 @@ def command(
         "out": out,
     }
     if as_json:
-        print_json(told)
+        print_json(summary)
         return
     groups = "" if found.groups is None else f", {found.groups.n_obs:,} groups"
-    expressed = f"{told['n_expressed']:,} of {len(genes):,} genes expressed, total {told['total']:,.0f}"
+    expressed = f"{summary['n_expressed']:,} of {len(genes):,} genes expressed, total {summary['total']:,.0f}"
     click.echo(f"{n_cells:,} cells, {expressed}{groups}" + ("" if out is None else f"; written to {out}"))

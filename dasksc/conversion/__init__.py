@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from dasksc import config
-from dasksc.atlas.concat import Join, noting_left_out
+from dasksc.atlas.concat import Join, collecting_dropped
 from dasksc.atlas.opening import open
 from dasksc.atlas.options import Openable
 from dasksc.conversion.arguments import Recipe, check_options, target_path
@@ -23,7 +23,7 @@ from dasksc.errors import DaskscError, MissingKeyError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.progress_bars import require_tqdm
-from dasksc.output.work_folder import Workplace
+from dasksc.output.work_folder import StoreWorkFolder
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -206,15 +206,15 @@ def convert(
         narrow=narrow,
     )
     request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
-    workplace = Workplace(target_path(target))
+    work_folder = StoreWorkFolder(target_path(target))
     limit = config.memory_limit(memory_limit)
     check_options(storage_options)
     if progress:
         require_tqdm()
     for path in paths_of(data):
-        check_target(path, workplace.target)
+        check_target(path, work_folder.target)
     resolved = resolve_scheduler(scheduler)
-    with noting_left_out() as left_out:
+    with collecting_dropped() as left_out:
         adata = open(
             data,
             join=join,
@@ -239,30 +239,32 @@ def convert(
     for matrix in matrices.values():
         for leaf in leaves_read(matrix):
             # The label of a matrix in memory contains no path.
-            check_target(leaf.label.rpartition(":/")[0], workplace.target)
-    job = Conversion(adata, matrices, workplace, recipe, limit=limit, scheduler=resolved)
+            check_target(leaf.label.rpartition(":/")[0], work_folder.target)
+    job = Conversion(adata, matrices, work_folder, recipe, limit=limit, scheduler=resolved)
     plan = plan_of(adata, matrices, data, recipe)
     try:
-        with workplace.locked():
-            if workplace.begin(plan, overwrite=overwrite):
+        with work_folder.locked():
+            if work_folder.begin(plan, overwrite=overwrite):
                 job.run(verify=verify, shown=progress)
-                workplace.publish(overwrite=overwrite)
+                work_folder.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:
-        error.add_note(f"The rows written so far are kept in {workplace.folder}. Run the same command again to resume.")
+        error.add_note(
+            f"The rows written so far are kept in {work_folder.folder}. Run the same command again to resume."
+        )
         raise
     except DaskscError:
         raise
     except OSError as error:
         # Libraries may wrap the error of the operating system and lose its errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise workplace.no_space(error, needed_bytes=job.needed_bytes()) from error
-        raise StorageError(f"{workplace.target} cannot be written: {error}") from error
-    written = open(workplace.target, obs=[], names=False)
+            raise work_folder.no_space(error, needed_bytes=job.needed_bytes()) from error
+        raise StorageError(f"{work_folder.target} cannot be written: {error}") from error
+    written = open(work_folder.target, obs=[], names=False)
     return ConversionReport(
-        path=str(workplace.target),
+        path=str(work_folder.target),
         n_obs=adata.n_obs,
         n_vars=adata.n_vars,
-        n_bytes=sum(path.stat().st_size for path in workplace.target.rglob("*") if path.is_file()),
+        n_bytes=sum(path.stat().st_size for path in work_folder.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
         left_out=(*left_out, *obsp, *subset.left_out),

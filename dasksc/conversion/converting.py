@@ -24,7 +24,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import FetchScheduler
 from dasksc.memory.limits import memory_limit
 from dasksc.output.progress_bars import progress_bar
-from dasksc.output.work_folder import Workplace, array_appearing, mapped_array
+from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
 from dasksc.storage import Matrix, is_url
 from dasksc.storage.arrays import logical_dtype
 
@@ -53,7 +53,7 @@ class Conversion:
         Input.
     matrices
         Matrices of `adata` with a row per cell, by their keys in the store.
-    workplace
+    work_folder
         Work folder of the target.
     recipe
         Arguments of the conversion.
@@ -67,7 +67,7 @@ class Conversion:
         self,
         adata: AnnData,
         matrices: Mapping[str, Matrix],
-        workplace: Workplace,
+        work_folder: StoreWorkFolder,
         recipe: Recipe,
         *,
         limit: int,
@@ -76,20 +76,20 @@ class Conversion:
         self._recipe = recipe
         self._adata = adata
         self._matrices = matrices
-        self._workplace = workplace
+        self._work_folder = work_folder
         self._limit = limit
         self._scheduler = scheduler
-        self._order = workplace.folder / "order.npy"
-        self._places = workplace.folder / "places.npy"
+        self._order = work_folder.folder / "order.npy"
+        self._places = work_folder.folder / "places.npy"
         self._copies: dict[str, Copy] = {}
         in_order = recipe.order == "keep" and not recipe.grouped_by
         self._staged = {key for key, matrix in matrices.items() if not in_order and needs_runs(matrix)}
 
     def run(self, *, verify: bool, shown: bool) -> None:
         """Run or resume the conversion until the store is complete."""
-        n_obs, workplace, recipe = self._adata.n_obs, self._workplace, self._recipe
+        n_obs, work_folder, recipe = self._adata.n_obs, self._work_folder, self._recipe
         if not self._order.exists():
-            with array_appearing(self._order, np.int64, n_obs) as out:
+            with atomic_array(self._order, np.int64, n_obs) as out:
                 row_order(self._adata.obs, order=recipe.order, group_by=recipe.grouped_by, seed=recipe.seed, out=out)
         n_passes = len(self._matrices) * (2 + verify) + len(self._staged)
         with progress_bar(total=n_obs * n_passes, shown=shown) as advance:
@@ -102,22 +102,22 @@ class Conversion:
                 self._written(runner, key, self._copies[key], budget, in_runs=key in self._staged)
             written = mapped_array(self._order)
             how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
-            write_tables(self._adata, workplace.folder / "tables", workplace.store, written, how)
+            write_tables(self._adata, work_folder.folder / "tables", work_folder.store, written, how)
             if verify:
                 try:
                     for key, matrix in self._matrices.items():
                         self._verify(runner, key, matrix, rows[key], budget)
-                    check_obs(self._adata, workplace.store, written)
+                    check_obs(self._adata, work_folder.store, written)
                 except CorruptDataError:
                     # Either the output or the scan of the input is wrong, so neither can be resumed from.
-                    workplace.clear()
+                    work_folder.clear()
                     raise
 
     def _scanned(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Path:
         """Read a matrix in order; return the file with the descriptions of its rows."""
         scan = Scan(
             matrix=matrix,
-            folder=self._workplace.folder / "scan" / key,
+            folder=self._work_folder.folder / "scan" / key,
             task_rows=max(_SCAN_ROWS, -(-matrix.shape[0] // _SCAN_TASKS)),
             piece_rows=_piece_rows(matrix, budget),
         )
@@ -132,7 +132,7 @@ class Conversion:
         if self._recipe.narrow and not key.startswith("obsm/") and len(known):
             dtype = narrowest_count(dtype, largest)
         computed = logical_dtype(matrix.dtype)
-        folder = self._workplace.store / key
+        folder = self._work_folder.store / key
         if matrix.layout == "dense":
             return DenseCopy(
                 matrix=matrix,
@@ -148,7 +148,7 @@ class Conversion:
         indptr = rows.with_name("indptr.npy")
         if not indptr.exists():
             order = mapped_array(self._order)
-            with array_appearing(indptr, np.int64, len(order) + 1) as out:
+            with atomic_array(indptr, np.int64, len(order) + 1) as out:
                 _fill_indptr(out, known, order)
         return CSRCopy(
             matrix=matrix,
@@ -170,7 +170,7 @@ class Conversion:
         elif in_runs:
             runs = self._runs(runner, key, copy.matrix, budget)
             order = runs.folder / "order.npy"
-            with array_appearing(order, np.int64, copy.matrix.shape[0]) as out:
+            with atomic_array(order, np.int64, copy.matrix.shape[0]) as out:
                 runs.fill_order(out)
             copy = replace(copy, matrix=runs.staged(), order=order)
             if isinstance(copy, CSRCopy):
@@ -184,7 +184,7 @@ class Conversion:
     def _runs(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Staging:
         if not self._places.exists():
             order = mapped_array(self._order)
-            with array_appearing(self._places, np.int64, len(order)) as out:
+            with atomic_array(self._places, np.int64, len(order)) as out:
                 for start, stop in pieces(0, len(order), _PIECE_ROWS):
                     out[order[start:stop]] = np.arange(start, stop)
         # Memory holds the decoded run and a sorted copy with wide column indices.
@@ -192,7 +192,7 @@ class Conversion:
         staging = Staging(
             matrix=matrix,
             places=self._places,
-            folder=self._workplace.folder / "stage" / f"{key}-{run_rows}",
+            folder=self._work_folder.folder / "stage" / f"{key}-{run_rows}",
             run_rows=run_rows,
         )
         runner.run(staging, what=f"sorting {key}", n_cells=matrix.shape[0])
@@ -200,7 +200,7 @@ class Conversion:
 
     def _verify(self, runner: TaskRunner, key: str, matrix: Matrix, rows: Path, budget: int) -> None:
         check = Verification(
-            store=self._workplace.store,
+            store=self._work_folder.store,
             key=key,
             rows=rows,
             order=self._order,

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.kernels import digest
 from dasksc.kernels.csr import rows_ascend
-from dasksc.output.work_folder import array_appearing, mapped_array
+from dasksc.output.work_folder import atomic_array, mapped_array
 from dasksc.storage import Matrix, RowBuffer, open_matrix
 from dasksc.storage.dtypes import holds_all, sum_dtype
-from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
 
 __all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
 
@@ -66,7 +66,7 @@ def gather_canonical(
     Repeated columns stand for their sum. Sums of integers have 64 bits, since the stored type `dtype` may be too
     narrow for them.
     """
-    assert isinstance(fetched, CSRFetched)
+    assert isinstance(fetched, CSRRowBuffer)
     indptr, indices, data = fetched.gather_stored(positions, dtype=dtype)
     every = np.arange(len(positions), dtype=np.int64)
     starts = np.uint64(indices.ctypes.data) + np.uint64(indices.itemsize) * indptr[:-1].astype(np.uint64)
@@ -147,14 +147,14 @@ class Scan:
         for start, stop in pieces(*self.rows(k), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
             found.append(described(self.matrix.fetch(wanted), wanted - start, dtype=self.matrix.stored_dtype))
-        with array_appearing(self._path(k), ROW, sum(map(len, found))) as out:
+        with atomic_array(self._path(k), ROW, sum(map(len, found))) as out:
             np.concatenate(found, out=out)
 
     def collect(self) -> Path:
         """Concatenate the results of all tasks; return the file, an array of `ROW` with one entry per input row."""
         whole = self.folder / "rows.npy"
         if not whole.exists():
-            with array_appearing(whole, ROW, self.matrix.shape[0]) as rows:
+            with atomic_array(whole, ROW, self.matrix.shape[0]) as rows:
                 for k in range(self.n_tasks):
                     start, stop = self.rows(k)
                     rows[start:stop] = mapped_array(self._path(k))

@@ -16,9 +16,9 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.output.work_folder import appearing, mapped_array
+from dasksc.output.work_folder import atomic_path, mapped_array
 from dasksc.storage import ConcatenatedMatrix, Matrix, open_matrix
-from dasksc.storage.fetched_csr import CSRFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
 
 __all__ = ["Staging"]
 
@@ -65,8 +65,8 @@ class Staging:
         start, stop = self.rows(k)
         ranked = np.argsort(mapped_array(self.places)[start:stop])
         fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
-        with appearing(self._path(k)) as path, h5py.File(path, "w") as file:
-            if isinstance(fetched, CSRFetched):
+        with atomic_path(self._path(k)) as path, h5py.File(path, "w") as file:
+            if isinstance(fetched, CSRRowBuffer):
                 # Repeated columns are summed later, when the run is read, since their sums may need a wider type.
                 write_csr(file, fetched.shape, *fetched.gather_stored(ranked, dtype=self.matrix.stored_dtype))
             else:

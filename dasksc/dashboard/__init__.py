@@ -17,7 +17,7 @@ from typing import Any
 import distributed
 
 from dasksc._compat.distributed import add_pages, listening_at, page_names
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
@@ -90,7 +90,7 @@ def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
         page_of(dask_scheduler)
         _add_page(dask_scheduler)
     except UnsupportedVersionError as error:  # The scheduler must start even without the page.
-        say_once(error, without="there is no loader page")
+        warn_once(error, without="there is no loader page")
     return listening_at(dask_scheduler)
 
 

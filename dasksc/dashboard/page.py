@@ -13,10 +13,10 @@ from typing import Any
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dasksc._compat.distributed import RequestHandler, add_operation, announce, count_in_panel
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.dashboard import prometheus
 from dasksc.executor.diagnosis import diagnosis
-from dasksc.executor.reporting import ASKED_FOR, OPERATION
+from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
 
 __all__ = ["FiguresHandler", "LoaderReports", "LoaderPage", "PageHandler", "page_of"]
 
@@ -88,7 +88,7 @@ class LoaderPage(SchedulerPlugin):
         self._loaders: dict[tuple[str, str, Any], LoaderReports] = {}
         self._panel: dict[str, tuple[int, int]] = {}
         add_operation(scheduler, OPERATION, self.report)
-        announce(scheduler, ASKED_FOR)
+        announce(scheduler, PAGE_METADATA_KEY)
         prometheus.show(self)
 
     @property
@@ -137,7 +137,7 @@ class LoaderPage(SchedulerPlugin):
                 if count_in_panel(self._scheduler, prefix, **change):
                     self._panel[prefix] = n_released, n_waiting
         except UnsupportedVersionError as error:
-            say_once(error, without="the progress panel of Dask counts only the fetches in flight")
+            warn_once(error, without="the progress panel of Dask counts only the fetches in flight")
         self._panel = {prefix: counts for prefix, counts in self._panel.items() if any(counts)}
 
     def figures(self) -> dict[str, Any]:

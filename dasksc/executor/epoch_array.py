@@ -57,8 +57,8 @@ def epoch_array(
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
     small = _n_bytes(plan) <= _SMALL_PLAN_BYTES
-    what = _What(matrix, plan if small else None, layout, dtype, columns)
-    graph: dict[Any, Any] = {source: DataNode(source, what)}
+    spec = _ChunkSpec(matrix, plan if small else None, layout, dtype, columns)
+    graph: dict[Any, Any] = {source: DataNode(source, spec)}
     for k in range(plan.n_fetches):
         graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _RowsOf(plan, k))
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
@@ -89,7 +89,7 @@ class _EpochArray(da.Array):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _What:
+class _ChunkSpec:
     """Arguments that all chunks share."""
 
     matrix: Matrix
@@ -101,7 +101,7 @@ class _What:
 
     def __reduce__(self) -> tuple[Any, ...]:
         plan = None if self.plan is None else _undrawn(self.plan)
-        return _What, (self.matrix, plan, self.layout, self.dtype, self.columns)
+        return _ChunkSpec, (self.matrix, plan, self.layout, self.dtype, self.columns)
 
 
 # Maximum size of a plan that is sent with every chunk.
@@ -147,15 +147,15 @@ class _Rows:
         return self.rows, self.order.astype(np.int64)
 
 
-def _chunk(what: _What, which: Any) -> NDArray[Any] | sp.csr_matrix:
+def _chunk(spec: _ChunkSpec, which: Any) -> NDArray[Any] | sp.csr_matrix:
     # `which` is the number of a fetch, or an object that returns its row numbers.
-    rows, order = _RowsOf(what.plan, which)() if what.plan is not None else which()
-    fetched = what.matrix.fetch(rows)
-    n_vars = fetched.shape[1] if what.columns is None else len(what.columns)
+    rows, order = _RowsOf(spec.plan, which)() if spec.plan is not None else which()
+    fetched = spec.matrix.fetch(rows)
+    n_vars = fetched.shape[1] if spec.columns is None else len(spec.columns)
     shape = (len(order), n_vars)
-    if what.layout == "csr":
-        indptr, indices, data = fetched.gather_csr(order, dtype=what.dtype, columns=what.columns)
+    if spec.layout == "csr":
+        indptr, indices, data = fetched.gather_csr(order, dtype=spec.dtype, columns=spec.columns)
         return sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
-    out = np.empty(shape, dtype=what.dtype)
-    fetched.gather(order, out=out, columns=what.columns)
+    out = np.empty(shape, dtype=spec.dtype)
+    fetched.gather(order, out=out, columns=spec.columns)
     return out

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dasksc.platforms import after_fork
-from dasksc.storage.read_timing import Spent
+from dasksc.storage.read_timing import ThreadTimes
 
 __all__ = ["Totals", "count", "export", "totals"]
 
@@ -44,7 +44,7 @@ totals = Totals()
 _lock = threading.Lock()
 
 
-def count(*, n_rows: int, n_bytes: int, fetch_s: float, spent: Spent) -> None:
+def count(*, n_rows: int, n_bytes: int, fetch_s: float, spent: ThreadTimes) -> None:
     """Add one fetch task to the totals."""
     with _lock:
         totals.n_fetches += 1

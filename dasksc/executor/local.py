@@ -33,7 +33,7 @@ from dasksc._compat.dask import (
     get_sync,
     scheduler_state,
 )
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.platforms import after_fork
 
 __all__ = ["OnDemandRunner", "ThreadRunner"]
@@ -117,7 +117,7 @@ def _active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
     try:
         return active_callbacks()
     except UnsupportedVersionError as error:
-        say_once(error, without="Dask's profilers and progress bars see no fetches")
+        warn_once(error, without="Dask's profilers and progress bars see no fetches")
         return []
 
 
@@ -178,7 +178,7 @@ class ThreadRunner(_LocalRunner):
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any], *, n_threads: int) -> None:
         super().__init__(name, ks, run)
-        self._threads = _Threads.join_in(self, n_threads)
+        self._threads = _SharedThreadPool.enter(self, n_threads)
 
     def submit(self, k: int) -> Future[Timed]:
         """Queue fetch `k` for the next free thread."""
@@ -197,7 +197,7 @@ class ThreadRunner(_LocalRunner):
             self._diagnostics.finish()
 
 
-class _Threads:
+class _SharedThreadPool:
     """Thread pool whose threads live only while a window uses it.
 
     `concurrent.futures.ThreadPoolExecutor` differs in one point: when the interpreter exits, it waits for all
@@ -206,7 +206,7 @@ class _Threads:
     because a traceback may hold a window that Ctrl-C left open.
     """
 
-    _current: _Threads | None = None
+    _current: _SharedThreadPool | None = None
     # Reentrant: garbage collection may finalize a window, which leaves the pool, while its thread holds
     # the lock.
     _registry = threading.RLock()
@@ -224,13 +224,13 @@ class _Threads:
         self._stopped = False
 
     @classmethod
-    def join_in(cls, member: ThreadRunner, n_threads: int) -> _Threads:
+    def enter(cls, member: ThreadRunner, n_threads: int) -> _SharedThreadPool:
         """Return this process's thread pool, with at least `n_threads`, and keep it alive until `member` leaves."""
         with cls._registry:
             while True:
                 threads = cls._current
                 if threads is None or threads._stopped or threads._pid != os.getpid():
-                    threads = cls._current = _Threads()
+                    threads = cls._current = _SharedThreadPool()
                 threads._members.add(member)
                 threads._limit = max(threads._limit, n_threads)
                 if not threads._stopped:
@@ -303,8 +303,8 @@ class _Threads:
 
 def _after_fork() -> None:
     # A lock that another thread of the parent held during the fork would never be released in the child.
-    _Threads._registry = threading.RLock()
-    _Threads._current = None
+    _SharedThreadPool._registry = threading.RLock()
+    _SharedThreadPool._current = None
 
 
 after_fork(_after_fork)

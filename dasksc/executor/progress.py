@@ -85,22 +85,22 @@ class EpochStats:
         self.gather_s = 0.0
         self.fetches: Callable[[], FetchFigures] = FetchFigures
         self._start = perf_counter()
-        self._asked: float | None = None
+        self._wait_start: float | None = None
         self._latest = self._start
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield `batches`, adding up the time the consumer waits for them."""
         iterator = iter(batches)
         while True:
-            self._asked = asked = perf_counter()
+            self._wait_start = wait_start = perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
-                self._asked = None
+                self._wait_start = None
                 return
-            self._asked = None
+            self._wait_start = None
             self._latest = perf_counter()
-            self.wait_s += self._latest - asked
+            self.wait_s += self._latest - wait_start
             self.n_batches += 1
             self.n_rows += self._rows_of_latest()
             yield batch
@@ -128,8 +128,11 @@ class EpochStats:
 
     def now(self) -> dict[str, float]:
         """Return ``clock_s``, the seconds since the epoch began, and ``waited_s``, the part of them spent waiting."""
-        now, asked = perf_counter(), self._asked
-        return {"clock_s": now - self._start, "waited_s": self.wait_s + (0.0 if asked is None else now - asked)}
+        now, wait_start = perf_counter(), self._wait_start
+        return {
+            "clock_s": now - self._start,
+            "waited_s": self.wait_s + (0.0 if wait_start is None else now - wait_start),
+        }
 
     def freeze(self) -> None:
         """Store the current figures of the fetches and drop the reference to their source."""
@@ -234,7 +237,7 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
     except ImportError as error:
         raise InputError("progress=True needs tqdm: pip install tqdm") from error
 
-    class Shown(tqdm):
+    class RateBar(tqdm):
         def update(self, n: float | None = 1) -> Any:
             figures = stats.report()
             self.set_postfix_str(
@@ -244,5 +247,5 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
 
     plan = stats.plan
     label = "" if plan is None else f"epoch {plan.epoch}" + (f" rank {plan.rank}" if plan.world_size > 1 else "")
-    with Shown(total=n_batches, desc=label, unit="batch") as bar:
+    with RateBar(total=n_batches, desc=label, unit="batch") as bar:
         yield bar

@@ -19,20 +19,20 @@ from typing import Any
 
 from dasksc import config
 from dasksc._compat.distributed import event_loop, metadata, report
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 
-__all__ = ["ASKED_FOR", "OPERATION", "reporting", "runs_here"]
+__all__ = ["PAGE_METADATA_KEY", "OPERATION", "reporting", "runs_here"]
 
 logger = logging.getLogger("dasksc.window.reporting")
 
 # Key in the scheduler's metadata that is set if the page exists, and name of the scheduler operation that
 # receives reports.
-ASKED_FOR = "dasksc-loader-page"
+PAGE_METADATA_KEY = "dasksc-loader-page"
 OPERATION = "dasksc_report"
 # Minimum time between two checks for a page that was missing.
 _PATIENCE_S = 5.0
 # Maximum wait for the last report, which would otherwise be lost when the process exits.
-_LAST_WORD_S = 1.0
+_FINAL_REPORT_S = 1.0
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
     try:
         loop = event_loop(client)
     except UnsupportedVersionError as error:
-        say_once(error, without="the loader page shows nothing")
+        warn_once(error, without="the loader page shows nothing")
         yield
         return
     reporter = _Reporter(client, figures, interval_s)
@@ -67,29 +67,29 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
         with contextlib.suppress(RuntimeError):  # The loop was closed.
             loop.call_soon_threadsafe(reporter.ended.set)
             if loop.is_running() and not runs_here(loop):
-                concurrent.futures.wait([running], _LAST_WORD_S)
+                concurrent.futures.wait([running], _FINAL_REPORT_S)
 
 
 @dataclass(slots=True)
-class _Known:
+class _ReportState:
     """State of the reports to a Client's scheduler, in seconds of the event loop's clock.
 
-    `has_page` is True if the scheduler has the page, `asked_at` is the time of the last check, and `told_at` has the
+    `has_page` is True if the scheduler has the page, `checked_at` is the time of the last check, and `sent_at` has the
     time of the last report of each loader.
     """
 
     has_page: bool = False
-    asked_at: float = -math.inf
-    told_at: dict[str, float] = field(default_factory=dict)
+    checked_at: float = -math.inf
+    sent_at: dict[str, float] = field(default_factory=dict)
 
 
-_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Any, _ReportState] = weakref.WeakKeyDictionary()
 
 
 class _Reporter:
     def __init__(self, client: Any, figures: Callable[[], dict[str, Any]], interval_s: float) -> None:
         self._client = client
-        self._known = _known.setdefault(client, _Known())
+        self._state = _states.setdefault(client, _ReportState())
         self._figures = figures
         self._interval_s = interval_s
         self.ended = asyncio.Event()
@@ -97,26 +97,26 @@ class _Reporter:
 
     async def run(self) -> None:
         """Report until the end of the epoch has been reported or the Client closes."""
-        known, clock = self._known, asyncio.get_running_loop().time
+        state, clock = self._state, asyncio.get_running_loop().time
         key = self._figures()["key"]
         while self._client.status not in ("closing", "closed"):
-            wait_s = known.told_at.get(key, -math.inf) + self._interval_s - clock()
+            wait_s = state.sent_at.get(key, -math.inf) + self._interval_s - clock()
             if wait_s > 0:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.ended.wait(), wait_s)
             is_last = self.ended.is_set()
-            known.told_at[key] = clock()
+            state.sent_at[key] = clock()
             try:
-                if not known.has_page and clock() - known.asked_at >= _PATIENCE_S:
-                    known.asked_at = clock()
-                    known.has_page = await metadata(self._client, ASKED_FOR, default=False)
-                if known.has_page:
-                    known.has_page = await self._report(is_last)
+                if not state.has_page and clock() - state.checked_at >= _PATIENCE_S:
+                    state.checked_at = clock()
+                    state.has_page = await metadata(self._client, PAGE_METADATA_KEY, default=False)
+                if state.has_page:
+                    state.has_page = await self._report(is_last)
             except OSError as error:  # Without a connection, the epoch itself raises an error if it needs one.
-                known.has_page = False
+                state.has_page = False
                 logger.debug("A report to the loader page failed: %s", error)
             except UnsupportedVersionError as error:
-                say_once(error, without="the loader page shows nothing")
+                warn_once(error, without="the loader page shows nothing")
                 return
             if is_last:
                 return

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.executor import fetch_totals
-from dasksc.memory.reading_mode import Reading
+from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.planning.plan import EpochPlan
 from dasksc.storage import Matrix, RowBuffer, mapping
-from dasksc.storage.read_timing import Clock, Spent
+from dasksc.storage.read_timing import Clock, ThreadTimes
 
 __all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
 
@@ -23,7 +23,7 @@ class FetchedMatrices:
     """Fetched rows of every matrix, by name, and the time that the task spent reading and decoding."""
 
     parts: Mapping[str, RowBuffer]
-    spent: Spent | None = None
+    spent: ThreadTimes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class FetchMatrices:
     """
 
     matrices: Mapping[str, Matrix]
-    reading: Reading | None = None
+    reading: AdaptiveReadingMode | None = None
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, from every matrix."""

@@ -45,7 +45,7 @@ from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import model_digest
 from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
-from dasksc.inference.sharing import NanError, Notes, Share, most_of_ranks
+from dasksc.inference.sharing import NanError, RankStatus, Share, max_over_ranks
 from dasksc.inference.targets import Target, target_of
 from dasksc.inference.work import Work
 from dasksc.loader.dataset import components_of, scDataset
@@ -303,8 +303,8 @@ class Predictions:
     def run(self, *, shown: bool = False) -> PredictionReport:
         """Predict the missing units, and publish the result if it is complete."""
         begun = time.perf_counter()
-        notes = Notes(self.world)
-        with notes.of_failure(), self.explaining():
+        notes = RankStatus(self.world)
+        with notes.recording_failure(), self.explaining():
             share = self.begin()
             n_done = 0
             if share is not None:
@@ -326,7 +326,7 @@ class Predictions:
 
     def _loop(self, share: Share, *, shown: bool) -> int:
         predictor = self.predictor
-        n_calls = most_of_ranks(share.n_batches, self._device) if predictor.is_sharded else share.n_batches
+        n_calls = max_over_ranks(share.n_batches, self._device) if predictor.is_sharded else share.n_batches
         n_done = 0
         label = "predicting" + (f" rank {self.world.rank}" if self.world.world_size > 1 else "")
         total = share.n_rows + share.n_rows_done
@@ -335,18 +335,18 @@ class Predictions:
                 advance(share.n_rows_done, label)
                 batches = share.batches(device=self._device, n_calls=n_calls)
                 for batch in islice(batches, n_calls):
-                    n = self.take(share, predictor(batch))
+                    n = self.write_batch(share, predictor(batch))
                     n_done += n
                     advance(n, label)
-            share.settle()
+            share.flush()
         finally:
             share.abandon()
         return n_done
 
-    def take(self, share: Share, returned: Any) -> int:
+    def write_batch(self, share: Share, returned: Any) -> int:
         """Write the predictions for the next batch of the share; return its number of rows."""
         try:
-            return share.take(returned, nan_allowed=self._nan == "report", first=self._refuse_taken)
+            return share.write_batch(returned, nan_allowed=self._nan == "report", first=self._refuse_taken)
         except NanError as error:
             cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
             raise InputError(

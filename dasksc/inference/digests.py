@@ -25,7 +25,7 @@ __all__ = ["model_digest"]
 
 Update = Callable[[bytes | memoryview], None]
 # Objects added so far, by id. They are kept alive, so no other object gets the id of one of them.
-Seen = dict[int, Any]
+Visited = dict[int, Any]
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -48,7 +48,7 @@ def model_digest(value: Any) -> str:
     return hashed.hexdigest()
 
 
-def _add(value: Any, update: Update, seen: Seen) -> None:
+def _add(value: Any, update: Update, seen: Visited) -> None:
     """Add a value to a digest; an object that contains itself is added once."""
     if isinstance(value, _PLAIN):
         update(repr((type(value).__name__, value)).encode())
@@ -105,7 +105,7 @@ def _add_tensor(tensor: torch.Tensor, update: Update) -> None:
         update(flat.view(torch.uint8).numpy().data)
 
 
-def _add_module(module: nn.Module, update: Update, seen: Seen) -> None:
+def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
     for name, part in module.named_modules():
         seen[id(part)] = part
         update(name.encode())
@@ -124,7 +124,7 @@ def _add_module(module: nn.Module, update: Update, seen: Seen) -> None:
         _add_tensor(tensor, update)
 
 
-def _add_function(function: FunctionType, update: Update, seen: Seen) -> None:
+def _add_function(function: FunctionType, update: Update, seen: Visited) -> None:
     update(_source_of(function))
     if function.__name__ == "<lambda>":  # several may share a line of source code
         update(_code_of(function.__code__))

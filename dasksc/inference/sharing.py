@@ -21,9 +21,9 @@ from dasksc.planning.agreement import shared_store
 from dasksc.planning.process_groups import torch_distributed
 from dasksc.planning.ranks import World
 
-__all__ = ["NanError", "Notes", "Share", "most_of_ranks"]
+__all__ = ["NanError", "RankStatus", "Share", "max_over_ranks"]
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 # Number of predictions that this process has begun, by rank and group, which distinguishes their notes.
 _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 
@@ -78,7 +78,7 @@ class Share:
             Device of the batches. Default: that of the data set.
         n_calls
             Minimum number of batches to yield. Surplus batches repeat the last batch, or the first batch of the atlas
-            if the share has none; `take` discards them.
+            if the share has none; `write_batch` discards them.
         """
         batch = None
         for start, stop in self._ranges():
@@ -92,7 +92,7 @@ class Share:
         for _ in range(n_surplus):
             yield batch
 
-    def take(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
+    def write_batch(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
         """Write the predictions for the next batch; return its number of rows, 0 for surplus batches.
 
         Parameters
@@ -113,13 +113,13 @@ class Share:
         if not n_rows:
             return 0
         try:
-            self._take(returned, start, n_rows, nan_allowed=nan_allowed, first=first)
+            self._write_batch(returned, start, n_rows, nan_allowed=nan_allowed, first=first)
         except BaseException:
             self.abandon()
             raise
         return n_rows
 
-    def _take(
+    def _write_batch(
         self,
         returned: Any,
         start: int,
@@ -137,9 +137,9 @@ class Share:
         if nan and not nan_allowed:
             name, rows = next(iter(nan.items()))
             raise NanError(name, len(rows), [start + int(row) for row in rows[:5]])
-        self._writer.take(start, arrays, described, nan)
+        self._writer.write_batch(start, arrays, described, nan)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all written units are complete.
 
         Raises
@@ -147,7 +147,7 @@ class Share:
         OSError
             If a unit cannot be completed, such as on a full disk.
         """
-        self._writer.settle()
+        self._writer.flush()
 
     def abandon(self) -> None:
         """Remove the files of an unfinished unit, and let other processes predict it."""
@@ -164,7 +164,7 @@ class NanError(Exception):
         self.name, self.n, self.rows = name, n, rows
 
 
-def most_of_ranks(n: int, device: torch.device | None) -> int:
+def max_over_ranks(n: int, device: torch.device | None) -> int:
     """Return the maximum of `n` over all ranks of the process group. All ranks must call this function."""
     distributed = torch_distributed()
     if distributed is None:
@@ -174,7 +174,7 @@ def most_of_ranks(n: int, device: torch.device | None) -> int:
     return int(value)
 
 
-class Notes:
+class RankStatus:
     """Notes in the store of the process group on how each rank ended.
 
     Parameters
@@ -192,7 +192,7 @@ class Notes:
             self._store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
 
     @contextlib.contextmanager
-    def of_failure(self) -> Iterator[None]:
+    def recording_failure(self) -> Iterator[None]:
         """Leave a note if the body raises."""
         try:
             yield
@@ -238,4 +238,4 @@ class Notes:
                     )
                 waiting.discard(rank)
             if waiting:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)

@@ -32,8 +32,8 @@ from dasksc.inference.zarr_elements import (
     ATTRIBUTE,
     CATEGORICAL,
     NAN,
-    Found,
     Nan,
+    PublishedArray,
     found_in_store,
     metadata_in,
     remove_partial,
@@ -65,7 +65,7 @@ class Target(Protocol):
     def folder(self) -> Path:
         """Path of the work folder."""
 
-    def found(self, digest: str) -> dict[str, Found]:
+    def found(self, digest: str) -> dict[str, PublishedArray]:
         """Return the published predictions with a digest, by key."""
 
     def taken(self, keys: Iterable[str]) -> list[str]:
@@ -170,7 +170,7 @@ class NewStore:
         """See `Target`."""
         return self.path.with_name(self.path.name + ".partial")
 
-    def found(self, digest: str) -> dict[str, Found]:
+    def found(self, digest: str) -> dict[str, PublishedArray]:
         """See `Target`."""
         return found_in_store(self.path, digest)
 
@@ -237,7 +237,7 @@ class InStore:
         """See `Target`."""
         return self.path.with_name(f"{self.path.name}.{self._key}.partial")
 
-    def found(self, digest: str) -> dict[str, Found]:
+    def found(self, digest: str) -> dict[str, PublishedArray]:
         """See `Target`."""
         return found_in_store(self.path, digest)
 
@@ -320,7 +320,7 @@ class InFile:
         """See `Target`. All keys share the folder, since two runs that replace the same file would lose one result."""
         return self.path.with_name(f"{self.path.name}.partial")
 
-    def found(self, digest: str) -> dict[str, Found]:
+    def found(self, digest: str) -> dict[str, PublishedArray]:
         """See `Target`."""
         found = {}
         with h5py.File(self.path, "r") as file:
@@ -329,7 +329,7 @@ class InFile:
                     if item.attrs.get(ATTRIBUTE) == digest:
                         array = item["codes"] if isinstance(item, h5py.Group) else item
                         nan = NanRows(*json.loads(item.attrs[NAN]))
-                        found[f"{group}/{name}"] = Found(array.shape, str(array.dtype), nan)
+                        found[f"{group}/{name}"] = PublishedArray(array.shape, str(array.dtype), nan)
         return found
 
     def taken(self, keys: Iterable[str]) -> list[str]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.inference.outputs import Output, check_same
 from dasksc.output.shards import ShardedArray, ShardWriter
-from dasksc.output.work_folder import WorkFolder, appearing
+from dasksc.output.work_folder import WorkFolder, atomic_path
 from dasksc.platforms import lock_file
 
 __all__ = ["Claim", "NanRows", "UnitWriter", "Work", "runs_of", "unit_rows_for"]
@@ -239,7 +239,7 @@ class Work(WorkFolder):
             Rows with NaN, by name of the output.
         """
         note = {"outputs": [[one.name, one.width, one.dtype] for one in outputs], "nan": dict(nan)}
-        with appearing(self._marker(k)) as path:
+        with atomic_path(self._marker(k)) as path:
             path.write_text(json.dumps(note))
 
     def collected(
@@ -315,7 +315,7 @@ class UnitWriter:
         self._open: ExitStack | None = None
         self._writers: dict[str, ShardWriter] = {}
 
-    def take(
+    def write_batch(
         self,
         start: int,
         arrays: Mapping[str, NDArray[Any]],
@@ -358,7 +358,7 @@ class UnitWriter:
         is_last = start + n_rows == last
         self._at = None if is_last else start + n_rows
         if is_last or self._held_bytes >= _HELD_BYTES:
-            self.settle()
+            self.flush()
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-unit")
             held, self._held, self._held_bytes = self._held, [], 0
@@ -384,7 +384,7 @@ class UnitWriter:
             opened.close()
             self._work.mark(k, self._outputs, nan)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the batches of complete units are written.
 
         Raises

@@ -16,10 +16,20 @@ from dasksc.errors import StorageError
 from dasksc.inference.outputs import Output
 from dasksc.inference.work import NanRows, Work
 from dasksc.output.elements import write_group
-from dasksc.output.work_folder import appearing
+from dasksc.output.work_folder import atomic_path
 
 __all__ = [
-    *("ARRAY", "ATTRIBUTE", "CATEGORICAL", "NAN", "Found", "Nan", "found_in_store", "metadata_in", "remove_partial"),
+    *(
+        "ARRAY",
+        "ATTRIBUTE",
+        "CATEGORICAL",
+        "NAN",
+        "PublishedArray",
+        "Nan",
+        "found_in_store",
+        "metadata_in",
+        "remove_partial",
+    ),
     *("replace_json", "write_metadata", "write_obs"),
 ]
 
@@ -31,7 +41,7 @@ ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 CATEGORICAL = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
 
 
-class Found(NamedTuple):
+class PublishedArray(NamedTuple):
     """Published predictions: shape and type of the array, and the rows with NaN."""
 
     shape: tuple[int, ...]
@@ -82,7 +92,7 @@ def _numbers(n_obs: int) -> Iterator[list[str]]:
         yield [str(row) for row in range(start, min(start + 2**16, n_obs))]
 
 
-def found_in_store(path: Path, digest: str) -> dict[str, Found]:
+def found_in_store(path: Path, digest: str) -> dict[str, PublishedArray]:
     found = {}
     for file in (file for group in ("obsm", "obs") for file in (path / group).glob("*/zarr.json")):
         attributes = metadata_in(file).get("attributes", {})
@@ -90,7 +100,7 @@ def found_in_store(path: Path, digest: str) -> dict[str, Found]:
             codes = file.parent / "codes" / "zarr.json"
             array = metadata_in(codes if codes.exists() else file)
             key = f"{file.parent.parent.name}/{file.parent.name}"
-            found[key] = Found(tuple(array["shape"]), array["data_type"], NanRows(*attributes[NAN]))
+            found[key] = PublishedArray(tuple(array["shape"]), array["data_type"], NanRows(*attributes[NAN]))
     return found
 
 
@@ -103,7 +113,7 @@ def metadata_in(file: Path) -> dict[str, Any]:
 
 
 def replace_json(path: Path, value: Any) -> None:
-    with appearing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["check", "diversity"]
 
 # Maximum number of rows whose classes are counted; one set, or one batch that stays together, is always counted.
-_LOOKED_AT = 2**20
+_MAX_COUNTED_ROWS = 2**20
 
 
 def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, label_key: str | None = None) -> Check:
@@ -182,7 +182,7 @@ def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
     codes, names = encode_labels(labels)
     unit = plan.sampler.unit
     n_units = plan.n_rows // unit
-    units = np.linspace(0, n_units - 1, min(n_units, max(1, _LOOKED_AT // unit))).astype(np.int64)
+    units = np.linspace(0, n_units - 1, min(n_units, max(1, _MAX_COUNTED_ROWS // unit))).astype(np.int64)
     positions = (units[:, None] * unit + np.arange(unit)).ravel()
     drawn = _shares(codes[plan.sampler.draw(plan.seed, plan.epoch).rows(positions)], len(names))
     candidates = getattr(plan.sampler, "candidates", None)  # absent for a strategy defined by a user

@@ -9,7 +9,7 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-from dasksc.memory.limits import to_ask_for
+from dasksc.memory.limits import recommended_bytes
 from dasksc.sampling.set_sampler import SetAccounts
 
 __all__ = ["Check", "ClassShare", "RankShare"]
@@ -188,7 +188,7 @@ class Check:
         if self.job_bytes is not None:
             yield (
                 f"           this run needs {format_bytes(self.job_bytes)} per rank plus the model; request "
-                f"{format_bytes(to_ask_for(self.job_bytes))}"
+                f"{format_bytes(recommended_bytes(self.job_bytes))}"
             )
         for warning in self.warnings:
             yield f"  warning: {warning}"

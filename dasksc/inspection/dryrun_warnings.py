@@ -17,7 +17,7 @@ __all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warn
 _MIXED = 0.9
 _MUCH_DROPPED = 0.05
 # A warning is given if less than this fraction of the data sent over the network is used.
-_WANTED = 0.5
+_MIN_USED_SHARE = 0.5
 
 
 def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
@@ -59,7 +59,10 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
                 f"{chunk_rows:,.0f} rows): chunks are decoded again and again for a few rows each. Raise fetch_factor, "
                 "or store smaller chunks"
             )
-        elif is_url(matrix.label) and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _WANTED:
+        elif (
+            is_url(matrix.label)
+            and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _MIN_USED_SHARE
+        ):
             yield (
                 f"only about {share:.0%} of the bytes of {name} that are transferred are used: chunks of about "
                 f"{chunk_rows:,.0f} rows are transferred whole, and {'blocks' if sets is None else 'runs'} have "

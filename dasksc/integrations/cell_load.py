@@ -151,7 +151,7 @@ def from_toml(
             f"{', '.join(map(repr, perturbations.cat.categories[:_N_SHOWN]))}, ..."
         )
     context, names = pd.factorize(pd.MultiIndex.from_arrays([adata.obs["dataset"].astype(str), cell_types]))
-    parts = _deal(context, list(names), perturbations, is_control, sections, held)
+    parts = _rows_of_parts(context, list(names), perturbations, is_control, sections, held)
     table = _table(context, list(names), perturbations, is_control, parts)
     return Experiment(adata=adata, parts=parts, table=table)
 
@@ -257,7 +257,7 @@ def _lists(key: str, value: Any) -> dict[str, list[str]]:
     return dict(value)
 
 
-def _deal(
+def _rows_of_parts(
     context: NDArray[np.int64],
     names: list[tuple[str, str]],
     perturbations: pd.Series[Any],

@@ -139,8 +139,8 @@ class DataModule:
         """Return the rank and world size that Lightning assigns to distributed samplers; empty without a trainer."""
         if self.trainer is None:
             return {}
-        told = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return {"rank": int(told["rank"]), "world_size": int(told["num_replicas"])}
+        sampler_options = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return {"rank": int(sampler_options["rank"]), "world_size": int(sampler_options["num_replicas"])}
 
     def _make(self, name: str) -> scDataset:
         options = self._options if name == "train" else {**self._options, "drop_last": False, "equal_ranks": False}

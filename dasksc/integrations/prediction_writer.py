@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dasksc import InputError, PredictionReport
 from dasksc.inference import Predictions
-from dasksc.inference.sharing import Notes, Share
+from dasksc.inference.sharing import RankStatus, Share
 from dasksc.integrations.data_module import DataModule
 
 __all__ = ["Writer"]
@@ -73,7 +73,7 @@ class Writer:
         self.report: PredictionReport | None = None
         self._run: Predictions | None = None
         self._share: Share | None = None
-        self._notes: Notes | None = None
+        self._status: RankStatus | None = None
         self._n_done = 0
         self._begun = 0.0
 
@@ -94,9 +94,9 @@ class Writer:
     def _batches(self, pl_module: Any, dataset: Any) -> Any:
         """Begin the predictions; called when the parameters are loaded."""
         self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
-        self._notes = notes = Notes(run.world)
+        self._status = notes = RankStatus(run.world)
         self._n_done, self._begun = 0, time.perf_counter()
-        with notes.of_failure(), run.explaining():
+        with notes.recording_failure(), run.explaining():
             self._share = run.begin()
         return _Batches(self._share)
 
@@ -106,18 +106,18 @@ class Writer:
         """Write the predictions of a batch."""
         if self._run is not None and self._share is not None:
             with self._run.explaining():
-                self._n_done += self._run.take(self._share, outputs)
+                self._n_done += self._run.write_batch(self._share, outputs)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for all ranks to write their predictions, then make the predictions visible."""
-        run, notes = self._run, self._notes
+        run, notes = self._run, self._status
         if stage != "predict" or run is None or notes is None:
             return
         trainer.datamodule.predict_by(None)
         self._run = None
-        with notes.of_failure(), run.explaining():
+        with notes.recording_failure(), run.explaining():
             if self._share is not None:
-                self._share.settle()
+                self._share.flush()
                 self._share.abandon()  # limit_predict_batches may end inside a unit
                 run.publish()
             if trainer.limit_predict_batches == 1.0:
@@ -126,8 +126,8 @@ class Writer:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Notify the other ranks of the error, and remove the files of an unfinished unit."""
-        if self._notes is not None and self._run is not None:
-            self._notes.fail(exception)
+        if self._status is not None and self._run is not None:
+            self._status.fail(exception)
             if self._share is not None:
                 self._share.abandon()
             self._run = None

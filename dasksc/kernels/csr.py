@@ -101,7 +101,7 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 
 @intrinsic
-def _look_ahead(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
+def _prefetch(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
     """Prefetch elements ``[first, first + _STRIDE)`` of the array at `address`, without waiting.
 
     Any address is allowed. Rows are short and scattered, so the hardware prefetcher cannot predict the next row.
@@ -151,8 +151,8 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
             # The last column of a stride is its largest. Each column is checked nevertheless, since the file may
             # change during the read.
             for first in range(0, n, _STRIDE):
-                _look_ahead(next_columns_at, first, like_indices)
-                _look_ahead(next_values_at, first, like_data)
+                _prefetch(next_columns_at, first, like_indices)
+                _prefetch(next_values_at, first, like_data)
                 end = min(first + _STRIDE, n)
                 last = np.uint64(load(columns_at, end - 1, like_indices))
                 if last >= n_columns:
@@ -200,8 +200,8 @@ def renumber_rows(
             return UNORDERED
         dense[:] = 0
         for first in range(0, n, _STRIDE):
-            _look_ahead(next_columns_at, first, like_indices)
-            _look_ahead(next_values_at, first, like_data)
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
             for k in range(first, min(first + _STRIDE, n)):
                 column = np.uint64(load(columns_at, k, like_indices))
                 if column >= n_columns:
@@ -244,8 +244,8 @@ def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_
     n_kept = np.uint64(0)
     every = np.uint8(0)
     for first in range(0, n, _STRIDE):
-        _look_ahead(next_columns_at, first, like_indices)
-        _look_ahead(next_values_at, first, like_data)
+        _prefetch(next_columns_at, first, like_indices)
+        _prefetch(next_values_at, first, like_data)
         for k in range(first, min(first + _STRIDE, n)):
             column = columns[np.uint64(k)]
             kind = kinds[np.uint64(column)]
@@ -344,8 +344,8 @@ def copy_rows_csr(
             return row
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         for first in range(0, n, _STRIDE):
-            _look_ahead(next_columns_at, first, like_indices)
-            _look_ahead(next_values_at, first, like_data)
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
             for k in range(first, min(first + _STRIDE, n)):
                 row_data[k] = load(values_at, k, like_data)
     return -1
@@ -364,7 +364,7 @@ def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indi
         n_kept = 0
         every = np.uint8(0)
         for first in range(0, n, _STRIDE):
-            _look_ahead(next_columns_at, first, like_indices)
+            _prefetch(next_columns_at, first, like_indices)
             for k in range(first, min(first + _STRIDE, n)):
                 column = np.uint64(load(columns_at, k, like_indices))
                 if column >= n_columns:
@@ -574,8 +574,8 @@ def renumber_rows_csr(
         end = begin + (n - begin) // 2 * 2
         pairs = row_indices[begin:end].view(np.uint64)
         for first in range(0, n, _STRIDE):
-            _look_ahead(values_at, first, like_data)
-            _look_ahead(indices_at[following], first, like_indices)
+            _prefetch(values_at, first, like_data)
+            _prefetch(indices_at[following], first, like_indices)
             for k in range(first // 2, min((first + _STRIDE) // 2, len(pairs))):
                 pair = pairs[k]
                 low, high = lookup[pair & _LOW_HALF], lookup[pair >> _HALF]

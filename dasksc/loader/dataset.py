@@ -323,7 +323,7 @@ class scDataset(IterableDataset[Any]):
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._title = EPOCH_TITLE
         self._plan_of(self._session.detect(), epoch=0)  # raise an error for inconsistent sizes
-        self._session.settle_early()
+        self._session.fix_world_if_distributed()
 
     @property
     def _hooks(self) -> Hooks:
@@ -344,12 +344,12 @@ class scDataset(IterableDataset[Any]):
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        return self._session.here().rank
+        return self._session.current_world().rank
 
     @property
     def world_size(self) -> int:
         """Number of processes that share every epoch."""
-        return self._session.here().world_size
+        return self._session.current_world().world_size
 
     @property
     def seed(self) -> int:
@@ -365,7 +365,7 @@ class scDataset(IterableDataset[Any]):
         projection assumes rows up to a tenth longer than average. On a cluster the value increases with the number of
         workers, up to ``memory_limit``.
         """
-        return self._projection.way().demand.anonymous if isinstance(self._source, MatrixSource) else None
+        return self._projection.reading_mode().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
     @property
     def projected_pages(self) -> int | None:
@@ -374,18 +374,18 @@ class scDataset(IterableDataset[Any]):
         For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They
         are not memory of this process, but a control group, such as that of a Slurm job or a container, counts them.
         """
-        return self._projection.way().demand.pages if isinstance(self._source, MatrixSource) else None
+        return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a whole epoch."""
-        return self._plan_of(self._session.settle(), epoch=0).n_batches
+        return self._plan_of(self._session.fix_world(), epoch=0).n_batches
 
     @property
     def n_batches_left(self) -> int:
         """Number of batches of this rank in the next iteration: those of an epoch, or the rest of a resumed one."""
         epoch = self._counter.peek()
-        world = self._session.here()
-        consumed, n_done = self._tracker.resuming(epoch).parted(self._sizes(world))
+        world = self._session.current_world()
+        consumed, n_done = self._tracker.resuming(epoch).split_consumed(self._sizes(world))
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
     # --- Epochs ---------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class scDataset(IterableDataset[Any]):
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Return the plan of this rank for an epoch; default: the next one to be read."""
         _ = self.seed  # makes the ranks agree on a seed
-        return self._plan_of(self._session.here(), self._counter.peek() if epoch is None else epoch)
+        return self._plan_of(self._session.current_world(), self._counter.peek() if epoch is None else epoch)
 
     @property
     def fingerprint(self) -> str:
@@ -466,7 +466,7 @@ class scDataset(IterableDataset[Any]):
             as text, for error messages) and ``consumed``: for each segment of the epoch its world size, batch size,
             fetch factor and batches per rank.
         """
-        position = self._tracker.here or EpochPosition(self._counter.peek())
+        position = self._tracker.current or EpochPosition(self._counter.peek())
         return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
 
     def load_state_dict(self, state: Any) -> None:
@@ -488,7 +488,11 @@ class scDataset(IterableDataset[Any]):
                 "this state was taken inside DataLoader workers, so it resumes only with the same num_workers"
             )
         last = position.consumed[-1] if position.consumed else None
-        if worker is not None and last is not None and len(position.parted(self._sizes(self._session.here()))[0]):
+        if (
+            worker is not None
+            and last is not None
+            and len(position.split_consumed(self._sizes(self._session.current_world()))[0])
+        ):
             raise InputError(
                 "inside DataLoader workers an epoch resumes only with the world size, batch_size and fetch_factor it "
                 f"was read with: {last}. Use num_workers=0 to change them"
@@ -519,7 +523,7 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
             self._projection.warn_of_workers()
         sizes = self._sizes(world)
-        consumed, n_done = self._tracker.resume(epoch).parted(sizes)
+        consumed, n_done = self._tracker.resume(epoch).split_consumed(sizes)
         plan = self._plan_of(world, epoch, consumed)
         agreement = session.agreement if worker is None else None
         iteration = self._iteration
@@ -560,7 +564,7 @@ class scDataset(IterableDataset[Any]):
                 if run.is_whole:
                     agreement.finish(iteration)
                 else:
-                    agreement.leave(iteration, run.stats.n_batches)
+                    agreement.record_abandoned(iteration, run.stats.n_batches)
 
     # --- Statistics -----------------------------------------------------------------------------------
 
@@ -697,4 +701,6 @@ class scDataset(IterableDataset[Any]):
         return f"scDataset({self._source.name}, {self._source.n_obs} rows, {', '.join(arguments)})"
 
     def _repr_html_(self) -> str:
-        return html_table("scDataset", display_rows(components_of(self), self._session.here(), self._changed()))
+        return html_table(
+            "scDataset", display_rows(components_of(self), self._session.current_world(), self._changed())
+        )

@@ -30,7 +30,7 @@ from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
-from dasksc.memory.reading_mode import Reading
+from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.fetches import FetchPlan
@@ -42,10 +42,10 @@ __all__ = ["EpochRun", "DeviceTransfer"]
 _TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
-_ROWS_TOLD = 16
+_N_ROWS_SHOWN = 16
 
 
-class _Made(NamedTuple):
+class _GatheredBatches(NamedTuple):
     batches: list[Any]
     gather_s: float
     error: Exception | None = None
@@ -172,7 +172,7 @@ class EpochRun:
     # --- Fetching -------------------------------------------------------------------------------------
 
     def _window(
-        self, task: Callable[[Any], Any], reading: Reading | None = None
+        self, task: Callable[[Any], Any], reading: AdaptiveReadingMode | None = None
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
         """Start fetching, and return the window and the plans of its fetches, from which batches are made."""
         plans: dict[int, FetchPlan] = {}
@@ -232,7 +232,11 @@ class EpochRun:
         """Yield batches gathered directly from fetched matrices."""
         source = cast(MatrixSource, self._source)
         plan, stats, projection = self._plan, self.stats, self._projection
-        reading = None if projection.travels else Reading(projection.way, source.name, lambda: projection.job_bytes)
+        reading = (
+            None
+            if projection.is_interprocess
+            else AdaptiveReadingMode(projection.reading_mode, source.name, lambda: projection.job_bytes)
+        )
         n_parts = projection.n_parts if reading is None else reading.n_parts
         task = FetchMatrices(source.matrices, reading)
         n_ahead = projection.n_batches_ahead
@@ -244,7 +248,7 @@ class EpochRun:
             owning(at_epoch(self._transform, plan.epoch)), () if source.maker.modalities else source.matrices
         )
 
-        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Made:
+        def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _GatheredBatches:
             start = perf_counter()
             made: list[Any] = []
             for i in numbers:
@@ -255,11 +259,11 @@ class EpochRun:
                         batch = at_batch(transform, number)(cast(Batch, batch))
                     made.append(batch)
                 except Exception as error:
-                    _note(error, fetch, i, plan)
-                    return _Made(made, perf_counter() - start, error)
-            return _Made(made, perf_counter() - start)
+                    _add_batch_note(error, fetch, i, plan)
+                    return _GatheredBatches(made, perf_counter() - start, error)
+            return _GatheredBatches(made, perf_counter() - start)
 
-        def jobs() -> Iterator[Callable[[], _Made]]:
+        def jobs() -> Iterator[Callable[[], _GatheredBatches]]:
             nonlocal left_in_fetch
             for k, fetched in fetches:
                 fetch = plans.pop(k)
@@ -298,7 +302,7 @@ class EpochRun:
             for k, data in window:
                 fetch = plans.pop(k)
                 for i in range(self._n_skipped if k == self._ks[0] else 0, fetch.n_batches):
-                    with source.lock, self.stats.gathering(), _noting(fetch, i, self._plan):
+                    with source.lock, self.stats.gathering(), _errors_with_batch(fetch, i, self._plan):
                         batch = take(data, fetch.batch(i))
                         if self._hooks.batch_transform is not None:
                             batch = self._hooks.batch_transform(batch)
@@ -343,22 +347,22 @@ def _n_batches(plan: EpochPlan, ks: range) -> int:
 
 
 @contextmanager
-def _noting(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
+def _errors_with_batch(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[None]:
     """Add a note about the batch to errors raised in this context."""
     try:
         yield
     except Exception as error:
-        _note(error, fetch, i, plan)
+        _add_batch_note(error, fetch, i, plan)
         raise
 
 
-def _note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
+def _add_batch_note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
     batch = fetch.number * plan.fetch_factor + i
     rows = fetch.rows[fetch.batch(i)].tolist()
-    more = f" and {len(rows) - _ROWS_TOLD} more" if len(rows) > _ROWS_TOLD else ""
+    more = f" and {len(rows) - _N_ROWS_SHOWN} more" if len(rows) > _N_ROWS_SHOWN else ""
     error.add_note(
         f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size}), "
-        f"rows {', '.join(map(str, rows[:_ROWS_TOLD]))}{more}"
+        f"rows {', '.join(map(str, rows[:_N_ROWS_SHOWN]))}{more}"
     )
 
 

@@ -34,7 +34,7 @@ class EpochPosition:
         """Segments as tuples of integers."""
         return [dataclasses.astuple(segment) for segment in self.consumed]
 
-    def parted(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
+    def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
         """Return the segments read with other sizes than `sizes`, and the number of batches read with `sizes` since."""
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
@@ -59,7 +59,7 @@ class EpochTracker:
         self._ended: int | None = None
 
     @property
-    def here(self) -> EpochPosition | None:
+    def current(self) -> EpochPosition | None:
         """Current position; None before the first epoch."""
         current = self._current
         return current if current is None or isinstance(current, EpochPosition) else current.position
@@ -107,7 +107,7 @@ class EpochTracker:
         return position
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_current": self.here}
+        return self.__dict__ | {"_current": self.current}
 
 
 def state_of(

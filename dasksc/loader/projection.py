@@ -17,7 +17,7 @@ from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.memory import limits as process_memory
-from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, Way
+from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
 from dasksc.storage import buffers
 
 __all__ = ["MemoryProjection"]
@@ -101,7 +101,7 @@ class MemoryProjection:
         return one
 
     @property
-    def travels(self) -> bool:
+    def is_interprocess(self) -> bool:
         """True if other processes fetch, so that rows are sent to this one."""
         return not self._scheduler().in_process
 
@@ -141,7 +141,7 @@ class MemoryProjection:
         """Number of fetching threads in this process, which may be a DataLoader worker."""
         worker = get_worker_info()
         n_threads = default_threads(
-            local_world_size=self.session.here().local_world_size,
+            local_world_size=self.session.current_world().local_world_size,
             n_workers=1 if worker is None else worker.num_workers,
         )
         return min(n_threads, self.n_threads) if isinstance(self._source, MatrixSource) else n_threads
@@ -149,7 +149,7 @@ class MemoryProjection:
     @property
     def n_parts(self) -> int:
         """Number of tasks of a fetch."""
-        return self.way().n_parts if isinstance(self._source, MatrixSource) else 1
+        return self.reading_mode().n_parts if isinstance(self._source, MatrixSource) else 1
 
     @property
     def share(self) -> int:
@@ -168,12 +168,12 @@ class MemoryProjection:
     def depth(self, n_threads: int | None = None) -> int:
         """Return the number of parts of fetches in flight beyond the fetch being yielded, with `n_threads` threads."""
         if isinstance(self._source, MatrixSource):
-            return self.way(n_threads).depth
+            return self.reading_mode(n_threads).depth
         return self._prefetch if self._prefetch is not None else 2 * (n_threads or self.n_threads)
 
     def depth_on(self, scheduler: FetchScheduler) -> Callable[[], int]:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
-        world = self.session.settle()
+        world = self.session.fix_world()
         depths: dict[int, int] = {}
 
         def depth() -> int:
@@ -185,11 +185,11 @@ class MemoryProjection:
 
         return depth
 
-    def way(self, n_threads: int | None = None, n_parts: int | None = None) -> Way:
+    def reading_mode(self, n_threads: int | None = None, n_parts: int | None = None) -> ReadingMode:
         """Return the current reading mode and depth, with `n_threads` threads that fetch `n_parts` parts per fetch."""
         if n_threads is None:
             n_threads = self.n_threads
-        model = dataclasses.replace(self._model(self.fetch_factor), parted=n_parts)
+        model = dataclasses.replace(self._model(self.fetch_factor), fixed_n_parts=n_parts)
         limit = process_memory.memory_limit()
         worker = get_worker_info()
         n_processes = self.session.detect().local_world_size * (1 if worker is None else worker.num_workers)
@@ -199,7 +199,7 @@ class MemoryProjection:
         # Buffers of the previous epoch are reused, so their address space counts as free.
         address_bytes = math.inf if limit.address_bytes is None else limit.address_bytes + buffers.kept_bytes()
         mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._source.n_obs
-        return model.way(
+        return model.reading_mode(
             prefetch=self._prefetch,
             n_threads=n_threads,
             limit=int(min(self.share, address_bytes)),
@@ -218,7 +218,7 @@ class MemoryProjection:
         worker = get_worker_info()
         if worker is None or worker.id > 0 or isinstance(self._source, IndexedSource):
             return
-        needed = self.way().demand
+        needed = self.reading_mode().demand
         if needed.anonymous > self.share:
             logger.warning(
                 "%d DataLoader workers need %s of memory and %s of page cache each; their memory is together more than "
@@ -244,14 +244,14 @@ class MemoryProjection:
             batch_bytes=self.batch_bytes,
             n_batches=3 + self.n_batches_ahead,
             run_rows=self._run_rows,
-            travels=self.travels,
+            is_interprocess=self.is_interprocess,
         )
 
     def _refuse_too_large(self) -> None:
         """Raise an error for sizes whose projection exceeds the limit; the message has sizes that fit."""
         if isinstance(self._source, IndexedSource):
             return
-        n_threads = 0 if self.travels else self.n_threads
+        n_threads = 0 if self.is_interprocess else self.n_threads
 
         def needed(factor: int) -> Demand:
             model = self._model(factor)

@@ -57,15 +57,15 @@ class RankSession:
         """Return the rank and world size as detected now, even if others are fixed."""
         return World.detect(*self._given)
 
-    def here(self) -> World:
+    def current_world(self) -> World:
         """Return the fixed or detected rank and world size, without fixing them."""
         return self.detect() if self._world is None else self._world
 
     @property
     def seed(self) -> int:
         """Seed that all ranks agree on."""
-        if not self.seed_is_given and self.here().world_size > 1:
-            self.settle()
+        if not self.seed_is_given and self.current_world().world_size > 1:
+            self.fix_world()
         return self._seed
 
     @seed.setter
@@ -78,12 +78,12 @@ class RankSession:
         """Seed of this process, on which the ranks may not have agreed yet."""
         return self._seed
 
-    def settle_early(self) -> None:
+    def fix_world_if_distributed(self) -> None:
         """Fix a world of several ranks; a world of one is not fixed, since a process group may be created later."""
         if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
-            self.settle()
+            self.fix_world()
 
-    def settle(self) -> World:
+    def fix_world(self) -> World:
         """Fix rank, world size and seed, unless they are fixed.
 
         Raises
@@ -108,7 +108,7 @@ class RankSession:
 
     def require_same_world(self) -> World:
         """Fix the world, and raise an error if it has changed since."""
-        world = self.settle()
+        world = self.fix_world()
         if get_worker_info() is None:
             found = self.detect()
             if (found.rank, found.world_size) != (world.rank, world.world_size):
@@ -122,11 +122,11 @@ class RankSession:
     def __getstate__(self) -> dict[str, Any]:
         # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies, such as those
         # of ranks spawned by a parent outside the group, detect their own.
-        if get_spawning_popen() is not None and self.here().world_size > 1:
-            self.settle()
+        if get_spawning_popen() is not None and self.current_world().world_size > 1:
+            self.fix_world()
         state = self.__dict__ | {"agreement": None}
         if self._given[2] is not None:
             # A process group cannot be pickled, so the copy receives the rank and world size instead.
-            world = self.here()
+            world = self.current_world()
             state["_given"] = (world.rank, world.world_size, None)
         return state

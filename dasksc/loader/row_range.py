@@ -82,4 +82,4 @@ class _Numbered:
 
 def world_of(dataset: scDataset) -> World:
     """Return the current rank and world size of a data set."""
-    return dataset._session.here()
+    return dataset._session.current_world()

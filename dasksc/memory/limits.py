@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "to_ask_for"]
+__all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "recommended_bytes"]
 
 # Resident file-backed pages of the interpreter and the libraries while an epoch is read.
 CODE_BYTES = 160 * 2**20
@@ -88,7 +88,7 @@ def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> in
     return max(0, (limit.n_bytes - others) // n_processes - (own - reused) - CODE_BYTES)
 
 
-def to_ask_for(n_bytes: int) -> int:
+def recommended_bytes(n_bytes: int) -> int:
     """Return the memory that a job should request to use `n_bytes`: 20% more, rounded up to half a GiB, in bytes."""
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dasksc.storage import FetchCost
 
-__all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "Way"]
+__all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "ReadingMode"]
 
 # Safety factor for long rows. The mean length in a fetch is close to that of all rows, unless weights
 # favor long rows.
@@ -57,7 +57,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class ReadingMode:
     """Reading mode of an epoch.
 
     Parameters
@@ -99,11 +99,11 @@ class MemoryModel:
         Number of batches held at once: gathered ahead, yielded and in use.
     run_rows
         Mean length of the runs of contiguous rows in a fetch. The pages at both ends of a run are needed as a whole.
-    travels
+    is_interprocess
         True if other processes fetch the rows and send them.
     forced
         Names of the matrices whose files are always memory-mapped.
-    parted
+    fixed_n_parts
         Number of tasks per fetch if it is already fixed; None to derive it from the memory held.
     """
 
@@ -115,9 +115,9 @@ class MemoryModel:
     batch_bytes: float
     n_batches: int
     run_rows: float = 1.0
-    travels: bool = False
+    is_interprocess: bool = False
     forced: frozenset[str] = frozenset()
-    parted: int | None = None
+    fixed_n_parts: int | None = None
 
     @property
     def mappable(self) -> frozenset[str]:
@@ -126,7 +126,7 @@ class MemoryModel:
 
     def n_parts(self, unmapped: Collection[str]) -> int:
         """Return the number of tasks per fetch: one if a fetch holds little memory, as with mapped files."""
-        return self.parted or _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
+        return self.fixed_n_parts or _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
 
     def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
         """Return the desired number of parts in flight beyond the fetch being yielded, regardless of memory."""
@@ -157,7 +157,7 @@ class MemoryModel:
             batches=self._batches_bytes,
         )
         pages = 0.0
-        if not self.travels:
+        if not self.is_interprocess:
             n_reading = min(depth, n_threads) / n_parts
             for name in self.mappable:
                 row = self.read[name].held - self.mapped[name].held
@@ -168,7 +168,7 @@ class MemoryModel:
                 pages += min(LONGER_ROWS * rows * of_row, self._file_bytes(name) + 2 * _PAGE_BYTES)
         return Demand(anonymous=anonymous, pages=int(pages))
 
-    def way(
+    def reading_mode(
         self,
         *,
         prefetch: int | None,
@@ -177,7 +177,7 @@ class MemoryModel:
         available: int,
         n_sharing: int = 1,
         may_map: bool = True,
-    ) -> Way:
+    ) -> ReadingMode:
         """Return the reading mode of an epoch.
 
         Files that stay in the page cache as a whole are memory-mapped, so that later epochs find them there. If
@@ -203,7 +203,7 @@ class MemoryModel:
         may_map
             True if the process has enough address space to map files.
         """
-        n_here = 0 if self.travels else n_threads
+        n_here = 0 if self.is_interprocess else n_threads
         by_size = sorted(self.mappable - self.forced, key=self._file_bytes)
         # The largest matrices are the first to be read into memory.
         orders = [
@@ -218,14 +218,14 @@ class MemoryModel:
             mapped = sum(map(self._file_bytes, self.mappable - unmapped - self.forced)) / n_sharing
             needed = demand.anonymous + max(demand.pages, mapped / _CACHED_SHARE)
             if demand.anonymous <= limit and needed <= available:
-                return Way(unmapped=unmapped, depth=n, n_parts=self.n_parts(unmapped), demand=demand, fits=True)
+                return ReadingMode(unmapped=unmapped, depth=n, n_parts=self.n_parts(unmapped), demand=demand, fits=True)
         # Pages that do not fit are merely read again; exceeding the limit of anonymous memory would get
         # the process killed.
         depths = range(full[0], 0, -1) if prefetch is None else [full[0]]
         demands = [(n, self.demand(depth=n, n_threads=n_here, unmapped=orders[0])) for n in depths]
         n, demand = next((one for one in demands if self._is_bearable(one[1], limit, available)), demands[-1])
         fits = self._is_bearable(demand, limit, available)
-        return Way(unmapped=orders[0], depth=n, n_parts=self.n_parts(orders[0]), demand=demand, fits=fits)
+        return ReadingMode(unmapped=orders[0], depth=n, n_parts=self.n_parts(orders[0]), demand=demand, fits=fits)
 
     @staticmethod
     def _is_bearable(demand: Demand, limit: int, available: int) -> bool:
@@ -235,7 +235,7 @@ class MemoryModel:
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
         """Return the demand at full speed without memory-mapped files, which is the memory that a job should have."""
         depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
-        return self.demand(depth=depth, n_threads=0 if self.travels else n_threads, unmapped=self.mappable)
+        return self.demand(depth=depth, n_threads=0 if self.is_interprocess else n_threads, unmapped=self.mappable)
 
     def _file_bytes(self, name: str) -> float:
         """Return the size of the part of a matrix's files that can be memory-mapped, in bytes."""
@@ -269,7 +269,7 @@ class MemoryModel:
     def held_row_bytes(self, unmapped: Collection[str]) -> float:
         """Return the anonymous memory that a fetched row holds, in bytes."""
         costs = [self.read[name] if name in unmapped else cost for name, cost in self.mapped.items()]
-        return sum(max(cost.row, cost.held) if self.travels else cost.held for cost in costs)
+        return sum(max(cost.row, cost.held) if self.is_interprocess else cost.held for cost in costs)
 
     def _anonymous(
         self, rows: int, row_bytes: float, *, n_parts: int, depth: int, n_threads: int, batches: float

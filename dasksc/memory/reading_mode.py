@@ -9,18 +9,18 @@ from time import monotonic
 
 from dask.utils import format_bytes
 
-from dasksc.memory.limits import memory_limit, to_ask_for
-from dasksc.memory.model import Way
+from dasksc.memory.limits import memory_limit, recommended_bytes
+from dasksc.memory.model import ReadingMode
 
-__all__ = ["Reading"]
+__all__ = ["AdaptiveReadingMode"]
 
 logger = logging.getLogger("dasksc.dataset")
 
 # Minimum time between checks of the limits; a check takes about a millisecond.
-_LOOK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 
 
-class Reading:
+class AdaptiveReadingMode:
     """Reading mode of an epoch, adapted to the available memory.
 
     Parameters
@@ -35,52 +35,52 @@ class Reading:
         available.
     """
 
-    def __init__(self, decide: Callable[..., Way], name: str, needed_bytes: Callable[[], int]) -> None:
+    def __init__(self, decide: Callable[..., ReadingMode], name: str, needed_bytes: Callable[[], int]) -> None:
         self._decide = decide
         self._name = name
         self._needed_bytes = needed_bytes
         self._lock = threading.Lock()
-        self._way = decide()
-        self._looked = monotonic()
-        if self._way.unmapped:
-            self._tell()
-        if not self._way.fits:
+        self._mode = decide()
+        self._checked_at = monotonic()
+        if self._mode.unmapped:
+            self._log_unmapped()
+        if not self._mode.fits:
             self._warn()
 
     @property
     def n_parts(self) -> int:
         """Number of tasks per fetch, constant throughout an epoch."""
-        return self._way.n_parts
+        return self._mode.n_parts
 
     @property
     def unmapped(self) -> frozenset[str]:
         """Names of the matrices whose files are read into memory rather than memory-mapped."""
-        return self._way.unmapped
+        return self._mode.unmapped
 
     def depth(self) -> int:
         """Return the number of parts of fetches that may be in flight; checks the available memory at intervals."""
         with self._lock:
-            if monotonic() - self._looked > _LOOK_S:
-                self._looked = monotonic()
-                before, now = self._way, self._decide(n_parts=self._way.n_parts)
+            if monotonic() - self._checked_at > _CHECK_INTERVAL_S:
+                self._checked_at = monotonic()
+                before, now = self._mode, self._decide(n_parts=self._mode.n_parts)
                 # Changes go in one direction only, because switching back would read mapped files again.
                 # Additional memory is used from the next epoch on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
-                    self._way = now
-                if not self._way.unmapped <= before.unmapped:
-                    self._tell()
-                if before.fits and not self._way.fits:
+                    self._mode = now
+                if not self._mode.unmapped <= before.unmapped:
+                    self._log_unmapped()
+                if before.fits and not self._mode.fits:
                     self._warn()
-            return self._way.depth
+            return self._mode.depth
 
-    def _tell(self) -> None:
+    def _log_unmapped(self) -> None:
         logger.info(
             "%s is read into memory rather than mapped (%s): its files would not stay in the page cache. That takes %s "
             "of memory and %s of page cache",
             self._name,
-            ", ".join(sorted(self._way.unmapped)),
-            format_bytes(self._way.demand.anonymous),
-            format_bytes(self._way.demand.pages),
+            ", ".join(sorted(self._mode.unmapped)),
+            format_bytes(self._mode.demand.anonymous),
+            format_bytes(self._mode.demand.pages),
         )
 
     def _warn(self) -> None:
@@ -92,5 +92,5 @@ class Reading:
             format_bytes(self._needed_bytes()),
             limit.source,
             format_bytes(limit.n_bytes),
-            format_bytes(to_ask_for(self._needed_bytes())),
+            format_bytes(recommended_bytes(self._needed_bytes())),
         )

@@ -1,6 +1,6 @@
 """Work folder next to a target: locked, resumable, and removed once the target is complete.
 
-`WorkFolder` is a folder with a lock and the plan of the work in it. `Workplace` is that of a conversion:
+`WorkFolder` is a folder with a lock and the plan of the work in it. `StoreWorkFolder` is that of a conversion:
 `OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
 ``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
 has a temporary name until it is complete. If the process is killed at any moment, existing files therefore remain
@@ -30,9 +30,9 @@ from dasksc.platforms import lock_file
 
 __all__ = [
     "WorkFolder",
-    "Workplace",
-    "appearing",
-    "array_appearing",
+    "StoreWorkFolder",
+    "atomic_path",
+    "atomic_array",
     "discard",
     "extend",
     "mapped_array",
@@ -123,7 +123,7 @@ class WorkFolder:
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Record the plan of the work, atomically."""
-        with appearing(self.folder / "plan.json") as path:
+        with atomic_path(self.folder / "plan.json") as path:
             path.write_text(json.dumps(plan, indent=1))
 
     def clear(self) -> None:
@@ -165,7 +165,7 @@ class WorkFolder:
         )
 
 
-class Workplace(WorkFolder):
+class StoreWorkFolder(WorkFolder):
     """Work folder of a store that is written as a whole.
 
     Parameters
@@ -245,7 +245,7 @@ class Workplace(WorkFolder):
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to, which is renamed to `path` afterwards, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.partial{path.suffix}")
@@ -264,7 +264,7 @@ def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any
 
 
 @contextmanager
-def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
+def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
     """Yield a memory-mapped array to fill, shape (n,), which is saved as a ``.npy`` file at `path`, atomically.
 
     Raises
@@ -275,7 +275,7 @@ def array_appearing(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[An
     """
     dtype = np.dtype(dtype)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
-    with appearing(path) as partial:
+    with atomic_path(path) as partial:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             extend(file, n * dtype.itemsize)

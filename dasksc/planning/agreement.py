@@ -205,11 +205,11 @@ class Agreement:
         RankMismatchError
             If another rank has abandoned it: the epochs of the two ranks no longer match.
         """
-        left = self._left(iteration)
+        left = self._abandoned_by(iteration)
         if left is not None and left[1] <= n_batches:
             raise self._shifted(iteration, *left, f"continued after {n_batches}")
 
-    def leave(self, iteration: int, n_batches: int) -> None:
+    def record_abandoned(self, iteration: int, n_batches: int) -> None:
         """Record that this rank abandons its iteration after `n_batches`.
 
         Log a warning if another rank abandoned the iteration after a different number of batches.
@@ -225,11 +225,11 @@ class Agreement:
     def finish(self, iteration: int) -> None:
         """Log a warning at the end of an iteration if another rank has abandoned it."""
         with _unless_gone():
-            left = self._left(iteration)
+            left = self._abandoned_by(iteration)
             if left is not None:
                 logger.warning("%s", self._shifted(iteration, *left, "read it to its end"))
 
-    def _left(self, iteration: int) -> tuple[int, int] | None:
+    def _abandoned_by(self, iteration: int) -> tuple[int, int] | None:
         """Return the first rank that abandoned an iteration and its number of batches, or None."""
         store = self._store()
         if store is None or not store.check([f"left/{iteration}"]):

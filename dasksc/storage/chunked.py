@@ -370,7 +370,7 @@ class ChunkedArray:
         # A chunk that is requested whole is decoded directly into the block.
         in_place = self._in_place(block, width)
         stored = self._source.read(numbers)
-        spent = clock.here()
+        spent = clock.thread_times()
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             wanted = pieces[groups[row] : groups[row + 1]]

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.joining import stack
 from dasksc.storage.matrices import check_rows
@@ -48,9 +48,9 @@ class AbsentMatrix:
         """Return the rows without columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
-            return DenseFetched.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
+            return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
         nothing = np.zeros(len(rows) + 1, np.int64), np.empty(0, np.int32), np.empty(0, self.dtype)
-        return CSRFetched.of_block(self.label, rows, 0, self.dtype, nothing)
+        return CSRRowBuffer.of_block(self.label, rows, 0, self.dtype, nothing)
 
     def __repr__(self) -> str:
         return f"<AbsentMatrix of {self.shape[0]} rows>"

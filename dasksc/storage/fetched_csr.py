@@ -17,13 +17,13 @@ from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_posit
 from dasksc.storage.matrix import Columns, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["CSRFetched"]
+__all__ = ["CSRRowBuffer"]
 
 # Maximum number of columns of a lookup table for sorting rows. A batch of a wider matrix uses few of its columns.
 _MOST_NUMBERED = 2**22
 
 
-class CSRFetched(Rows):
+class CSRRowBuffer(Rows):
     """Fetched CSR rows, at arbitrary addresses in memory.
 
     Parameters
@@ -171,7 +171,7 @@ class CSRFetched(Rows):
             self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
-    def compact(self) -> CSRFetched:
+    def compact(self) -> CSRRowBuffer:
         """Copy the rows into a block of their own, with the common columns; return self if they have one already.
 
         Column indices take two bytes if possible. Values take one or two bytes if they are counts, which atlases store
@@ -186,7 +186,7 @@ class CSRFetched(Rows):
             return converted
         counts = buffers.empty(len(data), narrow)
         counts[...] = data
-        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
+        return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, indices, counts))
 
     @property
     def types(self) -> tuple[np.dtype[Any], ...]:
@@ -198,7 +198,7 @@ class CSRFetched(Rows):
         """Data type in which repeated columns are summed: 64 bits for integers, otherwise that of the matrix."""
         return self._sum_dtype_of(self.data.dtype)
 
-    def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRFetched:
+    def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
         """Copy the rows into a block of their own, with the given data types and the common columns.
 
         Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
@@ -211,7 +211,7 @@ class CSRFetched(Rows):
             indptr = indptr_of(self.lengths)
             columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
             self._copy(positions, indptr, columns, values, any_order=True)
-        return CSRFetched.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
+        return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod
     def of_block(
@@ -221,7 +221,7 @@ class CSRFetched(Rows):
         n_vars: int,
         dtype: np.dtype[Any],
         block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
-    ) -> CSRFetched:
+    ) -> CSRRowBuffer:
         """Return all rows of a CSR `block` ``(indptr, indices, data)`` whose columns have been checked."""
         indptr, indices, data = block
         fetched = cls(
@@ -245,7 +245,7 @@ class CSRFetched(Rows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Addresses are meaningless in another process, so the block is pickled.
-        return CSRFetched.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
+        return CSRRowBuffer.of_block, (self.label, self.rows, self.shape[1], self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
         """Return the same rows in another order, without copying their values."""

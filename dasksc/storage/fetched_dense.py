@@ -17,10 +17,10 @@ from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
 
-__all__ = ["DenseFetched"]
+__all__ = ["DenseRowBuffer"]
 
 
-class DenseFetched(Rows):
+class DenseRowBuffer(Rows):
     """Fetched dense rows, at arbitrary addresses in memory.
 
     Parameters
@@ -142,7 +142,7 @@ class DenseFetched(Rows):
             self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
-    def compact(self) -> DenseFetched:
+    def compact(self) -> DenseRowBuffer:
         """Copy the rows into a block of their own, in the stored data type; return self if they have one already."""
         if self._block is not None:
             return self
@@ -153,14 +153,14 @@ class DenseFetched(Rows):
         """Data type in which values are held."""
         return (self.values.dtype,)
 
-    def converted(self, dtype: np.dtype[Any]) -> DenseFetched:
+    def converted(self, dtype: np.dtype[Any]) -> DenseRowBuffer:
         """Copy the rows into a block of their own, with the given data type and the common columns."""
         block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
-        return DenseFetched.of_block(self.label, self.rows, self.dtype, block)
+        return DenseRowBuffer.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
-    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseFetched:
+    def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseRowBuffer:
         """Return all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
         values = RowPointers.inside(
@@ -183,7 +183,7 @@ class DenseFetched(Rows):
         return compact
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DenseFetched.of_block, (self.label, self.rows, self.dtype, self.block)
+        return DenseRowBuffer.of_block, (self.label, self.rows, self.dtype, self.block)
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
         """Return the same rows in another order, without copying their values."""

@@ -41,7 +41,7 @@ class Origins:
 
 
 class Rows:
-    """Base class of fetched CSR and dense rows; parameters as for `CSRFetched`."""
+    """Base class of fetched CSR and dense rows; parameters as for `CSRRowBuffer`."""
 
     def __init__(
         self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None

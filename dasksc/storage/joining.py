@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.matrix import Layout, RowBuffer
 from dasksc.storage.row_pointers import RowPointers
@@ -21,7 +21,7 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     """Concatenate fetches of one matrix, without copying if they hold the same data types."""
     if len(parts) == 1:
         return parts[0]
-    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
     origins = [buffer.origins for buffer in rows if buffer.origins is not None]
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
     if len({buffer.types for buffer in rows}) == 1:
@@ -49,7 +49,7 @@ def stack(
     label, dtype, layout, origins
         Attributes of the result. The layout is CSR if any part is CSR.
     """
-    rows = cast(Sequence[CSRFetched | DenseFetched], parts)
+    rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
     if layout == "csr":
         rows = [_as_csr(buffer) for buffer in rows]
     held = [np.result_type(*types) for types in zip(*(buffer.types for buffer in rows), strict=True)]
@@ -61,16 +61,16 @@ def stack(
 
 
 def _concatenated(
-    parts: Sequence[CSRFetched | DenseFetched], *, label: str, dtype: np.dtype[Any], origins: Origins | None
+    parts: Sequence[CSRRowBuffer | DenseRowBuffer], *, label: str, dtype: np.dtype[Any], origins: Origins | None
 ) -> RowBuffer:
     rows = np.concatenate([buffer.rows for buffer in parts])
     n_vars = parts[0].shape[1] if origins is None or origins.maps is None else origins.maps.n_vars
-    if isinstance(parts[0], DenseFetched):
-        dense = cast(Sequence[DenseFetched], parts)
+    if isinstance(parts[0], DenseRowBuffer):
+        dense = cast(Sequence[DenseRowBuffer], parts)
         values = RowPointers.joined([buffer.values for buffer in dense])
-        return DenseFetched(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
-    sparse = cast(Sequence[CSRFetched], parts)
-    return CSRFetched(
+        return DenseRowBuffer(label=label, rows=rows, n_vars=n_vars, dtype=dtype, values=values, origins=origins)
+    sparse = cast(Sequence[CSRRowBuffer], parts)
+    return CSRRowBuffer(
         label=label,
         rows=rows,
         n_vars=n_vars,
@@ -82,9 +82,9 @@ def _concatenated(
     )
 
 
-def _as_csr(buffer: CSRFetched | DenseFetched) -> CSRFetched:
-    if isinstance(buffer, CSRFetched):
+def _as_csr(buffer: CSRRowBuffer | DenseRowBuffer) -> CSRRowBuffer:
+    if isinstance(buffer, CSRRowBuffer):
         return buffer
     held = buffer.values.dtype if buffer.column_maps is None else None
     indptr, indices, data = buffer.gather_csr(np.arange(buffer.shape[0], dtype=np.int64), dtype=held)
-    return CSRFetched.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))
+    return CSRRowBuffer.of_block(buffer.label, buffer.rows, buffer.shape[1], buffer.dtype, (indptr, indices, data))

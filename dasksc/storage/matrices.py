@@ -15,8 +15,8 @@ from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
 from dasksc.storage.chunked import ChunkedArray
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.files import mapping
 from dasksc.storage.matrix import FetchCost, Layout
 
@@ -93,7 +93,7 @@ class CSRMatrix:
             chunk_rows=max(chunk_length(array) for array in (self._data, self._indices)) / max(1.0, mean),
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
+    def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
@@ -102,7 +102,7 @@ class CSRMatrix:
             indices = self._indices.locate(starts, stops)
         except BrokenRunError as error:
             raise broken(error, rows[(stops > error.start) & (starts < error.stop)]) from error
-        return CSRFetched(
+        return CSRRowBuffer(
             label=self.label,
             rows=rows,
             n_vars=self.shape[1],
@@ -191,14 +191,14 @@ class DenseMatrix:
             chunk_rows=chunk_length(self._values),
         )
 
-    def fetch(self, rows: NDArray[np.int64]) -> DenseFetched:
+    def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         try:
             values = self._values.locate(rows, rows + 1)
         except BrokenRunError as error:
             raise broken(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
-        return DenseFetched(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
+        return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
         return f"<DenseMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
@@ -262,7 +262,7 @@ class CSCMatrix:
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
         return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)
 
-    def fetch(self, rows: NDArray[np.int64]) -> CSRFetched:
+    def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         """Fetch rows; the first call reads the whole matrix."""
         # The lock belongs to this process, since a lock inherited by a fork may stay locked forever.
         with self._locks.setdefault(os.getpid(), threading.Lock()):

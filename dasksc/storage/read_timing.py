@@ -9,13 +9,13 @@ from time import perf_counter
 from types import TracebackType
 from typing import Literal, TypeVar
 
-__all__ = ["Clock", "Spent", "decoding", "here", "read_from", "reading"]
+__all__ = ["Clock", "ThreadTimes", "decoding", "thread_times", "read_from", "reading"]
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Spent:
+class ThreadTimes:
     """Time spent in a thread.
 
     Parameters
@@ -32,23 +32,23 @@ class Spent:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.spent = Spent()
+        self.spent = ThreadTimes()
 
 
 _thread = _Thread()
 
 
-def here() -> Spent:
+def thread_times() -> ThreadTimes:
     """Return the current counter of this thread, for loops over chunks to add to."""
     return _thread.spent
 
 
 class Clock:
-    """Context manager that measures the calling thread inside a ``with`` block and yields its `Spent`."""
+    """Context manager that measures the calling thread inside a ``with`` block and yields its `ThreadTimes`."""
 
-    def __enter__(self) -> Spent:
+    def __enter__(self) -> ThreadTimes:
         self._outer = _thread.spent
-        _thread.spent = Spent()
+        _thread.spent = ThreadTimes()
         return _thread.spent
 
     def __exit__(

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.storage.concatenated import ConcatenatedMatrix
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
@@ -62,7 +62,7 @@ class ReorderedMatrix:
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
         fetched = self._matrix.fetch(wanted[order])
-        if not isinstance(fetched, CSRFetched | DenseFetched):
+        if not isinstance(fetched, CSRRowBuffer | DenseRowBuffer):
             raise TypeError(f"fetched rows of an unknown kind: {type(fetched).__name__}")
         return fetched.reordered(places)
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import sum_dtype
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
@@ -67,10 +67,10 @@ class SummedMatrix:
         held = memory_dtype(self.stored_dtype)
         if self.layout == "csr":
             block = fetched.gather_csr(every, dtype=held, columns=self._columns)
-            return CSRFetched.of_block(self.label, rows, self.shape[1], self.dtype, block)
+            return CSRRowBuffer.of_block(self.label, rows, self.shape[1], self.dtype, block)
         out = np.empty((len(rows), self.shape[1]), dtype=held)
         fetched.gather(every, out=out, columns=self._columns)
-        return DenseFetched.of_block(self.label, rows, self.dtype, out)
+        return DenseRowBuffer.of_block(self.label, rows, self.dtype, out)
 
     def __repr__(self) -> str:
         return f"<SummedMatrix {self.shape[1]} columns of {self._matrix!r}>"

@@ -48,7 +48,7 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Places:
+class _MemoryExtents:
     """Location of rows in memory.
 
     Parameters
@@ -142,28 +142,28 @@ class PlainArray:
     def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
         firsts = self._extents.firsts
-        places = _Places(
+        memory = _MemoryExtents(
             source=self._file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8),
             is_mapped=True,
             firsts=firsts,
             ends=np.append(firsts[1:], self.shape[0]),
             offsets=self._extents.offsets,
         )
-        return self._reach_in(places, starts, stops)
+        return self._reach_in(memory, starts, stops)
 
-    def _reach_in(self, places: _Places, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _reach_in(self, memory: _MemoryExtents, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in memory; runs that cross from one place to the next are copied."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
-        which = np.searchsorted(places.firsts, starts, side="right") - 1
+        which = np.searchsorted(memory.firsts, starts, side="right") - 1
         offsets = np.zeros(len(starts), dtype=np.int64)
         inside = filled.copy()
-        inside[filled] = (stops[filled] <= places.ends[which[filled]]) & (places.offsets[which[filled]] >= 0)
+        inside[filled] = (stops[filled] <= memory.ends[which[filled]]) & (memory.offsets[which[filled]] >= 0)
         within = which[inside]
-        offsets[inside] = places.offsets[within] + (starts[inside] - places.firsts[within]) * self._row_bytes
+        offsets[inside] = memory.offsets[within] + (starts[inside] - memory.firsts[within]) * self._row_bytes
         crossing = np.flatnonzero(filled & ~inside)
         copies = np.empty(int(sizes[crossing].sum()), dtype=np.uint8)
-        if places.is_mapped and inside.any():
+        if memory.is_mapped and inside.any():
             assert isinstance(self._file, LocalFile)
             order = np.argsort(offsets[inside], kind="stable")
             self._file.advise(offsets[inside][order], sizes[inside][order])
@@ -173,30 +173,30 @@ class PlainArray:
                 starts[crossing],
                 stops[crossing],
                 which[crossing],
-                places.firsts,
-                places.ends,
-                places.offsets,
+                memory.firsts,
+                memory.ends,
+                memory.offsets,
                 self._row_bytes,
-                places.source,
+                memory.source,
                 self._fill,
                 copies,
             )
         return RowPointers.inside(
-            (places.source, copies),
+            (memory.source, copies),
             dtype=self.dtype,
             which=(filled & ~inside).astype(np.int64),
             offsets=offsets,
             sizes=sizes,
-            held_bytes=copies.nbytes + (0 if places.is_mapped else places.source.nbytes),
+            held_bytes=copies.nbytes + (0 if memory.is_mapped else memory.source.nbytes),
         )
 
     def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         begins, offsets, sizes = self._pieces(run_starts, run_stops)
         if self._use_mmap == "auto" and len(sizes):
-            places = self._read_past_cache(begins, offsets, sizes)
-            if places is not None:
-                return self._reach_in(places, starts, stops)
+            memory = self._read_past_cache(begins, offsets, sizes)
+            if memory is not None:
+                return self._reach_in(memory, starts, stops)
         written = offsets >= 0
         order = np.argsort(offsets[written], kind="stable")
         self._file.advise(offsets[written][order], sizes[written][order])
@@ -226,7 +226,7 @@ class PlainArray:
 
     def _read_past_cache(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
-    ) -> _Places | None:
+    ) -> _MemoryExtents | None:
         """Read the pieces of runs with `LocalFile.read_past_cache`; return None if it does not apply."""
         assert isinstance(self._file, LocalFile)
         written = np.flatnonzero(offsets >= 0)
@@ -237,7 +237,7 @@ class PlainArray:
         source, ats = found
         in_source = np.full(len(offsets), -1)
         in_source[order] = ats
-        return _Places(
+        return _MemoryExtents(
             source=source, is_mapped=False, firsts=begins, ends=begins + sizes // self._row_bytes, offsets=in_source
         )
 

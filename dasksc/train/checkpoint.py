@@ -119,33 +119,33 @@ class Checkpoints:
                 json.dump(written, file)
                 file.flush()
                 os.fsync(file.fileno())
-            self._take_place(partial, path, branched_at)
+            self._publish(partial, path, branched_at)
             self._prune(path)
 
         self.context.by_first(begin, unwritten)
         tensors = _tensors_of(model, optimizer) | _random_state(self.context)
-        with _quiet(), _failing_as(StorageError, f"{partial} cannot be written", "Is there space left?"):
+        with _quiet(), _converted_errors(StorageError, f"{partial} cannot be written", "Is there space left?"):
             save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
         self.context.by_first(complete, unwritten)
         return path
 
-    def _take_place(self, complete: Path, path: Path, branched_at: int | None) -> None:
+    def _publish(self, complete: Path, path: Path, branched_at: int | None) -> None:
         """Rename a complete checkpoint to its final name, and move those of the abandoned run aside."""
-        is_left = [other for other in self.all() if branched_at is not None and _step_of(other) > branched_at]
+        abandoned = [other for other in self.all() if branched_at is not None and _step_of(other) > branched_at]
         aside = next(folder for n in count(1) if not (folder := self.folder / f"abandoned-{n}").exists())
         if path.exists():
-            is_left = sorted({*is_left, path})
+            abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
         # Moved after the rename, so that a run killed before it still has all checkpoints.
-        for other in is_left:
+        for other in abandoned:
             if other != path:
                 _move(other, aside)
-        if is_left:
+        if abandoned:
             logger.warning(
                 "%s in %s belong to another run and were moved to %s, where training.resume_from=auto and "
                 "training.save_top_k ignore them. Delete that folder if you do not need them",
-                ", ".join(other.name for other in is_left),
+                ", ".join(other.name for other in abandoned),
                 self.folder,
                 aside,
             )
@@ -258,7 +258,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
+def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
     """Raise an error of dasksc instead of a `CheckpointException` of torch, which is not an `Exception`."""
     try:
         yield
@@ -272,7 +272,7 @@ def _failing_as(kind: type[DaskscError], what: str, advice: str) -> Iterator[Non
 def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
     """Load tensors and other named values from a checkpoint in place."""
     advice = "Its files may be damaged: resume from another checkpoint, or remove this one"
-    with _quiet(), _failing_as(InputError, f"{path} cannot be loaded", advice):
+    with _quiet(), _converted_errors(InputError, f"{path} cannot be loaded", advice):
         load(tensors, checkpoint_id=path, no_dist=no_dist)
 
 
@@ -360,30 +360,30 @@ def _check_fits(
 
     Arguments that change no tensor, such as ``dropout``, may differ.
     """
-    odd = _odd_tensors("model.", tensors["model"], known, is_all=True)
-    if odd:
-        raise InputError(_misfit(path, "model", state, made["model"], odd))
+    mismatches = _tensor_mismatches("model.", tensors["model"], known, is_all=True)
+    if mismatches:
+        raise InputError(_mismatch_message(path, "model", state, made["model"], mismatches))
     # Additional optimizer state that this run does not use, such as momentum, is harmless.
-    odd = _odd_tensors("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
+    mismatches = _tensor_mismatches("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
     there = state.get("optimizer", made["optimizer"])  # earlier versions wrote checkpoints without it
-    if odd or there["name"] != made["optimizer"]["name"]:
-        raise InputError(_misfit(path, "training.optimizer", state, made["optimizer"], odd))
+    if mismatches or there["name"] != made["optimizer"]["name"]:
+        raise InputError(_mismatch_message(path, "training.optimizer", state, made["optimizer"], mismatches))
 
 
-def _odd_tensors(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
+def _tensor_mismatches(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
     here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
     there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
-    odd = [f"{name} is not in the checkpoint" for name in here if name not in there]
+    mismatches = [f"{name} is not in the checkpoint" for name in here if name not in there]
     if is_all:
-        odd += [f"{name} is only in the checkpoint" for name in there if name not in here]
+        mismatches += [f"{name} is only in the checkpoint" for name in there if name not in here]
     return [
         *(
             f"{name} has shape {list(size)} and had {list(there[name])}"
             for name, size in here.items()
             if name in there and there[name] != size
         ),
-        *odd,
+        *mismatches,
     ]
 
 
@@ -397,17 +397,21 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((f"{name}.{rest}", tensor) for rest, tensor in _tensors_in(value))
 
 
-def _misfit(path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], odd: list[str]) -> str:
+def _mismatch_message(
+    path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], mismatches: list[str]
+) -> str:
     """Return the error message that lists arguments and tensors in which a checkpoint and this run differ."""
     there = state.get(section.rpartition(".")[2])
-    told = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
-    if not told:
-        told = ["the arguments are the same, so its code or data differ" if there else "it has no arguments to compare"]
-    if odd:
-        told.append(f"tensors that differ: {len(odd)}, the first {odd[0]}")
+    differences = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
+    if not differences:
+        differences = [
+            "the arguments are the same, so its code or data differ" if there else "it has no arguments to compare"
+        ]
+    if mismatches:
+        differences.append(f"tensors that differ: {len(mismatches)}, the first {mismatches[0]}")
     origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
-        f"the checkpoint {path} does not fit {section}: {'; '.join(told)}. Restore these values{origin}, or "
+        f"the checkpoint {path} does not fit {section}: {'; '.join(differences)}. Restore these values{origin}, or "
         "start from the beginning in another training.checkpoint_dir"
     )
 
@@ -417,15 +421,15 @@ def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, 
     if there["name"] != here["name"]:
         return [f"{section}.name is {here['name']!r} and was {there['name']!r}"]
     before, now = there["arguments"], here["arguments"]
-    told = []
+    differences = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:
-            told.append(f"{section}.{name} is {now[name]!r} and was not given")
+            differences.append(f"{section}.{name} is {now[name]!r} and was not given")
         elif name not in now:
-            told.append(f"{section}.{name} is not given and was {before[name]!r}")
+            differences.append(f"{section}.{name} is not given and was {before[name]!r}")
         elif before[name] != now[name]:
-            told.append(f"{section}.{name} is {now[name]!r} and was {before[name]!r}")
-    return told
+            differences.append(f"{section}.{name} is {now[name]!r} and was {before[name]!r}")
+    return differences
 
 
 def _random_state(context: RankContext) -> dict[str, torch.Tensor]:

@@ -98,11 +98,11 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
         factor = max(1, int(max(rows)) // int(batch_size))
         _put(data, "fetch_factor", factor, "data.streaming_shuffle_buffer", "data.fetch_factor")
     if is_theirs:
-        _take_their_meaning(_section(result, "tokenizer"), _section(result, "training"))
+        _apply_conventions(_section(result, "tokenizer"), _section(result, "training"))
     return result
 
 
-def _take_their_meaning(tokenizer: dict[str, Any], training: dict[str, Any]) -> None:
+def _apply_conventions(tokenizer: dict[str, Any], training: dict[str, Any]) -> None:
     """Apply the meanings and defaults of the alternative layout in place."""
     if tokenizer:
         tokenizer.setdefault("prepend_cls", True)

@@ -41,7 +41,7 @@ _LAUNCHED = "DASKSC_TRAIN_LAUNCHED"
 # every 0.1 s and then terminates the others.
 _GRACE_S = 3.0
 # Error recorded by a rank that lost another; the errors of gloo have no type of their own.
-_LOST_ANOTHER = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)
+_CONNECTION_ERROR = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)
 
 
 def processes_to_start(
@@ -153,7 +153,7 @@ def launch(
             *(f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={found['MASTER_ADDR']}"),
             f"--master-port={found['MASTER_PORT']}",
         ]
-    with _failures_in_a_line(), _telling_causes(n_processes * node_rank, is_quiet=not max_restarts) as folder:
+    with _failures_in_a_line(), _reporting_errors(n_processes * node_rank, is_quiet=not max_restarts) as folder:
         _torchrun([*options, f"--log-dir={folder}", "--module", "dasksc", *arguments])
 
 
@@ -173,7 +173,7 @@ def _failures_in_a_line() -> Iterator[None]:
     try:
         yield
     except ChildFailedError as error:
-        deaths = deaths_of({rank: failure.exitcode for rank, failure in error.failures.items()})
+        deaths = describe_exits({rank: failure.exitcode for rank, failure in error.failures.items()})
         if deaths:
             raise DaskscError("; ".join(deaths)) from None
         raise SystemExit(1) from None
@@ -183,7 +183,7 @@ def _failures_in_a_line() -> Iterator[None]:
         raise DaskscError(f"stopped by {error.sigval.name}") from None
 
 
-def deaths_of(exit_codes: Mapping[int, int]) -> list[str]:
+def describe_exits(exit_codes: Mapping[int, int]) -> list[str]:
     """Describe the ranks that ended without reporting an error.
 
     Ranks with exit code 1 have reported an error. Ranks ended by SIGTERM were terminated by the launcher after another
@@ -196,10 +196,10 @@ def deaths_of(exit_codes: Mapping[int, int]) -> list[str]:
     """
     # The launcher sends SIGTERM to the remaining ranks when one has failed.
     by_themselves = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
-    return [f"rank {rank} {_death(code)}" for rank, code in sorted(by_themselves.items()) if code != 1]
+    return [f"rank {rank} {_describe_exit(code)}" for rank, code in sorted(by_themselves.items()) if code != 1]
 
 
-def _death(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
     try:
@@ -212,7 +212,7 @@ def _death(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
+def _reporting_errors(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
     """Report why ranks fail, each error once per attempt, and yield the directory for the files of `record`.
 
     Parameters
@@ -223,12 +223,12 @@ def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
         If True, suppress the log messages of the torch launcher about failed ranks.
     """
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
 
     def passes(record: logging.LogRecord) -> bool:
         has_failed = str(record.msg).startswith("failed (exitcode")
         if has_failed:  # report before the ranks are restarted
-            _tell(Path(folder), told, first_rank=first_rank)
+            _report_errors(Path(folder), reported, first_rank=first_rank)
         return not is_quiet or not (has_failed or str(record.msg).startswith("Sending process"))
 
     with tempfile.TemporaryDirectory(prefix="dasksc-") as folder:
@@ -239,19 +239,19 @@ def _telling_causes(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
         finally:
             del os.environ[_LAUNCHED]
             logger.removeFilter(passes)
-            _tell(Path(folder), told, first_rank=first_rank)
+            _report_errors(Path(folder), reported, first_rank=first_rank)
 
 
-def _tell(folder: Path, told: set[tuple[str, str]], *, first_rank: int) -> None:
-    """Print errors of ranks that are not in `told`: those of dasksc as a line, others with a traceback."""
+def _report_errors(folder: Path, reported: set[tuple[str, str]], *, first_rank: int) -> None:
+    """Print errors of ranks that are not in `reported`: those of dasksc as a line, others with a traceback."""
     for attempt in sorted(folder.glob("*/attempt_*")):
         causes = {}
         for file in attempt.glob("*/error.json"):
             with contextlib.suppress(ValueError):  # the rank was killed while it wrote the file
                 causes[int(file.parent.name)] = json.loads(file.read_text())
-        of_itself = {rank: cause for rank, cause in causes.items() if not _LOST_ANOTHER.match(_said(cause))}
+        of_itself = {rank: cause for rank, cause in causes.items() if not _CONNECTION_ERROR.match(_error_text(cause))}
         for rank, cause in sorted((of_itself or causes).items()):
-            name, _, text = _said(cause).partition(": ")
+            name, _, text = _error_text(cause).partition(": ")
             if isinstance(getattr(errors, name, None), type):
                 key, text = text, f"dasksc: {text}\n"
             else:
@@ -259,13 +259,13 @@ def _tell(folder: Path, told: set[tuple[str, str]], *, first_rank: int) -> None:
                 # Messages of the same error differ in devices and addresses, so the key uses the indented frame lines.
                 key = "".join([name, *(line for line in trace.splitlines() if line.startswith(" "))])
                 text = f"dasksc: rank {first_rank + rank} failed:\n{trace}"
-            if (attempt.name, key) not in told and name != "BrokenPipeError":
-                told.add((attempt.name, key))
+            if (attempt.name, key) not in reported and name != "BrokenPipeError":
+                reported.add((attempt.name, key))
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
 
-def _said(cause: Mapping[str, dict[str, str]]) -> str:
+def _error_text(cause: Mapping[str, dict[str, str]]) -> str:
     return cause["message"]["message"]
 
 
@@ -288,7 +288,7 @@ def as_rank(run: Callable[[], None]) -> None:
     except Exception as error:
         if _LAUNCHED not in os.environ:
             raise
-        if _LOST_ANOTHER.match(f"{type(error).__name__}: {error}"):
+        if _CONNECTION_ERROR.match(f"{type(error).__name__}: {error}"):
             time.sleep(_GRACE_S)
         raise SystemExit(1) from error
 
@@ -311,7 +311,7 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     InputError
         If the rank is out of range, or unknown: otherwise every node would act as the first one, and wait.
     """
-    node = given if given is not None else 0 if n_nodes == 1 else _told_node(n_nodes, environment)
+    node = given if given is not None else 0 if n_nodes == 1 else _node_from_environment(n_nodes, environment)
     if node is None:
         raise InputError(
             f"the number of this node among the {n_nodes} nodes of the run (--nnodes, training.num_nodes) is unknown. "
@@ -326,7 +326,7 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     return node
 
 
-def _told_node(n_nodes: int, environment: Mapping[str, str]) -> int | None:
+def _node_from_environment(n_nodes: int, environment: Mapping[str, str]) -> int | None:
     if environment.get("GROUP_RANK", "").isdigit():
         return int(environment["GROUP_RANK"])
     # Node numbers of a Slurm step with fewer nodes do not count: each of several steps has a node 0.

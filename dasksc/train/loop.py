@@ -28,13 +28,13 @@ from dasksc.train.parallel import (
     RankContext,
     batch_length,
     clip_gradient,
+    distribute,
     joined_ranks,
     number_of,
     scale_gradient,
-    spread,
     unused_of,
 )
-from dasksc.train.predicting import noted_reading, predict_trained
+from dasksc.train.predicting import predict_trained, reading_options
 from dasksc.train.profiling import profiling
 from dasksc.train.report import Report, can_plot, plot, shown
 from dasksc.train.running_means import Means, Pace
@@ -88,7 +88,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     check_config(config)
     with joined_ranks(config.training) as context:
         run = _Run(config, context, say)
-        run.go()
+        run.train()
         report = run.finish()
         run.predict()
         return report
@@ -117,7 +117,7 @@ class _Run:
         torch.manual_seed(training.seed)  # equal parameters on every rank
         model = build_model(config.model.name, self.model_arguments)
         self.n_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.spread: DistributedModel = spread(model, training, context)
+        self.distributed_model: DistributedModel = distribute(model, training, context)
         scale = context.world_size if training.scale_lr else 1
         self.optimizer = make_optimizer(model.parameters(), training.optimizer, scale=scale)
         self.scaler = torch.amp.GradScaler(context.device.type, enabled=training.precision == "16-mixed")
@@ -172,7 +172,7 @@ class _Run:
         path = self.checkpoints.find(self.config.training.resume_from)
         if path is None:
             return
-        state = self.checkpoints.load(path, self.spread.bare, self.optimizer, self._made())
+        state = self.checkpoints.load(path, self.distributed_model.bare, self.optimizer, self._made())
         self._loader.load_state_dict(state["data"])
         if state["scaler"]:  # empty unless the precision is 16-mixed
             self.scaler.load_state_dict(state["scaler"])
@@ -199,7 +199,7 @@ class _Run:
         enough_steps = training.max_steps is not None and self.step >= training.max_steps
         return enough_steps or (self.max_epochs is not None and self._loader.epoch >= self.max_epochs)
 
-    def go(self) -> None:
+    def train(self) -> None:
         """Train until the end of the run."""
         training = self.config.training
         window, folder = self.config.training.profile, self.folder / "profile"
@@ -220,7 +220,7 @@ class _Run:
 
     def _train_epoch(self, epoch: int, profiler: Any) -> None:
         training = self.config.training
-        self.spread.whole.train()
+        self.distributed_model.whole.train()
         means = Means(self.context)
         rate = norm = None
         batches = self.pace.timed(self._loader)
@@ -230,17 +230,17 @@ class _Run:
                 if profiler is not None:
                     profiler.step()
                 if self.step % training.log_every_n_steps == 0:
-                    self._note(epoch, means, rate, norm)
+                    self._log_step(epoch, means, rate, norm)
                 if self._loader.is_at_end:
                     continue  # the caller handles what is due at the end of an epoch
                 if self._is_over():
                     break
                 if training.save_every is not None and self.step % training.save_every == 0:
                     if self.step % training.log_every_n_steps:
-                        self._note(epoch, means, rate, norm)  # so that the saved metrics are those of this step
+                        self._log_step(epoch, means, rate, norm)  # so that the saved metrics are those of this step
                     self._save()
         if rate is not None and self.step % training.log_every_n_steps:
-            self._note(epoch, means, rate, norm)
+            self._log_step(epoch, means, rate, norm)
 
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
         """Run the batches of a step, weighted by their rows or their `n`, and update the parameters."""
@@ -250,8 +250,8 @@ class _Run:
         n_expected = self.config.data.batch_size * training.gradient_accumulation
         n_counted: torch.Tensor | None = None
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
-            with self.spread.accumulating(is_last=i == len(group) - 1):
-                outputs = self.spread(on_device(batch, self.context.device))
+            with self.distributed_model.accumulating(is_last=i == len(group) - 1):
+                outputs = self.distributed_model(on_device(batch, self.context.device))
                 n = outputs.get("n")
                 if n is None:
                     weight: torch.Tensor | float = n_rows / sum(sizes)
@@ -263,20 +263,20 @@ class _Run:
         if n_counted is not None:
             # DDP and FSDP have averaged the gradients over ranks.
             total = self.context.reduced(n_counted).clamp(min=1)
-            scale_gradient(self.spread.bare.parameters(), self.context.world_size * n_expected / total)
+            scale_gradient(self.distributed_model.bare.parameters(), self.context.world_size * n_expected / total)
         rate = self.learning_rate.set(self.step)
         norm = None
         if training.gradient_clip is not None:
             self.scaler.unscale_(self.optimizer)
-            norm = clip_gradient(self.spread.bare.parameters(), training.gradient_clip)
+            norm = clip_gradient(self.distributed_model.bare.parameters(), training.gradient_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return rate, norm
 
-    def _note(self, epoch: int, means: Means, rate: float, norm: torch.Tensor | None) -> None:
-        figures, n_rows = means.take()
+    def _log_step(self, epoch: int, means: Means, rate: float, norm: torch.Tensor | None) -> None:
+        figures, n_rows = means.reduce_and_reset()
         if not n_rows:
             return
         if not math.isfinite(figures.get("loss", 0.0)) and not self.scaler.is_enabled():
@@ -285,7 +285,11 @@ class _Run:
             )
         self.n_cells += n_rows
         is_counted = bool(figures)
-        figures |= {"lr": rate} | ({} if norm is None else {"gradient_norm": number_of(norm)}) | self.pace.take(n_rows)
+        figures |= (
+            {"lr": rate}
+            | ({} if norm is None else {"gradient_norm": number_of(norm)})
+            | self.pace.reduce_and_reset(n_rows)
+        )
         if not self.monitors_validation:
             self._follow(figures, is_counted=is_counted)
         self._log(epoch, figures)
@@ -312,10 +316,10 @@ class _Run:
             return
         self.step_validated = self.step
         paused = self.pace.pause()
-        self.spread.bare.eval()
+        self.distributed_model.bare.eval()
         means = Means(self.context)
         n_calls = n_batches = len(loader.dataset)
-        if self.spread.is_sharded:
+        if self.distributed_model.is_sharded:
             # Ranks may differ by one batch, and all ranks must gather parameters together. No other reduction may take
             # place before the last gather.
             most = self.context.reduced(torch.tensor(n_batches, device=self.context.device), dist.ReduceOp.MAX)
@@ -323,11 +327,11 @@ class _Run:
         last = None
         for batch in loader:
             last = on_device(batch, self.context.device)
-            means.add(self.spread.evaluate(last), batch_length(last))
+            means.add(self.distributed_model.evaluate(last), batch_length(last))
         for _ in range(n_calls - n_batches):
-            self.spread.evaluate(last)
-        figures, _ = means.take()
-        self.spread.bare.train()
+            self.distributed_model.evaluate(last)
+        figures, _ = means.reduce_and_reset()
+        self.distributed_model.bare.train()
         self.pace.resume(paused)
         figures = {f"validation_{name}": value for name, value in figures.items()}
         if self.monitors_validation:
@@ -357,7 +361,7 @@ class _Run:
             "config": self.config.written(),
         }
         self.latest = self.checkpoints.save(
-            self.step, self.spread.bare, self.optimizer, state, value, branched_at=self.branched_at
+            self.step, self.distributed_model.bare, self.optimizer, state, value, branched_at=self.branched_at
         )
         self.step_saved, self.branched_at = self.step, None
         self.pace.resume(paused)
@@ -368,14 +372,14 @@ class _Run:
         path = self.folder / "model.pt"
         save_model(
             path,
-            self.spread.bare,
+            self.distributed_model.bare,
             name=self.config.model.name,
             arguments=self.model_arguments,
             context=self.context,
             more={
                 "step": self.step,
                 "categories": dict(self._loader.dataset.categories),
-                "reading": noted_reading(self.config, self._loader.dataset),
+                "reading": reading_options(self.config, self._loader.dataset),
             },
         )
         hidden = {"cells_per_s", "wait_share", "lr"}
@@ -411,9 +415,13 @@ class _Run:
         if self.config.predict is None:
             return
         is_shown = self.config.data.progress and self.context.rank == 0
-        with self.spread.autocast():
+        with self.distributed_model.autocast():
             report = predict_trained(
-                self.config, self.spread.bare, self._loader.dataset, device=self.context.device, progress=is_shown
+                self.config,
+                self.distributed_model.bare,
+                self._loader.dataset,
+                device=self.context.device,
+                progress=is_shown,
             )
         if self.context.rank == 0:
             keys = ", ".join(f"{key} {what}" for key, what in report.keys.items())

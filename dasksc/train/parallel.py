@@ -35,7 +35,7 @@ __all__ = [
     "number_of",
     "joined_ranks",
     "scale_gradient",
-    "spread",
+    "distribute",
     "strategy_of",
     "unused_of",
 ]
@@ -349,7 +349,7 @@ def batch_length(batch: Any) -> int:
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0
 
 
-def spread(model: nn.Module, training: Training, context: RankContext) -> DistributedModel:
+def distribute(model: nn.Module, training: Training, context: RankContext) -> DistributedModel:
     """Distribute a model over the ranks; its parameters must be equal on every rank.
 
     Parameters

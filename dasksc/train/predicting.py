@@ -20,14 +20,14 @@ from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import Vocabulary
 
 __all__ = [
-    *("categories_for", "dataset_for", "imported_model", "method_of", "noted_reading", "predict_trained"),
+    *("categories_for", "dataset_for", "imported_model", "method_of", "reading_options", "predict_trained"),
     "read_model",
 ]
 
 _COPIED = ("layers", "obsm", "obs", "layout", "dtype")
 
 
-def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
+def reading_options(config: Config, dataset: scDataset) -> dict[str, Any]:
     """Return the reading options of a model, as plain types.
 
     Parameters
@@ -37,33 +37,33 @@ def noted_reading(config: Config, dataset: scDataset) -> dict[str, Any]:
     dataset
         Data set that the model is trained on.
     """
-    noted: dict[str, Any] = {name: getattr(config.data, name) for name in _COPIED}
+    saved_options: dict[str, Any] = {name: getattr(config.data, name) for name in _COPIED}
     names = np.asarray(dataset.collection.var_names).astype(str)
     if config.tokenizer is not None:
         options = {name: value for name, value in config.tokenizer.options.items() if name != "masking"}
         transform: Any = dataset.transform
         ids = dict(transform.vocabulary.ids)
-        return noted | {"tokenizer": {"options": options, "ids": ids}, "genes": None, "genes_key": None}
+        return saved_options | {"tokenizer": {"options": options, "ids": ids}, "genes": None, "genes_key": None}
     match, genes = dataset.gene_match, config.data.genes
     if match is not None:
         names = np.asarray(match.names)
     elif genes is not None:
         names = names[np.asarray(genes)]
     is_unique = len(set(names)) == len(names)
-    return noted | {
+    return saved_options | {
         "tokenizer": None,
         "genes": [str(name) for name in names] if is_unique else None,
         "genes_key": config.data.genes_key if match is not None else None,
     }
 
 
-def dataset_for(noted: Mapping[str, Any], data: Any, *, batch_size: int, **options: Any) -> scDataset:
+def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int, **options: Any) -> scDataset:
     """Return a data set that reads an atlas like the training data of a model, without masks and labels.
 
     Parameters
     ----------
-    noted
-        Result of `noted_reading`.
+    saved_options
+        Result of `reading_options`.
     data
         Atlas in any form that `dasksc.open` accepts. A path keeps the names of cells out of memory.
     batch_size
@@ -77,16 +77,16 @@ def dataset_for(noted: Mapping[str, Any], data: Any, *, batch_size: int, **optio
         If the atlas lacks genes that the model was trained on.
     """
     adata = dasksc.open(data, obs=[], names=False)
-    given = {name: noted[name] for name in _COPIED} | options
-    if noted["tokenizer"] is not None:
-        tokens = noted["tokenizer"]
+    given = {name: saved_options[name] for name in _COPIED} | options
+    if saved_options["tokenizer"] is not None:
+        tokens = saved_options["tokenizer"]
         vocabulary = Vocabulary(tokens["ids"])
         transform: Any = from_config(tokens["options"], genes=adata.var_names, vocabulary=vocabulary)
         given = {**given, "layout": "csr"}
         given.pop("genes_missing", None)
     else:
         transform = _whole
-        key, genes = noted["genes_key"], noted["genes"]
+        key, genes = saved_options["genes_key"], saved_options["genes"]
         names = adata.var_names if key is None else adata.var.get(key)
         # If the columns need no change, batches need no lookup of columns.
         if genes is not None and (names is None or list(map(str, names)) != list(genes)):
@@ -165,12 +165,12 @@ def predict_trained(
     section = config.predict
     assert section is not None
     data: Any = config.data.path if section.path is None else section.path
-    told = config.data.open
-    if not isinstance(data, str) or told != type(told)():
-        data = dasksc.open(data, mmap=config.data.mmap, **told.model_dump())
+    open_options = config.data.open
+    if not isinstance(data, str) or open_options != type(open_options)():
+        data = dasksc.open(data, mmap=config.data.mmap, **open_options.model_dump())
     sizes = {"fetch_factor": config.data.fetch_factor, "memory_limit": config.data.memory_limit}
     reading = dataset_for(
-        noted_reading(config, dataset), data, batch_size=section.batch_size or config.data.batch_size, **sizes
+        reading_options(config, dataset), data, batch_size=section.batch_size or config.data.batch_size, **sizes
     )
     return dasksc.predict(
         method_of(model, section.method),

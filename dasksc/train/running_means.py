@@ -40,7 +40,7 @@ class Means:
         sums = torch.stack([*values, *counts])
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def take(self) -> tuple[dict[str, float], int]:
+    def reduce_and_reset(self) -> tuple[dict[str, float], int]:
         """Return the means over all ranks and their number of rows, and reset. All ranks must call this method.
 
         The means are empty if nothing was counted.
@@ -73,13 +73,13 @@ class Pace:
         """Yield the given batches, and measure the time spent waiting for them."""
         iterator = iter(batches)
         while True:
-            asked = perf_counter()
+            wait_start = perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
-                self._wait_s += perf_counter() - asked
+                self._wait_s += perf_counter() - wait_start
             yield batch
 
     def pause(self) -> float:
@@ -90,7 +90,7 @@ class Pace:
         """Resume the clock, excluding the time since `paused`."""
         self._since += perf_counter() - paused
 
-    def take(self, n_rows: int) -> dict[str, float]:
+    def reduce_and_reset(self, n_rows: int) -> dict[str, float]:
         """Return the metrics since the last call. All ranks must call this method, with the rows of all ranks.
 
         Returns

@@ -31,7 +31,7 @@ _TREATED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.bool_): np.dtype(np.uint8),
 }
 # Key and number of a batch, its row numbers, and the position of the first row that is given.
-_Which = tuple[np.uint64, int, NDArray[np.int64], int]
+_BatchRows = tuple[np.uint64, int, NDArray[np.int64], int]
 # Position of the key for the rows of a batch, and of the key for its control cells, among the keys of an epoch.
 _TARGETS, _CONTROLS = range(2)
 
@@ -48,7 +48,7 @@ class _Augmentation:
         self.seed = whole_number("seed", seed, 0, 2**64)
         self.part = "X" if layer is None else f"layers/{layer}"
         self._number = 0
-        self._which = _TARGETS
+        self._key_index = _TARGETS
         self._owns = False
         self._set_keys(0)
 
@@ -88,7 +88,7 @@ class _Augmentation:
     def of_controls(self) -> Self:
         """Return this transform for the control cells of a batch."""
         same = copy.copy(self)
-        same._which = _CONTROLS
+        same._key_index = _CONTROLS
         return same
 
     def refuse_beside(self, others: Sequence[Any]) -> None:
@@ -132,13 +132,13 @@ class _Augmentation:
         InputError
             If the batch lacks X or the layer, or contains invalid values.
         """
-        made = self._treated(batch)
+        made = self._augmented(batch)
         control = batch.get("control")
         if control is not None:
-            made["control"] = self.of_controls()._treated(control)
+            made["control"] = self.of_controls()._augmented(control)
         return made
 
-    def _treated(self, batch: Any) -> Batch:
+    def _augmented(self, batch: Any) -> Batch:
         name = type(self).__name__
         if not isinstance(batch, dict) or not {"X", "index"} <= set(batch):
             parts = f"one with {', '.join(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
@@ -199,7 +199,7 @@ class _Augmentation:
             If a value is invalid for this transform.
         """
         with _as_treated(values) as treated:
-            self._change((self._keys[self._which], self._number, rows, first_row), indptr, columns, treated)
+            self._change((self._keys[self._key_index], self._number, rows, first_row), indptr, columns, treated)
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
         """Change the values of consecutive dense rows of a batch in place.
@@ -219,13 +219,13 @@ class _Augmentation:
             If a value is invalid for this transform.
         """
         with _as_treated(dense) as treated:
-            self._change_dense((self._keys[self._which], self._number, rows, first_row), treated)
+            self._change_dense((self._keys[self._key_index], self._number, rows, first_row), treated)
 
-    def _change(self, which: _Which, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         """Implement `change` for values of a data type that the kernels support."""
         raise NotImplementedError
 
-    def _change_dense(self, which: _Which, dense: NDArray[Any]) -> None:
+    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
         """Implement `change_dense` for values of a data type that the kernels support."""
         raise NotImplementedError
 
@@ -300,7 +300,7 @@ class Downsample(_Augmentation):
         how = f"fraction={self.fraction}" if self.fraction is not None else f"target_counts={self.target_counts}"
         return f"Downsample({how}, layer={self.layer!r}, seed={self.seed})"
 
-    def _change(self, which: _Which, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         if self.target_counts is not None:
             bad = int(kernels.sample(*which, indptr, columns, values, self.target_counts))
         else:
@@ -309,7 +309,7 @@ class Downsample(_Augmentation):
             row = int(np.searchsorted(indptr, bad, side="right")) - 1
             self._refuse(values[bad], which, row, int(columns[bad]))
 
-    def _change_dense(self, which: _Which, dense: NDArray[Any]) -> None:
+    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
         if self.target_counts is not None:
             bad = int(kernels.sample_dense(*which, dense, self.target_counts))
         else:
@@ -318,7 +318,7 @@ class Downsample(_Augmentation):
             row, column = divmod(bad, dense.shape[1])
             self._refuse(dense[row, column], which, row, column)
 
-    def _refuse(self, value: Any, which: _Which, position: int, column: int) -> None:
+    def _refuse(self, value: Any, which: _BatchRows, position: int, column: int) -> None:
         _, _, rows, first_row = which
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
@@ -375,10 +375,10 @@ class MaskGenes(_Augmentation):
     def __repr__(self) -> str:
         return f"MaskGenes({self.p}, layer={self.layer!r}, seed={self.seed})"
 
-    def _change(self, which: _Which, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         kernels.mask(*which, indptr, columns, values, self.p)
 
-    def _change_dense(self, which: _Which, dense: NDArray[Any]) -> None:
+    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
         kernels.mask_dense(*which, dense, self.p)
 
 

@@ -24,7 +24,7 @@ PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
 PICKLES = (".pkl", ".pickle")
 """Suffixes of pickled vocabulary files."""
 
-_NAMES_TOLD = 5
+_N_NAMES_SHOWN = 5
 
 _MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 # Opcodes of a pickle of a dict of numbers by name, in any protocol. None of them imports or calls anything.
@@ -225,5 +225,5 @@ def _numbered(names: list[str], where: str) -> dict[str, int]:
 
 def _some(items: Iterable[str]) -> str:
     """Join the first few of several strings."""
-    told = list(items)
-    return ", ".join(told[:_NAMES_TOLD]) + (", ..." if len(told) > _NAMES_TOLD else "")
+    names = list(items)
+    return ", ".join(names[:_N_NAMES_SHOWN]) + (", ..." if len(names) > _N_NAMES_SHOWN else "")

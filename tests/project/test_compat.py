@@ -217,7 +217,7 @@ def test_names_that_are_imported_late():
 
 
 def test_what_is_optional_is_missed_once(caplog, monkeypatch):
-    monkeypatch.setattr(unsupported, "_said", set())
+    monkeypatch.setattr(unsupported, "_warned", set())
     with caplog.at_level(logging.WARNING, logger="dasksc.compat"):
         for _ in range(2):
             assert optional("dask", "dask.array.core", "gone", without="it is slow") is None

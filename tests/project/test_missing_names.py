@@ -52,7 +52,7 @@ COMPAT = Path(dasksc.__file__).parent / "_compat"
 
 @pytest.fixture(autouse=True)
 def _said_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(unsupported, "_said", set())
+    monkeypatch.setattr(unsupported, "_warned", set())
     caplog.set_level(logging.WARNING, logger="dasksc.compat")
 
 
@@ -105,7 +105,7 @@ def scheduler() -> Stub:
 
 def taken_back(scheduler: Any) -> None:
     async def run() -> None:
-        await distributed.take_back_plugin(scheduler, "name")
+        await distributed.unregister_plugin(scheduler, "name")
 
     asyncio.run(run())
 
@@ -490,7 +490,7 @@ def test_batches_stay_the_same_without_what_shows_figures(
 
     expected = batches()
     monkeypatch.setattr("dasksc.executor.reporting._PATIENCE_S", 0.0)
-    monkeypatch.setattr("dasksc.executor.reporting._known", weakref.WeakKeyDictionary())
+    monkeypatch.setattr("dasksc.executor.reporting._states", weakref.WeakKeyDictionary())
     monkeypatch.setattr(place, lacking)
     assert warnings_in(caplog) == []
     for batch, same in zip(batches(), expected, strict=True):

@@ -29,7 +29,7 @@ from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
 from dasksc.storage.remote.connecting import client_of
 from dasksc.storage.safety import zarr_metadata as zarr_guard
-from dasksc.storage.safety.decompression_limits import check_swelling
+from dasksc.storage.safety.decompression_limits import check_decompressed_size
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
     BOMB_BYTES,
@@ -555,7 +555,7 @@ def _convert_tables(path: Path) -> None:
         ("obstore.head", _ask_a_store),
         ("fsspec.implementations.memory.MemoryFileSystem.info", _ask_a_file_system),
         ("dasksc.storage.codecs.Chain.decode", _read_edges_without_filters),
-        ("gzip.GzipFile", lambda path: check_swelling("gzip", bytes(9), at_most=1)),
+        ("gzip.GzipFile", lambda path: check_decompressed_size("gzip", bytes(9), at_most=1)),
         ("dasksc.conversion.tables.write_elem", _convert_tables),
     ],
     ids=["labels", "options", "filter", "obstore", "fsspec", "edges", "swelling", "tables"],

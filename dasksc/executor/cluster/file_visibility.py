@@ -18,7 +18,7 @@ import cloudpickle
 from dasksc.pushdown import DaskMatrix
 from dasksc.storage.file_identity import FileIdentity
 
-__all__ = ["Fingerprint", "complaint", "pickle_with_files"]
+__all__ = ["Fingerprint", "describe_mismatch", "pickle_with_files"]
 
 _SAMPLE_BYTES = 2**16
 
@@ -49,7 +49,7 @@ class Fingerprint:
             digest.update(file.read(_SAMPLE_BYTES))
         return cls(identity=identity, digest=digest.hexdigest())
 
-    def complaint(self) -> str | None:
+    def describe_mismatch(self) -> str | None:
         """Describe how the file at the path on this machine differs; None if it does not."""
         path = self.identity.path
         try:
@@ -66,20 +66,20 @@ class Fingerprint:
         return f"sees another file at {path} ({here.identity.size} bytes, not {self.identity.size})"
 
 
-def complaint(fingerprints: Sequence[Fingerprint]) -> str | None:
+def describe_mismatch(fingerprints: Sequence[Fingerprint]) -> str | None:
     """Describe how the first differing file differs on this machine; None if all files are the same."""
-    return next((said for fingerprint in fingerprints if (said := fingerprint.complaint())), None)
+    return next((mismatch for fingerprint in fingerprints if (mismatch := fingerprint.describe_mismatch())), None)
 
 
 def pickle_with_files(task: Callable[[Any], Any]) -> tuple[bytes, tuple[Fingerprint, ...]]:
     """Pickle `task` once; return the pickle and the fingerprints of the files that it will read."""
     buffer = io.BytesIO()
-    scout = _Scout(buffer)
+    scout = _FileRecordingPickler(buffer)
     scout.dump(task)
     return buffer.getvalue(), tuple(Fingerprint.of(path) for path in sorted(scout.paths))
 
 
-class _Scout(cloudpickle.Pickler):
+class _FileRecordingPickler(cloudpickle.Pickler):
     """Pickler that records the files opened by the pickled objects."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -91,7 +91,7 @@ class _Scout(cloudpickle.Pickler):
             self.paths.add(obj.path)
         elif isinstance(obj, DaskMatrix):
             # A `DaskMatrix` pickles itself to bytes, which hide the objects inside.
-            inner = _Scout(io.BytesIO())
+            inner = _FileRecordingPickler(io.BytesIO())
             inner.dump(obj.array)
             self.paths |= inner.paths
         return super().reducer_override(obj)

@@ -20,16 +20,16 @@ class Heartbeats:
         self._latest = 0.0  # Last heartbeat of any worker, by the scheduler's clock.
         self._known_at = 0.0  # Time at which this process received it, in seconds of `perf_counter`.
 
-    def silent(self, workers: Mapping[str, Mapping[str, Any]], *, asked_at: float) -> dict[str, float]:
+    def silent(self, workers: Mapping[str, Mapping[str, Any]], *, requested_at: float) -> dict[str, float]:
         """Return the silent workers by address, with a lower bound of their silence in seconds.
 
-        `workers` is the scheduler's answer to an identity request sent at `asked_at`, in seconds of `perf_counter`.
+        `workers` is the scheduler's answer to an identity request sent at `requested_at`, in seconds of `perf_counter`.
         The time until the answer does not count as silence, because a slow scheduler may not have processed heartbeats.
         """
         latest = max((float(worker["last_seen"]) for worker in workers.values()), default=0.0)
         if latest > self._latest:
             self._latest, self._known_at = latest, perf_counter()
-        now = self._latest + max(0.0, asked_at - self._known_at)
+        now = self._latest + max(0.0, requested_at - self._known_at)
         limit_s = max(_SILENT_S, 5 * heartbeat_interval(len(workers)))
         silences = {address: now - float(worker["last_seen"]) for address, worker in workers.items()}
         return {address: silence_s for address, silence_s in silences.items() if silence_s >= limit_s}

@@ -13,7 +13,7 @@ import cloudpickle
 import distributed
 from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
-from dasksc._compat.distributed import take_back_plugin, task_plugin_of, worker_plugin_names
+from dasksc._compat.distributed import task_plugin_of, unregister_plugin, worker_plugin_names
 from dasksc.errors import StorageError
 from dasksc.executor import fetch_totals
 from dasksc.executor.cluster import file_visibility
@@ -25,7 +25,7 @@ from dasksc.storage.buffers import Recycling
 __all__ = [
     "TaskPlugin",
     "TaskPayload",
-    "Janitor",
+    "CleanupPlugin",
     "CancelledFetch",
     "task_plugins",
     "portable_plugin",
@@ -72,37 +72,37 @@ class TaskPlugin(WorkerPlugin):
 
 
 class TaskPayload:
-    """Pickled task that unpickles as a `RemoteCarrier`."""
+    """Pickled task that unpickles as a `RemoteTaskPlugin`."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         self._pickled = pickled
         self._files = files
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteCarrier, (self._pickled, self._files)
+        return RemoteTaskPlugin, (self._pickled, self._files)
 
 
-class RemoteCarrier(TaskPlugin):
+class RemoteTaskPlugin(TaskPlugin):
     """TaskPlugin in another process, which compacts results before they are sent."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         super().__init__(cloudpickle.loads(pickled))
         self._pickled = pickled
         self._files = files
-        self._asked = False
+        self._are_files_checked = False
         self._closed = False
         self._largest: int | None = None  # Size of the largest result, in bytes.
         self._recycling = Recycling()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteCarrier, (self._pickled, self._files)
+        return RemoteTaskPlugin, (self._pickled, self._files)
 
     def _fetch(self, argument: Any) -> Any:
-        if not self._asked:  # This worker may have joined after the window checked the files.
-            said = file_visibility.complaint(self._files)
-            if said is not None:
-                raise StorageError(f"The Dask worker at {distributed.get_worker().address} {said}.")
-            self._asked = True
+        if not self._are_files_checked:  # This worker may have joined after the window checked the files.
+            mismatch = file_visibility.describe_mismatch(self._files)
+            if mismatch is not None:
+                raise StorageError(f"The Dask worker at {distributed.get_worker().address} {mismatch}.")
+            self._are_files_checked = True
         has_begun = False
 
         def fetch() -> Any:
@@ -173,12 +173,12 @@ def portable_plugin(inside: bytes) -> WorkerPlugin:
     return PortablePlugin()
 
 
-class Janitor(SchedulerPlugin):
+class CleanupPlugin(SchedulerPlugin):
     """Scheduler plugin that removes a Client's tasks from the workers when the Client disconnects or is killed."""
 
     def __init__(self, client_id: str) -> None:
         self._client_id = client_id
-        self._tidying: list[asyncio.Future[Any]] = []
+        self._removals: list[asyncio.Future[Any]] = []
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Remove the tasks that the Client left on the workers."""
@@ -186,7 +186,7 @@ class Janitor(SchedulerPlugin):
             return
         prefix = token_prefix(client)
         for name in [name for name in worker_plugin_names(scheduler) if name.startswith(prefix)]:
-            self._tidying.append(take_back_plugin(scheduler, name))
+            self._removals.append(unregister_plugin(scheduler, name))
         scheduler.remove_plugin(name=prefix)
 
 

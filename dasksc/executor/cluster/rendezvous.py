@@ -15,7 +15,7 @@ from dasksc.executor.cluster.security import refuse_untrusted
 from dasksc.executor.cluster.started_cluster import POLL_S, StartedCluster
 from dasksc.executor.schedulers import connected, remember_security
 
-__all__ = ["attempt", "join_cluster", "tell"]
+__all__ = ["attempt", "join_cluster", "publish_result"]
 
 # Timeout of the first attempt to connect to a scheduler that may be gone; it doubles with each further
 # attempt.
@@ -27,7 +27,7 @@ def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def tell(store: Any, answer: dict[str, Any]) -> None:
+def publish_result(store: Any, answer: dict[str, Any]) -> None:
     """Publish the result of the start to the other ranks, if there are any."""
     if store is not None:
         store.set("address", json.dumps(answer))
@@ -43,7 +43,7 @@ def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> 
     deadline = time.monotonic() + timeout_s
     try_s = _FIRST_TRY_S
     while True:
-        answer = _answer(store, deadline, timeout_s=timeout_s)
+        answer = _wait_for_result(store, deadline, timeout_s=timeout_s)
         try:
             refuse_untrusted(answer["address"], security)
             left_s = max(POLL_S, deadline - time.monotonic())
@@ -68,7 +68,7 @@ def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> 
     )
 
 
-def _answer(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
+def _wait_for_result(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
     """Wait for the answer of rank 0 and return it; raise the error that rank 0 failed with."""
     try:
         store.wait(["address"], dt.timedelta(seconds=max(POLL_S, deadline - time.monotonic())))

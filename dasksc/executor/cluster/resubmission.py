@@ -95,8 +95,8 @@ class SentFetches:
         process is frozen, may keep its fetches forever, because Dask moves fetches only from workers that are slow. The
         earliest fetch is therefore sent again, and so are the later ones if a worker has fallen silent.
         """
-        if self._watchdog.others and perf_counter() - self._watchdog.looked_at > STUCK_S:
-            await self._watchdog.look()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
+        if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
+            await self._watchdog.check()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())
@@ -107,17 +107,17 @@ class SentFetches:
             ended.cancel()
             if k != min(self._futures) and not self._watchdog.others:
                 continue
-            workers, silent = await self._watchdog.look()
+            workers, silent = await self._watchdog.check()
             is_alone = not any(worker["status"] == "running" for worker in workers.values())
             if is_alone and not self.closed:
-                self._watchdog.say_alone(k, workers)
+                self._watchdog.warn_no_worker(k, workers)
             paused = [address for address, worker in workers.items() if worker["status"] == "paused"]
-            address = await self._watchdog.whereabouts(future, [*silent, *paused])
+            address = await self._watchdog.assigned_worker(future, [*silent, *paused])
             if address is None or future.done() or self.closed:
                 continue
             if address not in silent:
                 logger.info("Sending fetch %d again, because its worker paused at its memory limit.", k)
-            elif not self._watchdog.is_given_up(k, address, silent[address]):
+            elif not self._watchdog.can_reassign(k, address, silent[address]):
                 continue
             self._send_again(k, argument, future)
 
@@ -141,14 +141,14 @@ class SentFetches:
                     return await done.pop()
                 if k != min(self._futures) and not self._watchdog.others and not self.closed:
                     continue
-                _, silent = await self._watchdog.look()
+                _, silent = await self._watchdog.check()
                 if not silent:
                     continue
                 addresses = await holders(self._client, future.key)
                 address = next((address for address in addresses if address in silent), None)
                 if self.closed and address is not None:
                     return 0.0, None
-                if address is not None and self._watchdog.is_given_up(k, address, silent[address]):
+                if address is not None and self._watchdog.can_reassign(k, address, silent[address]):
                     self._send_again(k, argument, future)
                     return None
                 if address is None and len(gathers) == 1:

@@ -24,7 +24,7 @@ from dasksc.errors import FetchError
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster.plugin import (
     CancelledFetch,
-    Janitor,
+    CleanupPlugin,
     TaskPayload,
     TaskPlugin,
     portable_plugin,
@@ -34,7 +34,7 @@ from dasksc.executor.cluster.plugin import (
 from dasksc.executor.cluster.resubmission import SentFetches
 from dasksc.executor.cluster.scheduler_connection import SchedulerConnection
 from dasksc.executor.cluster.watchdog import STUCK_S, Watchdog
-from dasksc.executor.cluster.worker_checks import ask_workers
+from dasksc.executor.cluster.worker_checks import check_workers
 from dasksc.executor.cluster.worker_connections import WorkerConnections
 from dasksc.executor.local import Timed
 from dasksc.executor.reporting import runs_here
@@ -45,8 +45,8 @@ logger = logging.getLogger("dasksc.window.cluster")
 
 _CLOSE_S = 30.0  # Maximum wait for running transfers when a window closes.
 
-# Clients whose scheduler has a `Janitor`.
-_tidied: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
+# Clients whose scheduler has a `CleanupPlugin`.
+_clients_with_cleanup: weakref.WeakSet[distributed.Client] = weakref.WeakSet()
 
 
 class ClusterRunner:
@@ -83,7 +83,9 @@ class ClusterRunner:
         else:
             pickled, files = file_visibility.pickle_with_files(task)
             try:
-                client.sync(self._connection.unless_lost, lambda: self._introduce(TaskPayload(pickled, files), files))
+                client.sync(
+                    self._connection.unless_lost, lambda: self._register_task(TaskPayload(pickled, files), files)
+                )
             except ConnectionError as error:
                 raise FetchError(str(error)) from error
 
@@ -96,7 +98,7 @@ class ClusterRunner:
         """Send fetch `k`."""
         argument = k if self._argument is None else self._argument(k)
         self._fetches.send(k, argument)
-        return asyncio.run_coroutine_threadsafe(self._bring(k, argument), event_loop(self._client))
+        return asyncio.run_coroutine_threadsafe(self._receive(k, argument), event_loop(self._client))
 
     def close(self, pending: Sequence[concurrent.futures.Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Release every future and remove the task from the workers."""
@@ -114,16 +116,16 @@ class ClusterRunner:
                 address = self._client.scheduler.address
                 logger.warning("A fetch of an iteration that has ended still runs on the Dask cluster of %s.", address)
 
-    async def _introduce(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
+    async def _register_task(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""
         client = self._client
-        await ask_workers(client, files)
-        if client not in _tidied:
+        await check_workers(client, files)
+        if client not in _clients_with_cleanup:
             try:
-                await client.register_plugin(Janitor(client.id), name=token_prefix(client.id))
+                await client.register_plugin(CleanupPlugin(client.id), name=token_prefix(client.id))
             except Exception as error:  # The scheduler may be configured not to unpickle.
                 logger.info("If this process is killed, its tasks stay on the workers: %s", error)
-            _tidied.add(client)
+            _clients_with_cleanup.add(client)
         inside = pickle.dumps(payload)
         try:
             await client.register_plugin(portable_plugin(inside), name=self._token)
@@ -132,13 +134,13 @@ class ClusterRunner:
             logger.info("Sending the task again, because its worker left: %s", error)
             await client.register_plugin(portable_plugin(inside), name=self._token)
 
-    async def _bring(self, k: int, argument: Any) -> Timed:
+    async def _receive(self, k: int, argument: Any) -> Timed:
         try:
-            return await self._connection.unless_lost(lambda: self._brought(k, argument))
+            return await self._connection.unless_lost(lambda: self._gather(k, argument))
         finally:
             self._fetches.release(k)
 
-    async def _brought(self, k: int, argument: Any) -> Timed:
+    async def _gather(self, k: int, argument: Any) -> Timed:
         timed: Timed | None = None
         while timed is None:
             future = await self._fetches.finished(k, argument)
@@ -167,7 +169,7 @@ class ClusterRunner:
         if exiting and self.needs_executors:
             # The scheduler is about to lose its executors and must have no work of this window by then.
             # Without the task, fetches that have not begun end immediately.
-            await self._take_task_back(task_plugin)
+            await self._unregister_task(task_plugin)
             await _ended(pending)
             await self._forgotten()
             return
@@ -176,9 +178,9 @@ class ClusterRunner:
         self._fetches.release_all_but(self._arriving)
         await _ended(pending)
         if not lost:
-            await self._take_task_back(task_plugin)
+            await self._unregister_task(task_plugin)
 
-    async def _take_task_back(self, task_plugin: TaskPlugin | None) -> None:
+    async def _unregister_task(self, task_plugin: TaskPlugin | None) -> None:
         if task_plugin is not None:
             await task_plugin.teardown(None)
         # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.
@@ -186,7 +188,7 @@ class ClusterRunner:
             taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:
                 while not (await asyncio.wait({taking}, timeout=STUCK_S))[0]:
-                    if (await self._watchdog.look())[1]:
+                    if (await self._watchdog.check())[1]:
                         return  # A silent worker is not waited for.
                 await taking
             except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from dasksc._compat.distributed import ensure_ip, listening_at
 from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
-from dasksc.executor.cluster.rendezvous import attempt, join_cluster, tell
+from dasksc.executor.cluster.rendezvous import attempt, join_cluster, publish_result
 from dasksc.executor.cluster.security import LOOPBACK, SECRET_FILE, is_loopback, secured, temporary_certificates
 from dasksc.executor.cluster.started_cluster import StartedCluster
 from dasksc.executor.schedulers import connected, cpu_count, remember_security
@@ -162,11 +162,11 @@ def start_cluster(
             link = None
             if dashboard_address is not None:
                 link = with_host(str(cluster.dashboard_link), listening_at(cluster.scheduler))
-            tell(store, {"address": cluster.scheduler_address, "dashboard": link, "token": token})
+            publish_result(store, {"address": cluster.scheduler_address, "dashboard": link, "token": token})
         except BaseException as error:
             # Publish the error before closing anything, because the other ranks are waiting.
             with contextlib.suppress(RuntimeError):
-                tell(store, {"error": f"{type(error).__name__}: {error}", "attempt": attempt()})
+                publish_result(store, {"error": f"{type(error).__name__}: {error}", "attempt": attempt()})
             raise
         started.pop_all()
     return StartedCluster(

@@ -17,9 +17,9 @@ from distributed.protocol import dask_deserialize, dask_serialize, deserialize, 
 from numpy.typing import NDArray
 
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage.fetched_csr import CSRFetched
-from dasksc.storage.fetched_dense import DenseFetched
-from dasksc.storage.read_timing import Spent
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.fetched_dense import DenseRowBuffer
+from dasksc.storage.read_timing import ThreadTimes
 
 __all__: list[str] = []
 
@@ -27,30 +27,30 @@ Header = dict[str, Any]
 Frames = list[memoryview]
 
 
-def _held_bytes(fetched: CSRFetched | DenseFetched | FetchedMatrices) -> int:
+def _held_bytes(fetched: CSRRowBuffer | DenseRowBuffer | FetchedMatrices) -> int:
     return fetched.nbytes
 
 
-def _dump_csr(fetched: CSRFetched) -> tuple[Header, Frames]:
+def _dump_csr(fetched: CSRRowBuffer) -> tuple[Header, Frames]:
     header, frames = _dump_arrays([fetched.rows, *fetched.block])
     return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
 
 
-def _load_csr(header: Header, frames: Frames) -> CSRFetched:
+def _load_csr(header: Header, frames: Frames) -> CSRRowBuffer:
     rows, indptr, indices, data = _load_arrays(header, frames)
     dtype = np.dtype(header["dtype"])
-    return CSRFetched.of_block(header["label"], rows, header["n_vars"], dtype, (indptr, indices, data))
+    return CSRRowBuffer.of_block(header["label"], rows, header["n_vars"], dtype, (indptr, indices, data))
 
 
-def _dump_dense(fetched: DenseFetched) -> tuple[Header, Frames]:
+def _dump_dense(fetched: DenseRowBuffer) -> tuple[Header, Frames]:
     header, frames = _dump_arrays([fetched.rows, fetched.block])
     return header | {"label": fetched.label, "n_vars": fetched.shape[1], "dtype": fetched.dtype.str}, frames
 
 
-def _load_dense(header: Header, frames: Frames) -> DenseFetched:
+def _load_dense(header: Header, frames: Frames) -> DenseRowBuffer:
     rows, block = _load_arrays(header, frames)
     block = block.reshape(len(rows), header["n_vars"])
-    return DenseFetched.of_block(header["label"], rows, np.dtype(header["dtype"]), block)
+    return DenseRowBuffer.of_block(header["label"], rows, np.dtype(header["dtype"]), block)
 
 
 def _dump_matrices(fetched: FetchedMatrices) -> tuple[Header, Frames]:
@@ -69,7 +69,7 @@ def _load_matrices(header: Header, frames: Frames) -> FetchedMatrices:
     for name, part_header, n_frames in zip(header["names"], header["headers"], header["n_frames"], strict=True):
         parts[name] = deserialize(part_header, frames[first : first + n_frames])
         first += n_frames
-    return FetchedMatrices(parts, None if header["spent"] is None else Spent(*header["spent"]))
+    return FetchedMatrices(parts, None if header["spent"] is None else ThreadTimes(*header["spent"]))
 
 
 def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
@@ -82,10 +82,10 @@ def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
     return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
 
 
-sizeof.register((CSRFetched, DenseFetched, FetchedMatrices), _held_bytes)
+sizeof.register((CSRRowBuffer, DenseRowBuffer, FetchedMatrices), _held_bytes)
 for kind, dump, load in (
-    (CSRFetched, _dump_csr, _load_csr),
-    (DenseFetched, _dump_dense, _load_dense),
+    (CSRRowBuffer, _dump_csr, _load_csr),
+    (DenseRowBuffer, _dump_dense, _load_dense),
     (FetchedMatrices, _dump_matrices, _load_matrices),
 ):
     dask_serialize.register(kind, dump)

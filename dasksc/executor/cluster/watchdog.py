@@ -29,7 +29,7 @@ class Watchdog:
 
     Attributes
     ----------
-    looked_at
+    checked_at
         Time of the last check, in seconds of `perf_counter`.
     others
         Addresses of the running workers that are not silent; empty if no worker is silent.
@@ -38,17 +38,17 @@ class Watchdog:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._heartbeats = Heartbeats()
-        self.looked_at = 0.0
+        self.checked_at = 0.0
         self.others: list[str] = []
-        self._said_alone = False
-        self._said_silent: set[str] = set()
+        self._has_warned_no_worker = False
+        self._warned_silent: set[str] = set()
 
-    async def look(self) -> tuple[dict[str, Any], dict[str, float]]:
+    async def check(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the workers by address, and the silence of each silent worker in seconds."""
         for is_sure in (False, True):
-            self.looked_at = asked_at = perf_counter()
+            self.checked_at = requested_at = perf_counter()
             workers = await workers_of(self._client)
-            silent = self._heartbeats.silent(workers, asked_at=asked_at)
+            silent = self._heartbeats.silent(workers, requested_at=requested_at)
             if is_sure or not silent:
                 break
             # After this process or the scheduler was suspended, heartbeats may be unprocessed.
@@ -57,7 +57,7 @@ class Watchdog:
         self.others = [address for address in running if address not in silent] if silent else []
         return workers, silent
 
-    async def whereabouts(self, future: Any, addresses: list[str]) -> str | None:
+    async def assigned_worker(self, future: Any, addresses: list[str]) -> str | None:
         """Return the address of the worker to which a fetch is assigned; None if it is not among `addresses`."""
         if not addresses:
             return None
@@ -67,10 +67,10 @@ class Watchdog:
             return None
         return next((address for address, keys in keys_of.items() if future.key in keys), None)
 
-    def is_given_up(self, k: int, address: str, silence_s: float) -> bool:
+    def can_reassign(self, k: int, address: str, silence_s: float) -> bool:
         """Return True if other workers can take over from a silent one; warn once about each silent worker."""
-        if address not in self._said_silent:
-            self._said_silent.add(address)
+        if address not in self._warned_silent:
+            self._warned_silent.add(address)
             logger.warning(
                 "Fetch %d waits: the Dask worker at %s has not been heard from for %.0f s. %s",
                 k,
@@ -83,11 +83,11 @@ class Watchdog:
             )
         return bool(self.others)
 
-    def say_alone(self, k: int, workers: Mapping[str, Any]) -> None:
+    def warn_no_worker(self, k: int, workers: Mapping[str, Any]) -> None:
         """Warn, once, that no worker is running that could execute fetch `k`."""
-        if self._said_alone:
+        if self._has_warned_no_worker:
             return
-        self._said_alone = True
+        self._has_warned_no_worker = True
         logger.warning(
             "Fetch %d waits: the Dask cluster of %s has %s. Reading continues when a worker %s.",
             k,

@@ -14,7 +14,7 @@ from dasksc._compat.distributed import workers_of
 from dasksc.errors import FetchError, StorageError
 from dasksc.executor.cluster import file_visibility
 
-__all__ = ["ask_workers"]
+__all__ = ["check_workers"]
 
 logger = logging.getLogger("dasksc.window.cluster")
 
@@ -22,22 +22,22 @@ logger = logging.getLogger("dasksc.window.cluster")
 _advised: set[str] = set()
 
 # Workers and files already checked, by Client. Each pair is checked once.
-_asked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[file_visibility.Fingerprint, ...]]]] = (
+_checked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[file_visibility.Fingerprint, ...]]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
+async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
     """Raise an error if workers cannot import dasksc or do not see `files`.
 
     Warns once per scheduler if all workers are other processes of this machine, where threads are faster.
     """
-    asked = _asked.setdefault(client, set())
+    checked = _checked.setdefault(client, set())
     workers = await workers_of(client)
-    new = [address for address in workers if (address, files) not in asked]
+    new = [address for address in workers if (address, files) not in checked]
     if not new:
         return
-    results = await client.run(_answer, files, workers=new, on_error="return")
+    results = await client.run(_worker_report, files, workers=new, on_error="return")
     for address, result in results.items():
         if isinstance(result, BaseException) and "No module named 'dasksc" in str(result):
             raise FetchError(
@@ -46,15 +46,15 @@ async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...
             )
     # Other workers have just left.
     answers = {address: result for address, result in results.items() if not isinstance(result, BaseException)}
-    said = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
-    if said:
-        complaints = "; ".join(f"the worker at {address} {complaint}" for address, complaint in said.items())
+    failed = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
+    if failed:
+        complaints = "; ".join(f"the worker at {address} {complaint}" for address, complaint in failed.items())
         raise StorageError(
-            f"{len(said)} of {len(workers)} workers of the Dask scheduler at {client.scheduler.address} cannot read "
+            f"{len(failed)} of {len(workers)} workers of the Dask scheduler at {client.scheduler.address} cannot read "
             f"the files that were opened here: {complaints}. Open a path that is the same file on every machine."
         )
-    asked.update((address, files) for address in answers)
-    here = _where()
+    checked.update((address, files) for address in answers)
+    here = _host_and_pid()
     if client.scheduler.address in _advised or len(answers) < len(workers):
         return
     _advised.add(client.scheduler.address)
@@ -66,9 +66,9 @@ async def ask_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...
         )
 
 
-def _answer(files: tuple[file_visibility.Fingerprint, ...]) -> tuple[str, int, str | None]:
-    return *_where(), file_visibility.complaint(files)
+def _worker_report(files: tuple[file_visibility.Fingerprint, ...]) -> tuple[str, int, str | None]:
+    return *_host_and_pid(), file_visibility.describe_mismatch(files)
 
 
-def _where() -> tuple[str, int]:
+def _host_and_pid() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()

@@ -13,7 +13,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc._compat.unsupported import UnsupportedVersionError, say_once
+from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout, concatenate_blocks, runs_by_block
 from dasksc.pushdown.elementwise import Elementwise
 from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of_chunks
@@ -72,7 +72,7 @@ class RowLocalMatrix(DaskMatrix):
             ) from error
         except UnsupportedVersionError as error:
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
-            say_once(error, without="array code is computed by whole chunks")
+            warn_once(error, without="array code is computed by whole chunks")
             raise NotRowLocalError(str(error)) from error
         # Kinds of row chunks that passed the trial and, if some of their functions are merely believed, the comparison
         # with stored rows.

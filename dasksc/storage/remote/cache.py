@@ -56,7 +56,7 @@ _written: dict[str, float] = {}
 # Device and inode of each folder that this process uses, and the key read from it.
 _keys: dict[str, tuple[tuple[int, int], bytes]] = {}
 # Folders that this process cannot use, with the reason; each pair is logged once.
-_said: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +149,8 @@ class Cache:
             if known is None or known[0] != place:
                 known = _keys[self.folder] = place, _key_in(self.folder)
         except OSError as error:
-            if (self.folder, str(error)) not in _said:
-                _said.add((self.folder, str(error)))
+            if (self.folder, str(error)) not in _warned:
+                _warned.add((self.folder, str(error)))
                 logger.warning("blocks cannot be kept in the cache %s: %s", self.folder, error)
             return None
         return known[1]

@@ -126,14 +126,14 @@ def url_of(root: str, key: str) -> str:
     return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
 
-def retry(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
+def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
     """Call a function, and retry it with growing pauses for up to ``retry-timeout``.
 
     The last error is raised. Errors of this package and programming errors are raised at once.
 
     Parameters
     ----------
-    ask
+    request
         Function to call.
     is_final
         Function that returns True for an error that must not be retried.
@@ -142,7 +142,7 @@ def retry(ask: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
     pause = _FIRST_PAUSE_S
     while True:
         try:
-            return ask()
+            return request()
         except DaskscError:
             raise
         except Exception as error:

@@ -68,11 +68,11 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
     client = _clients.get(key)
     if client is None:
         # A race between threads makes two clients, of which one is kept.
-        client = _clients.setdefault(key, _made(root, options))
+        client = _clients.setdefault(key, _make_client(root, options))
     return client
 
 
-def _made(root: str, options: Mapping[str, Any]) -> Client:
+def _make_client(root: str, options: Mapping[str, Any]) -> Client:
     if urlsplit(root).scheme not in SCHEMES:
         from dasksc.storage.remote.fsspec_client import FsspecClient
 

@@ -47,7 +47,7 @@ class ForkProxyClient:
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
-        identity: ObjectIdentity = self._ask("stat", key)
+        identity: ObjectIdentity = self._request("stat", key)
         return identity
 
     def get(
@@ -60,20 +60,20 @@ class ForkProxyClient:
         longest: int = WHOLE_BYTES,
     ) -> tuple[memoryview, ObjectIdentity]:
         """Return bytes of an object; see `Client.get`."""
-        data, identity = self._ask("get", key, start, stop, expected=expected, longest=longest)
+        data, identity = self._request("get", key, start, stop, expected=expected, longest=longest)
         return memoryview(data), identity
 
     def listed(self, prefix: str) -> list[str]:
         """Return keys below a prefix; see `Client.listed`."""
-        keys: list[str] = self._ask("listed", prefix)
+        keys: list[str] = self._request("listed", prefix)
         return keys
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
-        names: list[str] = self._ask("children", prefix)
+        names: list[str] = self._request("children", prefix)
         return names
 
-    def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, method: str, *args: Any, **kwargs: Any) -> Any:
         try:
             connection = _connection()
             send(connection, (self._root, self._options, method, args, kwargs))
@@ -89,7 +89,7 @@ class ForkProxyClient:
         return answer
 
 
-class _Helper:
+class _HelperProcess:
     """Helper process that makes requests for this one, and the control socket that passes it a socket per thread."""
 
     def __init__(self) -> None:
@@ -114,21 +114,21 @@ class _Helper:
         return ours
 
 
-_helper: _Helper | None = None
+_helper_process: _HelperProcess | None = None
 _starting = threading.Lock()
-_mine = threading.local()
+_thread_local = threading.local()
 
 
 def _connection() -> socket.socket:
     """Return the socket of this thread."""
-    global _helper
-    pid, held = getattr(_mine, "held", (None, None))
+    global _helper_process
+    pid, held = getattr(_thread_local, "held", (None, None))
     if pid != os.getpid() or held is None:
         with _starting:
-            if _helper is None or _helper.pid != os.getpid():
-                _helper = _Helper()
-        held = _helper.connection()
-        _mine.held = os.getpid(), held
+            if _helper_process is None or _helper_process.pid != os.getpid():
+                _helper_process = _HelperProcess()
+        held = _helper_process.connection()
+        _thread_local.held = os.getpid(), held
     return held
 
 

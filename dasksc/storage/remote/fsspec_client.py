@@ -39,9 +39,9 @@ T = TypeVar("T")
 _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
 # Time for which the check of an object is valid. Some servers list whole folders only, or limit the request rate.
-_LOOK_S = 1.0
+_RECHECK_S = 1.0
 # Number of recent checks that are remembered, more than a process makes within that time.
-_LOOKS = 1024
+_MAX_CHECKS = 1024
 # Placeholder for an unknown modification time. Versions cannot be distinguished by it, so the cache skips such objects.
 _UNKNOWN_TIME = "1970-01-01"
 # Names of packages that differ from the names of their modules.
@@ -120,23 +120,23 @@ class FsspecClient:
         self._class = _class_of(root)
         self._options = {**options_in_url(self._class, root), **options}
         self._secrets = secrets_of(root, self._options)
-        self._mine = threading.local()
+        self._thread_local = threading.local()
         # Time of the last check of each object, in order of the checks.
-        self._looked: dict[str, float] = {}
+        self._checked_at: dict[str, float] = {}
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
 
-        def look(system: Any, path: str) -> ObjectIdentity:
+        def query(system: Any, path: str) -> ObjectIdentity:
             system.invalidate_cache(parent_of(system, path))
             return self._identity(key, system.info(path), system)
 
         now = time.monotonic()
-        identity = self._asked(look, key)
-        self._looked.pop(key, None)
-        self._looked[key] = now
-        for oldest in list(self._looked)[:-_LOOKS]:
-            self._looked.pop(oldest, None)
+        identity = self._request(query, key)
+        self._checked_at.pop(key, None)
+        self._checked_at[key] = now
+        for oldest in list(self._checked_at)[:-_MAX_CHECKS]:
+            self._checked_at.pop(oldest, None)
         return identity
 
     def get(
@@ -155,11 +155,11 @@ class FsspecClient:
         end = identity.size if stop is None else stop
         span = span_of(start, stop)
         data = (
-            self._asked(lambda system, path: self._read(system, path, start, end, identity), key, span)
+            self._request(lambda system, path: self._read(system, path, start, end, identity), key, span)
             if end > start
             else b""
         )
-        if expected is not None and time.monotonic() - self._looked.get(key, float("-inf")) >= _LOOK_S:
+        if expected is not None and time.monotonic() - self._checked_at.get(key, float("-inf")) >= _RECHECK_S:
             expected.compare(self.stat(key))
         if len(data) != end - start:
             raise shortened(identity.path, identity.size, span, len(data))
@@ -168,23 +168,23 @@ class FsspecClient:
     def listed(self, prefix: str) -> list[str]:
         """Return keys below a prefix; see `Client.listed`."""
 
-        def look(system: Any, path: str) -> list[str]:
+        def query(system: Any, path: str) -> list[str]:
             system.invalidate_cache(path)
             return [str(name) for name in system.find(path)]
 
         base = len(self._path(prefix).strip("/"))
-        names = (name.strip("/")[base:].strip("/") for name in self._listed(look, prefix))
+        names = (name.strip("/")[base:].strip("/") for name in self._listed(query, prefix))
         return sorted(f"{prefix}/{name}".strip("/") for name in names if name)
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
 
-        def look(system: Any, path: str) -> list[str]:
+        def query(system: Any, path: str) -> list[str]:
             system.invalidate_cache(path)
             return [str(name) for name in system.ls(path, detail=False)]
 
         itself = self._path(prefix).strip("/")
-        paths = (path.strip("/") for path in self._listed(look, prefix))
+        paths = (path.strip("/") for path in self._listed(query, prefix))
         return sorted({path.rpartition("/")[2] for path in paths if path != itself})
 
     def _path(self, key: str) -> str:
@@ -193,10 +193,10 @@ class FsspecClient:
     def _shown(self, key: str) -> str:
         return url_of(redact_url(self._root), key)
 
-    def _listed(self, look: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
+    def _listed(self, query: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
         """Return a listing, which is empty for a missing folder, as in object stores."""
         try:
-            return self._asked(look, prefix)
+            return self._request(query, prefix)
         except MissingPathError:
             return []
 
@@ -214,16 +214,16 @@ class FsspecClient:
             tag = str(system.ukey(self._path(key)))
         return ObjectIdentity(path=self._shown(key), size=int(info["size"]), etag=tag, modified=modified)
 
-    def _asked(self, ask: Callable[[Any, str], T], key: str, span: str = "") -> T:
+    def _request(self, request: Callable[[Any, str], T], key: str, span: str = "") -> T:
         """Run a request on the file system of this thread, with retries, and translate its errors."""
 
         def attempt() -> T:
             try:
-                return ask(self._system(), self._path(key))
+                return request(self._system(), self._path(key))
             except FileNotFoundError:
                 raise
             except Exception:  # implementations raise errors of their own
-                self._mine.system = self._mine.file = None  # the connection may be broken
+                self._thread_local.system = self._thread_local.file = None  # the connection may be broken
                 raise
 
         try:
@@ -240,14 +240,14 @@ class FsspecClient:
 
         if _is_own(system, "cat_file"):
             return bytes(system.cat_file(path, start, stop))
-        held, file = getattr(self._mine, "file", None) or (None, None)
+        held, file = getattr(self._thread_local, "file", None) or (None, None)
         if file is not None and held == identity:
             return range_of(file, start, stop)
         file = system.open(path, "rb")
         if isinstance(file, AbstractBufferedFile):
             # The file's buffer would read megabytes ahead, so it is bypassed. The file is kept, since opening it
             # requests the size; it holds no connection.
-            self._mine.file = identity, file
+            self._thread_local.file = identity, file
             return range_of(file, start, stop)
         with file:
             file.seek(start)
@@ -255,16 +255,16 @@ class FsspecClient:
 
     def _system(self) -> Any:
         """Return the file system of this thread."""
-        if getattr(self._mine, "system", None) is None:
+        if getattr(self._thread_local, "system", None) is None:
             try:
-                self._mine.system = self._class(**self._options, skip_instance_cache=True)
+                self._thread_local.system = self._class(**self._options, skip_instance_cache=True)
             except (TypeError, ValueError) as error:
                 raise InputError(
                     f"{redact_url(self._root)} cannot be opened with these storage_options: "
                     f"{redact_error(error, self._secrets)}. Valid options are those of fsspec's "
                     f"{self._class.__name__}."
                 ) from None
-        return self._mine.system
+        return self._thread_local.system
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
         path = self._shown(key)

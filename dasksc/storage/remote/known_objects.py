@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from dasksc.platforms import after_fork
 
-__all__ = ["Seen"]
+__all__ = ["ObjectCache"]
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -36,14 +36,14 @@ def _after_fork() -> None:
 after_fork(_after_fork)
 
 
-class Seen(Generic[K, V]):
+class ObjectCache(Generic[K, V]):
     """Cached facts about the objects of one store. Pickles without them."""
 
     def __init__(self) -> None:
         self._mark = object()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Seen, ()
+        return ObjectCache, ()
 
     def get(self, key: K) -> V | None:
         """Return the fact about an object, or None if there is none."""

@@ -71,7 +71,7 @@ class ObstoreClient:
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
-        return self._asked(lambda: self._identity(key, self._library.head(self._store, key)), key)
+        return self._request(lambda: self._identity(key, self._library.head(self._store, key)), key)
 
     def get(
         self,
@@ -90,7 +90,7 @@ class ObstoreClient:
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
             options["if_match"] = expected.etag
 
-        def ask() -> tuple[memoryview, ObjectIdentity]:
+        def request() -> tuple[memoryview, ObjectIdentity]:
             result = self._library.get(self._store, key, options=options)
             identity = self._identity(key, result.meta)
             if expected is not None:
@@ -99,7 +99,7 @@ class ObstoreClient:
                 raise longer(self._path(key), identity.size, longest)
             return memoryview(result.bytes()), identity
 
-        data, identity = self._asked(ask, key, span_of(start, stop))
+        data, identity = self._request(request, key, span_of(start, stop))
         wanted = (identity.size if stop is None else stop) - start
         if len(data) != wanted:
             raise shortened(self._path(key), identity.size, span_of(start, stop), len(data))
@@ -109,23 +109,23 @@ class ObstoreClient:
         """Return keys below a prefix; see `Client.listed`."""
         self._refuse_listing(prefix)
 
-        def ask() -> list[str]:
+        def request() -> list[str]:
             pages = self._library.list(self._store, prefix or None)
             return sorted(item["path"] for page in pages for item in page if item["path"] != prefix)
 
-        return self._asked(ask, prefix)
+        return self._request(request, prefix)
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
         self._refuse_listing(prefix)
-        result = self._asked(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+        result = self._request(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
-    def _asked(self, ask: Callable[[], T], key: str, span: str = "") -> T:
+    def _request(self, request: Callable[[], T], key: str, span: str = "") -> T:
         try:
-            return retry(ask, lambda error: _BROKEN_OFF not in str(error))
+            return retry(request, lambda error: _BROKEN_OFF not in str(error))
         except CorruptDataError:
             raise
         except self._library.exceptions.PreconditionError:

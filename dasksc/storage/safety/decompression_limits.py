@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from dasksc.storage.arrays import is_of_content
 
-__all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "SWELLING", "check_swelling"]
+__all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "DECOMPRESSED_SIZES", "check_decompressed_size"]
 
 # Tolerated excess over the expected size. Data that cannot exceed it need no closer inspection.
 ROOM_BYTES = 2**25
@@ -30,13 +30,13 @@ _ZSTD_MAGIC, _ZSTD_SKIPPED_MAGIC = 0xFD2FB528, 0x184D2A50
 _ZSTD_BLOCK_BYTES = 2**17
 
 
-def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
+def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
     """Raise an error if stored bytes may decompress to more than a limit.
 
     Parameters
     ----------
     codec
-        Name of the codec, one of `SWELLING`.
+        Name of the codec, one of `DECOMPRESSED_SIZES`.
     data
         Buffer of stored bytes.
     at_most
@@ -49,7 +49,7 @@ def check_swelling(codec: str, data: Any, *, at_most: int) -> None:
         place.
     """
     view = memoryview(data).cast("B")
-    sizes = SWELLING[codec](view, at_most)
+    sizes = DECOMPRESSED_SIZES[codec](view, at_most)
     total = 0
     while total <= at_most:
         try:
@@ -152,7 +152,7 @@ def _little(view: memoryview, at: int, n_bytes: int) -> int:
     return int.from_bytes(view[at : at + n_bytes], "little")
 
 
-SWELLING: dict[str, Callable[[memoryview, int], Iterator[int]]] = {
+DECOMPRESSED_SIZES: dict[str, Callable[[memoryview, int], Iterator[int]]] = {
     "gzip": _gzip,
     "zlib": _zlib,
     "bz2": _streamed(bz2.BZ2Decompressor),

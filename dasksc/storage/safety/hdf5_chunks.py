@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO, LZF_RATIO, ROOM_BYTES, check_swelling
+from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO, LZF_RATIO, ROOM_BYTES, check_decompressed_size
 from dasksc.storage.safety.hdf5_links import others_of
 
 __all__ = ["check_chunks", "stored_bytes"]
@@ -77,7 +77,7 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
             look(dataset.id.get_chunk_info_by_coord(offset))
     for offset in doubtful:
         try:
-            check_swelling(codec, dataset.id.read_direct_chunk(offset)[1], at_most=at_most)
+            check_decompressed_size(codec, dataset.id.read_direct_chunk(offset)[1], at_most=at_most)
         except ValueError as error:
             raise CorruptDataError(
                 f"{label}: its chunk at {offset} is corrupt: {error}. Copy or download the file again."

@@ -23,7 +23,7 @@ from zarr.abc.codec import ArrayBytesCodec, BytesBytesCodec
 from zarr.registry import get_codec_class, register_codec
 
 from dasksc.errors import CorruptDataError, InputError, StorageError
-from dasksc.storage.safety.decompression_limits import ROOM_BYTES, SWELLING, check_swelling
+from dasksc.storage.safety.decompression_limits import DECOMPRESSED_SIZES, ROOM_BYTES, check_decompressed_size
 
 __all__ = ["bounded_metadata", "codecs_within"]
 
@@ -88,9 +88,9 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
     steps = [*(array.get("filters") or ()), *filter(None, (array.get("compressor"),))]
     names = [step["id"] for step in steps]
     refused = _refusal_of(zip(names, steps, strict=True))
-    last = steps.pop() if steps and names[-1] in SWELLING else None
+    last = steps.pop() if steps and names[-1] in DECOMPRESSED_SIZES else None
     of_objects = [name in _OF_OBJECTS for name in names[: len(steps)]]
-    if any(name in SWELLING for name in names[: len(steps)]):
+    if any(name in DECOMPRESSED_SIZES for name in names[: len(steps)]):
         refused = refused or "arrays that are compressed twice, or not at the end, are not read"
     elif any(of_objects) and len(of_objects) > 1:
         refused = refused or "arrays of strings that have filters of other kinds are not read"
@@ -126,7 +126,7 @@ def _bounded_v3(codecs: list[Any]) -> list[Any]:
     is_counted = any(
         issubclass(kind, ArrayBytesCodec) and name in _OF_OBJECTS for name, kind in zip(names, kinds, strict=True)
     )
-    if not (refused or is_counted or any(name in SWELLING for name in names)):
+    if not (refused or is_counted or any(name in DECOMPRESSED_SIZES for name in names)):
         return [*before, *of_bytes]
     configuration = {"codecs": [] if refused else of_bytes, "is_counted": is_counted, "refused": refused}
     return [*before, {"name": _NAME, "configuration": configuration}]
@@ -265,7 +265,7 @@ class _BoundedV3(BytesBytesCodec):
         data = chunk_data
         for codec in reversed(self.codecs):
             name = _name_of(type(codec))
-            if name in SWELLING:
+            if name in DECOMPRESSED_SIZES:
                 item_bytes = getattr(chunk_spec.dtype, "item_size", None)
                 _check_size(name, data.as_numpy_array(), chunk_spec.shape, item_bytes)
             (decoded,) = await codec.decode([(data, chunk_spec)])
@@ -280,7 +280,7 @@ def _check_size(name: str, data: Any, shape: tuple[int, ...], item_bytes: int | 
     """Raise an error for a chunk that decompresses to more than its shape allows."""
     at_most = math.prod(shape) * (_STRING_BYTES if item_bytes is None else int(item_bytes))
     with _saying_where(shape):
-        check_swelling(name, data, at_most=at_most + ROOM_BYTES)
+        check_decompressed_size(name, data, at_most=at_most + ROOM_BYTES)
 
 
 def _check_count(data: Any, shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.known_objects import Seen
+from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 from dasksc.storage.zarr.shard_index import index_bytes, index_places
@@ -118,7 +118,7 @@ class _Shards:
         self._objects = objects
         self._layout = layout
         # State of each shard when this process first read it; (None,) if it did not exist.
-        self._seen = Seen[At, tuple[_Shard | None]]()
+        self._seen = ObjectCache[At, tuple[_Shard | None]]()
 
     @property
     def working_bytes(self) -> int:

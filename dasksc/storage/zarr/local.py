@@ -16,7 +16,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
-from dasksc.storage.remote.known_objects import Seen
+from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
@@ -89,7 +89,7 @@ class Files:
         # Files with a later modification time raise an error, if the clock of this machine sets these times.
         self._opened_ns = time.time_ns() if is_local else None
         # Identities at the first read in this process, since inspecting all files on opening would take too long.
-        self._seen = Seen[At, FileIdentity]()
+        self._seen = ObjectCache[At, FileIdentity]()
         # Only a few files stay open: an atlas may have more shards than a process may open files.
         self._files: dict[At, LocalFile] = {}
 

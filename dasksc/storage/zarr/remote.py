@@ -17,7 +17,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.known_objects import Seen
+from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.safety.zarr_metadata import safe_content
@@ -116,7 +116,7 @@ class StoreObjects:
         self._metadata = metadata
         self._cache = cache
         # Identities when this process first read the objects.
-        self._seen = Seen[At, ObjectIdentity]()
+        self._seen = ObjectCache[At, ObjectIdentity]()
 
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""

@@ -365,16 +365,16 @@ def test_silence_is_measured_by_the_clock_of_the_scheduler() -> None:
         return {address: {"last_seen": early + at} for address, at in seconds.items()}
 
     known = heartbeats.Heartbeats()
-    assert known.silent({}, asked_at=start) == {}
-    assert known.silent(heard(a=0, b=4), asked_at=start) == {}
-    assert known.silent(heard(a=0, b=7), asked_at=start) == {"a": 7}
-    assert known.silent(heard(a=8, b=8), asked_at=start) == {}
+    assert known.silent({}, requested_at=start) == {}
+    assert known.silent(heard(a=0, b=4), requested_at=start) == {}
+    assert known.silent(heard(a=0, b=7), requested_at=start) == {"a": 7}
+    assert known.silent(heard(a=8, b=8), requested_at=start) == {}
     # The scheduler answers an old request late, so the silence must not be attributed to the workers.
-    assert known.silent(heard(a=8, b=8), asked_at=start) == {}
-    assert known.silent(heard(a=8, b=8), asked_at=time.perf_counter() + 6).keys() == {"a", "b"}
+    assert known.silent(heard(a=8, b=8), requested_at=start) == {}
+    assert known.silent(heard(a=8, b=8), requested_at=time.perf_counter() + 6).keys() == {"a", "b"}
     # In large clusters, workers send heartbeats less often.
     many = {str(i): {"last_seen": early + 20} for i in range(1000)} | heard(late=0)
-    assert known.silent(many, asked_at=start) == {}
+    assert known.silent(many, requested_at=start) == {}
 
 
 @pytest.fixture(scope="module")

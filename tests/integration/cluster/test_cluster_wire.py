@@ -315,15 +315,15 @@ def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a" * 100_000)
     mine = file_visibility.Fingerprint.of(str(path))
-    assert file_visibility.complaint([mine, mine]) is None
+    assert file_visibility.describe_mismatch([mine, mine]) is None
     times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     os.utime(path, ns=(0, 0))
-    assert "a different modification time" in str(file_visibility.complaint([mine]))
+    assert "a different modification time" in str(file_visibility.describe_mismatch([mine]))
     path.write_bytes(b"a" * 99_999 + b"b")
     os.utime(path, ns=times)
-    assert "another file" in str(file_visibility.complaint([mine]))
+    assert "another file" in str(file_visibility.describe_mismatch([mine]))
     path.unlink()
-    assert f"does not see {path} (No such file or directory)" in str(file_visibility.complaint([mine]))
+    assert f"does not see {path} (No such file or directory)" in str(file_visibility.describe_mismatch([mine]))
 
 
 def hide(path: str) -> None:

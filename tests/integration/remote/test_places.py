@@ -374,19 +374,19 @@ def test_an_object_is_checked_at_intervals(folder: Path, faulty: type[Faulty], m
     looks = []
     info = faulty.info
     monkeypatch.setattr(faulty, "info", lambda self, path, **options: looks.append(path) or info(self, path))
-    monkeypatch.setattr(fsspec_client, "_LOOK_S", 1e9)
+    monkeypatch.setattr(fsspec_client, "_RECHECK_S", 1e9)
     client = client_of("faulty://", {"password": "of a client of its own"})
     identity = client.stat("parts/part0.h5ad")
     for start in range(10):
         client.get("parts/part0.h5ad", start, start + 1, expected=identity)
     assert len(looks) == 2  # one of them by fsspec, which queries the size
-    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
+    monkeypatch.setattr(fsspec_client, "_RECHECK_S", 0.0)
     client.get("parts/part0.h5ad", 0, 1, expected=identity)
     assert len(looks) == 3
 
 
 def test_a_file_that_was_replaced_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_client, "_LOOK_S", 0.0)
+    monkeypatch.setattr(fsspec_client, "_RECHECK_S", 0.0)
     system = fsspec.filesystem("memory")
     content = (folder / "parts/part0.h5ad").read_bytes()
     system.pipe("/replaced.h5ad", content)
@@ -474,7 +474,7 @@ def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
 
 
 def test_the_times_of_the_last_checks_are_kept_for_a_limited_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_client, "_LOOKS", 20)
+    monkeypatch.setattr(fsspec_client, "_MAX_CHECKS", 20)
     system = fsspec.filesystem("memory")
     for number in range(100):
         system.pipe(f"/looks/{number}", b"x")
@@ -482,7 +482,7 @@ def test_the_times_of_the_last_checks_are_kept_for_a_limited_number_of_objects(m
     try:
         for number in (*range(100), 0):
             assert client.stat(f"looks/{number}").size == 1
-        assert [*client._looked] == [*(f"looks/{number}" for number in range(81, 100)), "looks/0"]
+        assert [*client._checked_at] == [*(f"looks/{number}" for number in range(81, 100)), "looks/0"]
     finally:
         system.rm("/looks", recursive=True)
 

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas.concat import noting_left_out
+from dasksc.atlas.concat import collecting_dropped
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import files
 from dasksc.storage.arrays import logical_dtype
@@ -416,7 +416,7 @@ def test_a_table_and_a_matrix_of_one_name_are_dropped_and_reported(caplog: pytes
     parts[0].obsm["p"] = pd.DataFrame({"a": np.arange(10.0)}, index=parts[0].obs_names)
     parts[1].obsm["p"] = np.zeros((11, 2))
     for join in ("inner", "outer"):
-        with noting_left_out() as noted:
+        with collecting_dropped() as noted:
             assert "p" not in dasksc.open(parts, join=join).obsm
         assert "obsm/p" in noted
         assert "obsm['p'] is left out: it is not a numeric matrix" in caplog.text
@@ -437,7 +437,7 @@ def test_a_raw_with_repeated_genes_is_dropped_and_reported(caplog: pytest.LogCap
 @pytest.mark.parametrize("merge", [None, "same", "first"])
 def test_what_describes_raw_is_kept_as_anndata_keeps_it(merge: str | None) -> None:
     parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
-    with noting_left_out() as noted:
+    with collecting_dropped() as noted:
         got = dasksc.open(parts, merge=merge)
     expected = anndata.concat(parts, merge=merge)
     pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)

@@ -27,7 +27,7 @@ from dasksc.cli._shared import aligned
 from dasksc.inspection import describing
 from dasksc.inspection.description import Rate
 from dasksc.inspection.reading_rates import rate_of
-from dasksc.memory.limits import to_ask_for
+from dasksc.memory.limits import recommended_bytes
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
@@ -439,7 +439,7 @@ def test_check_names_the_file_and_what_to_request_from_a_scheduler(folder: Path)
     path = folder / "plain.h5ad"
     shown = run("check", path, "--world-size", 3, "--batch-size", 16).output
     assert shown.startswith(f"{path} by BlockShuffling, epoch 0, 3 ranks\n")
-    mebibytes = to_ask_for(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
+    mebibytes = recommended_bytes(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
     assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in shown
     assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in shown
 

@@ -32,7 +32,7 @@ from dasksc.conversion.inputs import matrices_of
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.executor import schedulers
 from dasksc.output import shards
-from dasksc.output.work_folder import Workplace, mapped_array
+from dasksc.output.work_folder import StoreWorkFolder, mapped_array
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 from tests.support.programs import ROOT
@@ -1042,7 +1042,7 @@ def test_digests_tell_rows_apart_and_not_the_types_or_order_they_are_held_in():
 
 
 def test_the_lock_is_taken_anew_when_its_folder_is_gone(tmp_path):
-    place = Workplace(tmp_path / "out.zarr")
+    place = StoreWorkFolder(tmp_path / "out.zarr")
     with place.locked():
         place.remove()
         with place.locked():

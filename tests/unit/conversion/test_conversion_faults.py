@@ -19,7 +19,7 @@ from dask.utils import parse_bytes
 
 import dasksc
 from dasksc.errors import StorageError
-from dasksc.output.work_folder import array_appearing
+from dasksc.output.work_folder import atomic_array
 from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
 from tests.support.programs import PROGRAMS, ROOT
 
@@ -88,12 +88,12 @@ def test_space_is_reserved_before_a_file_is_mapped(small_disk, monkeypatch, how)
         monkeypatch.setattr(os, "posix_fallocate", refused)
     elif how == "missing":
         monkeypatch.delattr(os, "posix_fallocate")
-    with pytest.raises(OSError, match="No space left") as told, array_appearing(disk / "large.npy", np.int64, 30_000):
+    with pytest.raises(OSError, match="No space left") as told, atomic_array(disk / "large.npy", np.int64, 30_000):
         pytest.fail("an array was mapped for which there is no space")
     assert told.value.errno == errno.ENOSPC
     assert os.listdir(disk) == []
     before = shutil.disk_usage(disk).free
-    with array_appearing(disk / "small.npy", np.int64, 10_000) as out:
+    with atomic_array(disk / "small.npy", np.int64, 10_000) as out:
         assert shutil.disk_usage(disk).free <= before - 80_000
         out[:] = np.arange(10_000)
     assert np.array_equal(np.load(disk / "small.npy"), np.arange(10_000))

@@ -889,7 +889,7 @@ def test_worker_processes_on_this_machine_are_pointed_out_once(
     two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_checks, "_advised", set())
-    monkeypatch.setattr(worker_checks, "_asked", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(worker_checks, "_checked", weakref.WeakKeyDictionary())
     with caplog.at_level(logging.WARNING, logger="dasksc"):
         for _ in range(2):
             list(Window(double, range(2), name="w", depth=2, scheduler=two_process_client))

@@ -226,7 +226,7 @@ def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options
     share = run.begin()
     assert share is not None
     for batch, _ in zip(share.batches(), range(n_batches), strict=False):
-        run.take(share, run.predictor.function(batch).detach())
+        run.write_batch(share, run.predictor.function(batch).detach())
     share.abandon()
 
 
@@ -374,8 +374,8 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     run = Predictions(Embedder(), atlas, atlas, in_place=True, options={"batch_size": BATCH})
     share = run.begin()
     for batch in share.batches():
-        run.take(share, run.predictor.function(batch).detach())
-    share.settle()
+        run.write_batch(share, run.predictor.function(batch).detach())
+    share.flush()
     share.abandon()
     with h5py.File(atlas, "r+") as file:
         file.attrs["edited"] = "by somebody else"

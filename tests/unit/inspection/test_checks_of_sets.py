@@ -51,7 +51,7 @@ def test_classes_are_counted_in_few_sets_and_without_controls(n_controls: int) -
         fill(*args)
 
     with (
-        mock.patch("dasksc.inspection.dryrun._LOOKED_AT", 1000),
+        mock.patch("dasksc.inspection.dryrun._MAX_COUNTED_ROWS", 1000),
         mock.patch.object(kernels, "fill_sets", counted),
         mock.patch.object(kernels, "fill_controls", side_effect=AssertionError("controls are drawn")),
     ):
@@ -63,7 +63,7 @@ def test_classes_are_counted_in_few_sets_and_without_controls(n_controls: int) -
 
 
 def test_a_set_larger_than_the_sample_is_counted() -> None:
-    with mock.patch("dasksc.inspection.dryrun._LOOKED_AT", 5):
+    with mock.patch("dasksc.inspection.dryrun._MAX_COUNTED_ROWS", 5):
         assert sum(one.drawn for one in dasksc.check(dataset()).classes) == 1
 
 
@@ -88,7 +88,7 @@ def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorte
     with (
         mock.patch("dasksc.inspection.dryrun_warnings.is_url", return_value=True),
         mock.patch("dasksc.inspection.dryrun_warnings.wanted_share", side_effect=wanted_share) as share,
-        mock.patch("dasksc.inspection.dryrun_warnings._WANTED", 1.1),
+        mock.patch("dasksc.inspection.dryrun_warnings._MIN_USED_SHARE", 1.1),
     ):
         (warning,) = dasksc.check(data).warnings
     assert share.call_args.args[:2] == (2 * 64 * 16, run_rows)  # targets and controls

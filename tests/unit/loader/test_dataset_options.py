@@ -362,7 +362,7 @@ def test_displays_read_nothing_and_settle_nothing(
         raise AssertionError("a display settles the world, or draws")
 
     with monkeypatch.context() as patched, recorded_reads() as reads:
-        patched.setattr(RankSession, "settle", refuse)
+        patched.setattr(RankSession, "fix_world", refuse)
         patched.setattr(dasksc.EpochPlan, "_draw", property(refuse))
         for dataset in datasets:
             assert repr(dataset) == str(dataset)

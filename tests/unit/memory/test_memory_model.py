@@ -35,8 +35,8 @@ def model(**changes: object) -> MemoryModel:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def way(available: int, *, limit: int = 2**31, **options: Any):
-    return model().way(n_threads=2, limit=limit, available=available, **{"prefetch": None, **options})
+def reading_mode(available: int, *, limit: int = 2**31, **options: Any):
+    return model().reading_mode(n_threads=2, limit=limit, available=available, **{"prefetch": None, **options})
 
 
 def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
@@ -68,34 +68,34 @@ def test_pages_of_a_small_file_are_not_counted_several_times() -> None:
     [(4096, set(), 4, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
 )
 def test_with_less_memory_files_are_read_then_fetches_shrink_and_finally_do_not_fit(mib, unmapped, depth, fits) -> None:
-    found = way(mib * MIB)
+    found = reading_mode(mib * MIB)
     assert found.unmapped == unmapped
     assert found.depth in depth if isinstance(depth, range) else found.depth == depth
     assert found.fits is fits
 
 
 def test_the_projection_holds_whatever_memory_the_machine_has() -> None:
-    assert way(2**40, limit=300 * MIB).unmapped == set()
-    assert way(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
+    assert reading_mode(2**40, limit=300 * MIB).unmapped == set()
+    assert reading_mode(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
     # The limit is below the size of the fetches, so X is mapped, with few fetches whose pages stay in the cache.
-    poor = way(1500 * MIB, limit=100 * MIB)
+    poor = reading_mode(1500 * MIB, limit=100 * MIB)
     assert (poor.unmapped, poor.fits) == (set(), True)
     assert poor.depth < 4
-    assert not way(600 * MIB, limit=30 * MIB).fits
+    assert not reading_mode(600 * MIB, limit=30 * MIB).fits
 
 
 def test_a_prefetch_that_was_asked_for_is_kept() -> None:
-    assert way(500 * MIB, prefetch=3).depth == 3
-    assert not way(500 * MIB, prefetch=3).fits
-    assert way(2**40, prefetch=3, may_map=False).depth == 3 * model().n_parts({"X"})
+    assert reading_mode(500 * MIB, prefetch=3).depth == 3
+    assert not reading_mode(500 * MIB, prefetch=3).fits
+    assert reading_mode(2**40, prefetch=3, may_map=False).depth == 3 * model().n_parts({"X"})
 
 
 def test_without_address_space_nothing_is_mapped() -> None:
-    assert way(2**40, may_map=False).unmapped == {"X"}
+    assert reading_mode(2**40, may_map=False).unmapped == {"X"}
 
 
 def test_what_other_processes_read_is_held_here_and_not_mapped() -> None:
-    travelling = model(travels=True)
+    travelling = model(is_interprocess=True)
     demand = travelling.demand(depth=9, n_threads=0, unmapped=())
     assert demand.pages == 0
     assert demand.anonymous > model().demand(depth=9, n_threads=0, unmapped=()).anonymous
@@ -125,7 +125,8 @@ def test_more_memory_never_reads_less_at_a_time_in_the_same_way(
         mapped={"X": FetchCost(row=row, held=32)}, read={"X": FetchCost(row=row, held=row + 32)}, fetch_factor=factor
     )
     less, greater = (
-        one.way(prefetch=prefetch, n_threads=n_threads, limit=2**40, available=n) for n in (available, available + more)
+        one.reading_mode(prefetch=prefetch, n_threads=n_threads, limit=2**40, available=n)
+        for n in (available, available + more)
     )
     for found, n in ((less, available), (greater, available + more)):
         assert 1 <= found.depth <= one.depth(found.unmapped, prefetch=prefetch, n_threads=n_threads)
@@ -138,8 +139,8 @@ def test_more_memory_never_reads_less_at_a_time_in_the_same_way(
 
 
 def test_the_parts_of_a_fetch_can_be_settled() -> None:
-    settled = model(parted=1)
+    settled = model(fixed_n_parts=1)
     assert settled.n_parts({"X"}) == 1
-    found = settled.way(prefetch=None, n_threads=2, limit=2**31, available=2**30)
+    found = settled.reading_mode(prefetch=None, n_threads=2, limit=2**31, available=2**30)
     assert (found.n_parts, found.unmapped) == (1, {"X"})
     assert found.demand.total <= 2**30

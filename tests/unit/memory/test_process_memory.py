@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dasksc.memory import limits as process_memory
-from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, share_of, to_ask_for
+from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, recommended_bytes, share_of
 
 pytestmark = pytest.mark.core
 
@@ -117,9 +117,9 @@ def test_ranks_share_what_other_programs_leave() -> None:
 
 
 def test_a_job_asks_for_somewhat_more_than_it_needs() -> None:
-    assert to_ask_for(700 * 2**20) == GIB
-    assert to_ask_for(900 * 2**20) == 3 * GIB // 2
-    assert all(to_ask_for(n) >= 1.2 * n for n in (1, 2**29, 2**33))
+    assert recommended_bytes(700 * 2**20) == GIB
+    assert recommended_bytes(900 * 2**20) == 3 * GIB // 2
+    assert all(recommended_bytes(n) >= 1.2 * n for n in (1, 2**29, 2**33))
 
 
 def test_this_process_has_limits_and_memory() -> None:

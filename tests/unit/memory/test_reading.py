@@ -19,8 +19,8 @@ import dasksc
 from dasksc.errors import CorruptDataError
 from dasksc.memory import limits as process_memory
 from dasksc.memory import reading_mode as reading
-from dasksc.memory.model import Demand, Way
-from dasksc.memory.reading_mode import Reading
+from dasksc.memory.model import Demand, ReadingMode
+from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.storage import files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
@@ -75,20 +75,22 @@ def test_the_way_of_reading_changes_no_batch(path, mib, mmap, strategy, block, f
         assert all(one[name].equal(other[name]) for name in one)
 
 
-def way(*unmapped: str, depth: int = 4, fits: bool = True) -> Way:
-    return Way(unmapped=frozenset(unmapped), depth=depth, n_parts=1, demand=Demand(anonymous=1, pages=1), fits=fits)
+def mode(*unmapped: str, depth: int = 4, fits: bool = True) -> ReadingMode:
+    return ReadingMode(
+        unmapped=frozenset(unmapped), depth=depth, n_parts=1, demand=Demand(anonymous=1, pages=1), fits=fits
+    )
 
 
 @pytest.fixture
 def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LOOK_S", -1.0)
+    monkeypatch.setattr(reading, "_CHECK_INTERVAL_S", -1.0)
 
 
 @pytest.mark.usefixtures("looks_always")
 def test_a_lower_limit_applies_at_once_and_a_higher_one_in_the_next_epoch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="dasksc.dataset")
-    ways = iter([way(), way(depth=3), way(), way("X"), way("X", depth=2), way(), way(fits=False, depth=1)])
-    one = Reading(lambda **_: next(ways), "atlas", lambda: 700 * MIB)
+    modes = iter([mode(), mode(depth=3), mode(), mode("X"), mode("X", depth=2), mode(), mode(fits=False, depth=1)])
+    one = AdaptiveReadingMode(lambda **_: next(modes), "atlas", lambda: 700 * MIB)
     assert (one.unmapped, caplog.messages) == (frozenset(), [])
     assert [one.depth() for _ in range(2)] == [3, 3]
     assert (one.depth(), one.unmapped) == (4, {"X"})
@@ -101,9 +103,9 @@ def test_a_lower_limit_applies_at_once_and_a_higher_one_in_the_next_epoch(caplog
 
 
 def test_the_limits_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_LOOK_S", 1e9)
-    ways = iter([way()])
-    one = Reading(lambda **_: next(ways), "atlas", lambda: 0)
+    monkeypatch.setattr(reading, "_CHECK_INTERVAL_S", 1e9)
+    modes = iter([mode()])
+    one = AdaptiveReadingMode(lambda **_: next(modes), "atlas", lambda: 0)
     assert {one.depth() for _ in range(100)} == {4}
 
 

@@ -166,7 +166,7 @@ def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
 
     first = agreement(0)
     first.begin(0, epoch=0, fingerprint="same")
-    first.leave(0, n_batches=1)
+    first.record_abandoned(0, n_batches=1)
     second = agreement(1)
     second.begin(0, epoch=3, fingerprint="same")
     second.require_not_abandoned(0, n_batches=1)

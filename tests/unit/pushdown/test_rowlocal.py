@@ -757,7 +757,7 @@ def test_a_dask_whose_layers_lack_a_field_computes_whole_chunks_and_says_so_once
     def lacking(layer: Any) -> Any:
         return unsupported.attribute(layer, "axes_of_another_version", library="dask")
 
-    monkeypatch.setattr(unsupported, "_said", set())
+    monkeypatch.setattr(unsupported, "_warned", set())
     monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.output_indices", lacking)
     for _ in range(2):
         assert type(matrix_of(da.log1p(leaf("dense")))) is DaskMatrix

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.core
 def _like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_written", {})
     monkeypatch.setattr(module, "_keys", {})
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(module, "_warned", set())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dasksc.storage import read_timing as clock
-from dasksc.storage.read_timing import Clock, Spent, decoding, read_from, reading
+from dasksc.storage.read_timing import Clock, ThreadTimes, decoding, read_from, reading
 
 pytestmark = pytest.mark.core
 
@@ -39,7 +39,7 @@ def test_reading_and_decoding_are_counted_apart_and_nothing_else_is(hands: Hands
             hands.now += 2
         with reading():
             hands.now += 4
-    assert spent == Spent(read_s=5, decode_s=2)
+    assert spent == ThreadTimes(read_s=5, decode_s=2)
 
 
 def test_what_fails_is_counted_too(hands: Hands) -> None:
@@ -50,7 +50,7 @@ def test_what_fails_is_counted_too(hands: Hands) -> None:
 
     with Clock() as spent, pytest.raises(OSError, match="torn"):
         next(read_from(torn()))
-    assert spent == Spent(read_s=1)
+    assert spent == ThreadTimes(read_s=1)
 
 
 def test_an_iterator_is_counted_while_it_makes_the_next_item_only(hands: Hands) -> None:
@@ -66,7 +66,7 @@ def test_an_iterator_is_counted_while_it_makes_the_next_item_only(hands: Hands) 
             hands.now += 100
             items.append(i)
     assert items == [0, 1, 2]
-    assert spent == Spent(read_s=8)
+    assert spent == ThreadTimes(read_s=8)
 
 
 def test_a_clock_counts_from_nought_and_leaves_what_was_counted_around_it(hands: Hands) -> None:
@@ -77,7 +77,7 @@ def test_a_clock_counts_from_nought_and_leaves_what_was_counted_around_it(hands:
             hands.now += 2
         with reading():
             hands.now += 4
-    assert (outer, inner) == (Spent(read_s=5), Spent(read_s=2))
+    assert (outer, inner) == (ThreadTimes(read_s=5), ThreadTimes(read_s=2))
 
 
 def test_threads_count_for_themselves(hands: Hands) -> None:
@@ -89,4 +89,4 @@ def test_threads_count_for_themselves(hands: Hands) -> None:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert spent == Spent()
+    assert spent == ThreadTimes()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dasksc.train.config import Fsdp, Training
-from dasksc.train.parallel import RankContext, spread, strategy_of
+from dasksc.train.parallel import RankContext, distribute, strategy_of
 
 pytestmark = pytest.mark.core
 
@@ -46,7 +46,7 @@ def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Mod
     training = Training(fsdp=Fsdp(sharding_strategy=sharding_strategy, min_num_params=1000, **options))
     model = Model()
     context = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))
-    return model, spread(model, training, context).whole
+    return model, distribute(model, training, context).whole
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_without_sharding_it_is_ddp():
 def test_modules_of_enough_parameters_are_gathered_by_themselves(min_num_params, n_groups):
     training = Training(fsdp=Fsdp(min_num_params=min_num_params))
     model = Model()
-    spread(model, training, PLACE)
+    distribute(model, training, PLACE)
     sharded = [module for module in model.modules() if type(module).__name__.startswith("FSDP")]
     assert len(sharded) == n_groups
 
