@@ -53,6 +53,7 @@ def main() -> None:
         save_steps=10,
         report_to=[],
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
     )
     adata = dasksc.open(args.atlas, obs=[args.label])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1

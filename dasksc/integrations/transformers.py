@@ -13,6 +13,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 from dasksc import InputError, scDataset
 
 try:
@@ -64,9 +66,19 @@ class scTrainer(Trainer):
     @functools.wraps(Trainer.__init__, assigned=(), updated=())  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._refuse_separate_ranks()
         # Labels are part of obs, so a model that returns a loss needs no argument named labels.
         self.can_return_loss = True
         self.add_callback(_SaveState(self))
+
+    def _refuse_separate_ranks(self) -> None:
+        """Raise an error if every rank would train a model of its own on its share of the cells."""
+        n_ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        if n_ranks > 1 and self.args.world_size == 1:
+            raise InputError(
+                f"{n_ranks} ranks were started, but TrainingArguments has world_size=1, so each rank would train a "
+                "separate model. On CPUs, give TrainingArguments(use_cpu=True)"
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return the training set itself."""

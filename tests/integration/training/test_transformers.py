@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dasksc import InputError
 from tests.support import programs
 from tests.support.data import make_adata, write_store
 from tests.support.programs import PROGRAMS, torchrun
@@ -74,3 +75,16 @@ def test_two_ranks_share_each_epoch_and_go_on_in_the_middle_of_one(tmp_path):
         assert sorted(chain(*(chain(*rank["train"][epoch]) for rank in ranks))) == list(range(N_TRAINING))
     assert sorted(chain(*(chain(*rank["eval"]) for rank in ranks))) == list(range(N_TRAINING, N_OBS))
     assert [rank["train"] for rank in rest] == [rank["train"][2:] for rank in ranks]
+
+
+def test_ranks_that_would_train_separate_models_are_refused(tmp_path, monkeypatch):
+    from torch import nn
+    from transformers import TrainingArguments
+
+    from dasksc.integrations import transformers
+
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    monkeypatch.setattr(transformers.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(transformers.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(InputError, match=r"2 ranks were started.*separate model.*use_cpu=True"):
+        transformers.scTrainer(nn.Linear(1, 1), arguments)
