@@ -269,7 +269,7 @@ def table(reports: Sequence[dict[str, Any]]) -> str:
     """Format all reports as a Markdown table."""
     lines = [
         "| row | dasksc, cells/s | reference, cells/s | ratio (range of rounds) | target | | ratio, both consumed "
-        "| upper bound of the machine, cells/s | share of it |",
+        "| upper bound of the machine, cells/s | share of the bound |",
         "| --- | ---: | ---: | ---: | ---: | --- | ---: | --- | ---: |",
         *map(_line, reports),
     ]

@@ -43,4 +43,4 @@ with tempfile.TemporaryDirectory() as folder:
         print(f"epoch {epoch}: loss {loss.item():.3f}")
 
     right = sum((model(b.X.log1p()).argmax(dim=1) == b.obs["cell_type"]).sum().item() for b in validation)
-    print(f"{right} of {held_out.sum()} cells of held-out donors recognised")
+    print(f"{right} of {held_out.sum()} cells of held-out donors recognized")

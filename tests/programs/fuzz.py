@@ -330,7 +330,7 @@ def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the first case")
     parser.add_argument("--cases", type=int, default=sys.maxsize)
     options = parser.parse_args()
     stop = time.monotonic() + options.seconds
