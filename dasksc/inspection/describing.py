@@ -138,7 +138,7 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
                 else ", or dasksc convert, which shuffles cells once"
             )
             yield (
-                f"single rows come {times:.1f} times slower than blocks of {PROBED_BLOCKS[0]} ({layout}): use "
+                f"single rows are read {times:.1f} times slower than blocks of {PROBED_BLOCKS[0]} ({layout}): use "
                 f"BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
             )
             break

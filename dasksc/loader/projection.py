@@ -265,7 +265,7 @@ class MemoryProjection:
         while factor > 1 and needed(factor).anonymous > self.limit:
             factor //= 2
         raise InputError(
-            f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 'few'} in flight, and their "
+            f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 1} in flight, and their "
             f"batches need {format_bytes(given.anonymous)} of memory ({given.anonymous} bytes) and "
             f"{format_bytes(given.pages)} of page cache, but memory_limit is {format_bytes(self.limit)} ({self.limit} "
             f"bytes). Lower fetch_factor, batch_size or prefetch, or raise the limit: "

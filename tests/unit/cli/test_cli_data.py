@@ -154,7 +154,7 @@ def test_info_recommends_shuffling_unless_cells_are_shuffled(
     (before,) = run_json("info", folder / "plain.h5ad", "--seconds", 1)["advice"]
     assert "dasksc convert" in before
     advice = run_json("info", tmp_path / "out.zarr", "--seconds", 1)["advice"]
-    (rows,) = (one for one in advice if one.startswith("single rows come 100.0 times slower"))
+    (rows,) = (one for one in advice if one.startswith("single rows are read 100.0 times slower"))
     assert "BlockShuffling(block_size=64) with a large fetch_factor" in rows
     assert ("dasksc convert" in rows) == bool(how)
     assert ("its cells were shuffled when it was converted" in rows) == (not how)

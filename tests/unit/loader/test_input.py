@@ -116,7 +116,7 @@ def test_a_string_where_a_list_belongs(path, name):
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},
-            r"fetches of 8 x 10000 rows, few in flight.*limit is .*\(18000000 bytes\).*fetch_factor=\d+ fits",
+            r"fetches of 8 x 10000 rows, 1 in flight.*limit is .*\(18000000 bytes\).*fetch_factor=\d+ fits",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
