@@ -75,8 +75,8 @@ class AdaptiveReadingMode:
 
     def _log_unmapped(self) -> None:
         logger.info(
-            "%s is read into memory rather than mapped (%s): its files would not stay in the page cache. An epoch takes "
-            "%s of memory and %s of page cache",
+            "%s is read into memory rather than mapped (%s): its files would not stay in the page cache. An epoch "
+            "takes %s of memory and %s of page cache",
             self._name,
             ", ".join(sorted(self._mode.unmapped)),
             format_bytes(self._mode.demand.anonymous),
