@@ -201,7 +201,8 @@ class NewStore:
         return _METADATA_BYTES + _NAME_BYTES * n_obs
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """See `Target`."""
+        """See `Target`. Names that cannot be read raise an error here, before anything is predicted."""
+        next(iter(names() or ()), None)
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """See `Target`."""

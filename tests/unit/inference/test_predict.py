@@ -25,11 +25,13 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
+from dasksc.atlas import view
 from dasksc.atlas.cell_names import stored_names
 from dasksc.inference import Predictions, targets
 from dasksc.inference.digests import model_digest
 from dasksc.inference.work import Work, runs_of, unit_rows_for
 from dasksc.output import shards
+from tests.support import cell_ranger
 from tests.support.data import make_adata
 from tests.support.programs import ended, run
 from tests.support.ranks import on_ranks
@@ -136,6 +138,38 @@ def test_any_collection_is_read(kind, atlas, tmp_path):
     expected = dasksc.open(atlas).X[:, :2].compute().toarray() if kind == "nameless" else adata.X[:, :2]
     assert np.array_equal(written.obsm["X_emb"], expected)
     assert written.obs_names[7] == ("cell7" if kind in ("anndata", "hooks") else "7")
+
+
+@pytest.mark.parametrize("kind", ["10x v3", "10x v2", "zip"])
+def test_the_names_of_the_cells_are_those_of_the_file_at_a_path(kind, atlas, tmp_path):
+    path = tmp_path / ("atlas.zarr.zip" if kind == "zip" else "atlas.h5")
+    if kind == "zip":
+        dasksc.convert(atlas, tmp_path / "atlas.zarr")
+        shutil.make_archive(str(path.with_suffix("")), "zip", tmp_path / "atlas.zarr")
+    elif kind == "10x v3":
+        cell_ranger.write_v3(path, cell_ranger.make_counts(N_OBS, N_VARS))
+    else:
+        cell_ranger.write_v2(path, {"GRCh38": cell_ranger.make_counts(N_OBS, N_VARS)})
+    predict(first_columns, path, tmp_path / "emb.zarr")
+    written, expected = read(tmp_path / "emb.zarr"), dasksc.open(path)
+    assert np.array_equal(written.obsm["X_emb"], expected.X[:, :2].compute().toarray() + 0.5)
+    assert list(written.obs_names) == list(expected.obs_names)
+    attached = dasksc.open(path, attach={"obsm/X_emb": tmp_path / "emb.zarr"})
+    assert attached.obsm["X_emb"].shape == (N_OBS, 2)
+
+
+def test_names_that_cannot_be_read_are_refused_before_anything_is_predicted(atlas, tmp_path, monkeypatch):
+    def failing(path: str) -> Any:
+        raise StorageError(f"{path} cannot be read")
+        yield
+
+    def model(batch: Any) -> Any:
+        raise AssertionError("a batch was predicted")
+
+    monkeypatch.setattr(view, "path_names", failing)
+    with pytest.raises(StorageError, match="cannot be read"):
+        predict(model, atlas, tmp_path / "emb.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["atlas.h5ad"]
 
 
 def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp_path):
