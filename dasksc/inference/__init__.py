@@ -61,6 +61,8 @@ __all__ = ["PredictionReport", "Predictions", "predict"]
 # Version of the plan. Predictions with another version are not resumed.
 _FORMAT = 1
 _BATCH_SIZE = 1024
+# Arguments of `scDataset` that select or order cells.
+_WITHOUT_EFFECT = ("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +112,7 @@ class PredictionReport:
         return asdict(self)
 
 
-@with_options_of(
-    scDataset,
-    without=("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key", "return_index"),
-    batch_size=_BATCH_SIZE,
-)
+@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "return_index"), batch_size=_BATCH_SIZE)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,
@@ -470,6 +468,12 @@ def _device_of(given: Any) -> torch.device:
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
     """Return the data set to read, which is created if an atlas is given."""
     if not isinstance(data, scDataset):
+        if refused := [f"{name}=" for name in _WITHOUT_EFFECT if name in options]:
+            raise InputError(
+                f"{', '.join(refused)} cannot be given here: all cells are predicted once, in storage order. Leave "
+                "this out; to predict some of the cells, write them to a store first: dasksc.convert(path, out, "
+                "filter=...)"
+            )
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:
         raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be given here: the data set has its own")
