@@ -7,6 +7,8 @@ import errno
 import functools
 import itertools
 import json
+import os
+import re
 import shutil
 import sys
 import threading
@@ -192,6 +194,15 @@ def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp
     with pytest.raises(ZeroDivisionError):
         predict(model, atlas, tmp_path / "other.zarr")
     assert (model.training, model.linear.training) == (True, False)
+
+
+def test_a_progress_bar_shows_the_cells_and_their_rate(atlas, tmp_path, capfd):
+    pytest.importorskip("tqdm")
+    predict(first_columns, atlas, tmp_path / "silent.zarr")
+    assert "predicting" not in capfd.readouterr().err
+    predict(first_columns, atlas, tmp_path / "emb.zarr", progress=True)
+    last = capfd.readouterr().err.rpartition("\r")[2]
+    assert re.search(r"^predicting: 100%\|.*\| 203/203 \[.*cell/s\]", last), last
 
 
 # --- Ranks and resuming -----------------------------------------------------------------------------------
@@ -404,6 +415,33 @@ def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
     predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
     assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(seed=1), atlas))
     assert sorted(path.name for path in atlas.parent.iterdir()) == ["atlas.h5ad", "link.h5ad"]
+
+
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_a_file_is_copied_by_sharing_its_blocks_where_the_file_system_can(tmp_path, monkeypatch, shares_blocks):
+    fcntl = pytest.importorskip("fcntl")
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(bytes(range(256)) * 10)
+    source.chmod(0o640)
+    requests, copied, copyfile = [], [], shutil.copyfile
+
+    def ioctl(target: int, request: int, descriptor: int) -> None:
+        requests.append(request)
+        if not shares_blocks:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        os.write(target, os.pread(descriptor, 10_000, 0))
+
+    def copying(*paths: Path) -> None:
+        copied.append(paths)
+        copyfile(*paths)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(shutil, "copyfile", copying)
+    targets.copy_file(source, copy)
+    assert requests == [0x40049409]
+    assert len(copied) == (0 if shares_blocks else 1)
+    assert copy.read_bytes() == source.read_bytes()
+    assert copy.stat().st_mode == source.stat().st_mode
 
 
 def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
