@@ -15,6 +15,7 @@ from dasksc.atlas.cell_names import digest_names, names_in_pieces, stored_names
 from dasksc.atlas.elements import Unwrapped, lazy_element
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_barcodes
 from dasksc.atlas.stores import naming_errors, root_of, where_of
 from dasksc.atlas.tables import column_names, read_table
 from dasksc.errors import InputError, MissingKeyError
@@ -119,5 +120,8 @@ def path_names(path: str) -> Iterator[list[str]]:
     options = OpenOptions()
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
+        if matrices := cell_ranger_matrices(root):  # a file of several has no names without a choice of one
+            yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
+            return
         pieces = stored_names(root["obs"], where)
         yield from names_in_pieces(read_table(root["obs"], [], where, options).index) if pieces is None else pieces

@@ -24,7 +24,7 @@ from dasksc.errors import CorruptDataError, InputError
 from dasksc.storage import ColumnMaps, ConcatenatedMatrix, RemoteLocation
 from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
-__all__ = ["cell_ranger_matrices", "read_cell_ranger"]
+__all__ = ["cell_ranger_matrices", "read_barcodes", "read_cell_ranger"]
 
 # Feature type of all features of version 2, as named by version 3.
 _GENES = "Gene Expression"
@@ -108,6 +108,11 @@ def read_cell_ranger(
     )
 
 
+def read_barcodes(path: str | RemoteLocation, group: h5py.Group, options: OpenOptions) -> NDArray[Any]:
+    """Return the barcodes of the cells of a matrix, in the group of the matrix."""
+    return _values(group["barcodes"], path, options)
+
+
 def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOptions) -> str:
     """Return the name of the requested matrix in a file of version 2."""
     wanted = options.genomes
@@ -155,7 +160,7 @@ def _cells(
     if obs is not None:
         columns = known_columns(obs, columns, path, may_lack=options.may_lack)
     stored = group["barcodes"]
-    index = pd.Index(_values(stored, path, options)) if options.has_names else nameless_index(len(stored))
+    index = pd.Index(read_barcodes(path, group, options)) if options.has_names else nameless_index(len(stored))
     return pd.DataFrame({column: held[column][()].astype(bool) for column in columns}, index=index, columns=columns)
 
 

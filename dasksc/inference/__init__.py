@@ -46,7 +46,7 @@ from dasksc.inference.calling import Predictor
 from dasksc.inference.digests import model_digest
 from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
 from dasksc.inference.sharing import NanError, RankStatus, Share, max_over_ranks
-from dasksc.inference.targets import Target, target_of
+from dasksc.inference.targets import InFile, Target, target_of
 from dasksc.inference.work import Work
 from dasksc.loader.dataset import components_of, scDataset
 from dasksc.loader.row_range import world_of
@@ -61,6 +61,8 @@ __all__ = ["PredictionReport", "Predictions", "predict"]
 # Version of the plan. Predictions with another version are not resumed.
 _FORMAT = 1
 _BATCH_SIZE = 1024
+# Arguments of `scDataset` that select or order cells.
+_WITHOUT_EFFECT = ("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +112,7 @@ class PredictionReport:
         return asdict(self)
 
 
-@with_options_of(
-    scDataset,
-    without=("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key", "return_index"),
-    batch_size=_BATCH_SIZE,
-)
+@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "return_index"), batch_size=_BATCH_SIZE)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,
@@ -289,13 +287,17 @@ class Predictions:
             [getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")]
         )
         made = model_digest([dataset.batch_transform, dataset.transform])
+        original = self.target.original
         if isinstance(source, MatrixSource):
             read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
+            if original is not None:  # publishing replaces the file, and thereby changes the tokens of its matrices
+                read = [original, *sorted(source.matrices)]
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
         # Names of Dask arrays over data in memory differ between processes. Other collections cannot be distinguished.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
+        read = original or read
         return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, made))
 
     # --- Steps ----------------------------------------------------------------------------------------
@@ -317,7 +319,8 @@ class Predictions:
         """Begin or join the work; return the share of this rank, or None if the predictions exist."""
         target, work = self.target, self.work
         with work.locked(wait=True):
-            if target.found(work.digest) and not work.is_begun():
+            # A file gets all keys at once, so work that is still there was published by a process that was killed.
+            if target.found(work.digest) and (not work.is_begun() or isinstance(target, InFile)):
                 self._remove_leftover()
                 return None
             target.check_cells(work.n_obs, self._names)
@@ -360,10 +363,8 @@ class Predictions:
         with work.locked(wait=True):
             if not work.is_begun() or work.missing():
                 return
-            published = target.found(work.digest)
-            outputs, nan = work.collected(self._outputs.categories, published)
-            if not published:
-                self._refuse_taken(outputs)
+            outputs, nan = work.collected(self._outputs.categories, target.found(work.digest))
+            self._refuse_taken(outputs)
             target.publish(work, outputs, nan, self._names)
             work.remove()
 
@@ -374,7 +375,9 @@ class Predictions:
                 f"the model returned {self.target.index_key()!r}, which is the key of the cell names in "
                 f"{self.target.path}. Return the predictions under another name"
             )
-        taken = [] if self._overwrite else self.target.taken(keys)
+        # A process that was killed may have published keys of this prediction.
+        published = self.target.found(self.work.digest)
+        taken = [] if self._overwrite else [key for key in self.target.taken(keys) if key not in published]
         if taken:
             raise InputError(
                 f"{self.target.path} has {taken[0]!r} already. Give another key= or out=, or overwrite=True "
@@ -382,11 +385,11 @@ class Predictions:
             )
 
     def _remove_leftover(self) -> None:
-        """Remove the work folder of a process that was killed when it had created the store."""
+        """Remove the work folder of a process that was killed when it had created the store or replaced the file."""
         path = self.target.path
         left = Work(path, path.with_name(path.name + ".partial"), self.work.plan, n_obs=1, batch_size=1)
-        if left.folder != self.work.folder and left.is_begun():
-            with left.locked(wait=True):
+        if left.is_begun():
+            with contextlib.nullcontext() if left.folder == self.work.folder else left.locked(wait=True):
                 if left.is_begun():
                     left.remove()
 
@@ -465,6 +468,12 @@ def _device_of(given: Any) -> torch.device:
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
     """Return the data set to read, which is created if an atlas is given."""
     if not isinstance(data, scDataset):
+        if refused := [f"{name}=" for name in _WITHOUT_EFFECT if name in options]:
+            raise InputError(
+                f"{', '.join(refused)} cannot be given here: all cells are predicted once, in storage order. Leave "
+                "this out; to predict some of the cells, write them to a store first: dasksc.convert(path, out, "
+                "filter=...)"
+            )
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:
         raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be given here: the data set has its own")

@@ -46,20 +46,32 @@ from dasksc.output.work_folder import WorkFolder, discard, extend, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
 
-__all__ = ["Names", "Target", "target_of"]
+__all__ = ["InFile", "Names", "Target", "target_of"]
 
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""
 
+# Attribute of the root of a file: its size and time before predictions were added, and its time afterwards.
+_ORIGINAL = "dasksc-original"
 _PIECE_BYTES = 2**24
 # Estimates of the disk space of metadata, and of the name of a cell.
 _METADATA_BYTES, _NAME_BYTES = 2**16, 24
 
 
 class Target(Protocol):
-    """Protocol of destinations."""
+    """Protocol of destinations.
+
+    Attributes
+    ----------
+    path
+        Path of the destination.
+    original
+        Identity of the atlas before predictions were added to it, if publishing replaces the file that is read;
+        otherwise None.
+    """
 
     path: Path
+    original: FileIdentity | None
 
     @property
     def folder(self) -> Path:
@@ -162,6 +174,8 @@ class NewStore:
         Path of the directory to create.
     """
 
+    original: FileIdentity | None = None
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -187,7 +201,8 @@ class NewStore:
         return _METADATA_BYTES + _NAME_BYTES * n_obs
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """See `Target`."""
+        """See `Target`. Names that cannot be read raise an error here, before anything is predicted."""
+        next(iter(names() or ()), None)
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """See `Target`."""
@@ -220,6 +235,8 @@ class InStore:
     is_source
         True if it is the atlas that is read.
     """
+
+    original: FileIdentity | None = None
 
     def __init__(self, path: Path, key: str, *, is_source: bool) -> None:
         self.path = path
@@ -314,6 +331,13 @@ class InFile:
                     f"{path} is not an h5ad file of anndata 0.7 or later, so nothing can be added to it; write a "
                     "store: out='emb.zarr'"
                 )
+            noted = np.asarray(file.attrs.get(_ORIGINAL, ()))
+        self._before = self._identity
+        # A file that has the time of its publication was not changed since then, so it only got predictions.
+        if noted.shape == (3,) and noted[2] == self._identity.mtime_ns:
+            size, mtime_ns = map(int, noted[:2])
+            self._before = FileIdentity(path=str(self.path), size=size, mtime_ns=mtime_ns)
+        self.original: FileIdentity | None = self._before if is_source else None
 
     @property
     def folder(self) -> Path:
@@ -370,9 +394,13 @@ class InFile:
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
+        # A time that the file system can represent.
+        mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
+            if any(one.key in file for one in outputs):
+                self._forget(file)
             for one in outputs:
                 write_metadata(work, one, nan)
                 if one.key in file:
@@ -384,8 +412,17 @@ class InFile:
             order = [str(name) for name in obs["column-order"]]
             order += [one.name for one in outputs if one.width is None and one.name not in order]
             obs["column-order"] = np.array(order, dtype=h5py.string_dtype())
+            file.attrs[_ORIGINAL] = [self._before.size, self._before.mtime_ns, mtime_ns]
         with copy.open("rb+") as written:
             os.fsync(written.fileno())
+        os.utime(copy, ns=(mtime_ns, mtime_ns))
+
+    @staticmethod
+    def _forget(file: h5py.File) -> None:
+        """Remove the digests of all predictions, which may have been computed from a key that is replaced."""
+        for group in ("obsm", "obs"):
+            for item in file[group].values() if group in file else ():
+                item.attrs.pop(ATTRIBUTE, None)
 
     @staticmethod
     def _write(file: h5py.File, one: Output, work: Work) -> None:

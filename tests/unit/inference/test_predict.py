@@ -7,7 +7,10 @@ import errno
 import functools
 import itertools
 import json
+import os
+import re
 import shutil
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -24,12 +27,15 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
+from dasksc.atlas import view
 from dasksc.atlas.cell_names import stored_names
 from dasksc.inference import Predictions, targets
 from dasksc.inference.digests import model_digest
-from dasksc.inference.work import runs_of, unit_rows_for
+from dasksc.inference.work import Work, runs_of, unit_rows_for
 from dasksc.output import shards
+from tests.support import cell_ranger
 from tests.support.data import make_adata
+from tests.support.programs import ended, run
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.core
@@ -136,6 +142,38 @@ def test_any_collection_is_read(kind, atlas, tmp_path):
     assert written.obs_names[7] == ("cell7" if kind in ("anndata", "hooks") else "7")
 
 
+@pytest.mark.parametrize("kind", ["10x v3", "10x v2", "zip"])
+def test_the_names_of_the_cells_are_those_of_the_file_at_a_path(kind, atlas, tmp_path):
+    path = tmp_path / ("atlas.zarr.zip" if kind == "zip" else "atlas.h5")
+    if kind == "zip":
+        dasksc.convert(atlas, tmp_path / "atlas.zarr")
+        shutil.make_archive(str(path.with_suffix("")), "zip", tmp_path / "atlas.zarr")
+    elif kind == "10x v3":
+        cell_ranger.write_v3(path, cell_ranger.make_counts(N_OBS, N_VARS))
+    else:
+        cell_ranger.write_v2(path, {"GRCh38": cell_ranger.make_counts(N_OBS, N_VARS)})
+    predict(first_columns, path, tmp_path / "emb.zarr")
+    written, expected = read(tmp_path / "emb.zarr"), dasksc.open(path)
+    assert np.array_equal(written.obsm["X_emb"], expected.X[:, :2].compute().toarray() + 0.5)
+    assert list(written.obs_names) == list(expected.obs_names)
+    attached = dasksc.open(path, attach={"obsm/X_emb": tmp_path / "emb.zarr"})
+    assert attached.obsm["X_emb"].shape == (N_OBS, 2)
+
+
+def test_names_that_cannot_be_read_are_refused_before_anything_is_predicted(atlas, tmp_path, monkeypatch):
+    def failing(path: str) -> Any:
+        raise StorageError(f"{path} cannot be read")
+        yield
+
+    def model(batch: Any) -> Any:
+        raise AssertionError("a batch was predicted")
+
+    monkeypatch.setattr(view, "path_names", failing)
+    with pytest.raises(StorageError, match="cannot be read"):
+        predict(model, atlas, tmp_path / "emb.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["atlas.h5ad"]
+
+
 def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp_path):
     model = Embedder().train()
     model.linear.eval()
@@ -156,6 +194,15 @@ def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp
     with pytest.raises(ZeroDivisionError):
         predict(model, atlas, tmp_path / "other.zarr")
     assert (model.training, model.linear.training) == (True, False)
+
+
+def test_a_progress_bar_shows_the_cells_and_their_rate(atlas, tmp_path, capfd):
+    pytest.importorskip("tqdm")
+    predict(first_columns, atlas, tmp_path / "silent.zarr")
+    assert "predicting" not in capfd.readouterr().err
+    predict(first_columns, atlas, tmp_path / "emb.zarr", progress=True)
+    last = capfd.readouterr().err.rpartition("\r")[2]
+    assert re.search(r"^predicting: 100%\|.*\| 203/203 \[.*cell/s\]", last), last
 
 
 # --- Ranks and resuming -----------------------------------------------------------------------------------
@@ -370,6 +417,33 @@ def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
     assert sorted(path.name for path in atlas.parent.iterdir()) == ["atlas.h5ad", "link.h5ad"]
 
 
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_a_file_is_copied_by_sharing_its_blocks_where_the_file_system_can(tmp_path, monkeypatch, shares_blocks):
+    fcntl = pytest.importorskip("fcntl")
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(bytes(range(256)) * 10)
+    source.chmod(0o640)
+    requests, copied, copyfile = [], [], shutil.copyfile
+
+    def ioctl(target: int, request: int, descriptor: int) -> None:
+        requests.append(request)
+        if not shares_blocks:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        os.write(target, os.pread(descriptor, 10_000, 0))
+
+    def copying(*paths: Path) -> None:
+        copied.append(paths)
+        copyfile(*paths)
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    monkeypatch.setattr(shutil, "copyfile", copying)
+    targets.copy_file(source, copy)
+    assert requests == [0x40049409]
+    assert len(copied) == (0 if shares_blocks else 1)
+    assert copy.read_bytes() == source.read_bytes()
+    assert copy.stat().st_mode == source.stat().st_mode
+
+
 def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     run = Predictions(Embedder(), atlas, atlas, in_place=True, options={"batch_size": BATCH})
     share = run.begin()
@@ -382,6 +456,106 @@ def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
     with pytest.raises(StorageError, match="replaced or changed"):
         run.publish()
     assert "X_emb" not in read(atlas).obsm
+
+
+def test_repeating_an_in_place_prediction_does_nothing(atlas):
+    model = Embedder()
+    first = predict(model, atlas, atlas, in_place=True)
+    predict(model.both, atlas, atlas, in_place=True, overwrite=True)
+    assert predict(model, atlas, atlas, in_place=True, overwrite=True).n_predicted == N_OBS
+    predict(Embedder(seed=1), atlas, atlas, in_place=True, key="X_second")
+    before = atlas.stat()
+    again = predict(Embedder(), atlas, atlas, in_place=True)
+    assert (again.n_predicted, again.is_complete, again.keys) == (0, True, first.keys)
+    reports = [predict(model, atlas, atlas, in_place=True, rank=rank, world_size=3) for rank in range(3)]
+    assert [(report.n_predicted, report.is_complete) for report in reports] == [(0, True)] * 3
+    assert (atlas.stat().st_ino, atlas.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert [path.name for path in atlas.parent.iterdir()] == ["atlas.h5ad"]
+
+
+def test_an_in_place_prediction_of_another_kind_is_refused_when_the_key_is_there(atlas):
+    genes = [f"gene{i}" for i in range(16, -1, -1)]
+    predict(Embedder(), atlas, atlas, in_place=True)
+    for model, options in [(Embedder(seed=1), {}), (Embedder(), {"genes": genes}), (Embedder(), {"batch_size": 4})]:
+        with pytest.raises(InputError, match="has 'obsm/X_emb' already"):
+            predict(model, atlas, atlas, in_place=True, **options)
+    with h5py.File(atlas, "r+") as file:
+        file["X/data"][:] += 1
+    with pytest.raises(InputError, match="has 'obsm/X_emb' already"):
+        predict(Embedder(), atlas, atlas, in_place=True)
+    predict(Embedder(), atlas, atlas, in_place=True, overwrite=True)
+    assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(), atlas))
+
+
+def test_predictions_from_a_key_that_was_replaced_in_place_are_not_taken_for_current_ones(atlas):
+    def scaled(batch: Any) -> Any:
+        return batch.obsm["X_emb"][:, :2] * 2
+
+    predict(Embedder(), atlas, atlas, in_place=True)
+    options = {"key": "X_scaled", "obsm": ["X_emb"], "in_place": True}
+    predict(scaled, atlas, atlas, **options)
+    assert predict(scaled, atlas, atlas, **options).n_predicted == 0
+    predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
+    assert predict(scaled, atlas, atlas, overwrite=True, **options).n_predicted == N_OBS
+    written = read(atlas).obsm
+    assert np.array_equal(written["X_scaled"], written["X_emb"][:, :2] * 2)
+
+
+KILLED = """
+import os, sys, dasksc
+from dasksc.inference.work import Work
+
+def first(batch):
+    return batch[:, :2]
+
+source, out, how = sys.argv[1:]
+predict = lambda: dasksc.predict(first, source, out, in_place=how != "new", batch_size=8, scheduler="synchronous")
+if how == "again":
+    report = predict()
+    print(report.n_predicted, report.is_complete, report.keys)
+else:
+    Work.remove = lambda self: os._exit(9)
+    predict()
+"""
+
+
+@pytest.mark.parametrize("how", ["new", "store", "file"])
+def test_a_run_killed_after_an_h5ad_was_replaced_is_complete(atlas, tmp_path, how):
+    """The same holds for a new store and for a store that was extended."""
+    source = out = atlas
+    if how == "store":
+        source = out = tmp_path / "store.zarr"
+        dasksc.convert(atlas, out)
+    if how == "new":
+        out = tmp_path / "emb.zarr"
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    before = {path.name for path in tmp_path.iterdir()} | {out.name}
+    done = ended([sys.executable, program, source, out, how])
+    assert done.returncode == 9, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} - before
+    printed = run([sys.executable, program, source, out, "again"])
+    assert printed == f"0 True {{'obsm/X_emb': '({N_OBS}, 2) float32'}}\n"
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert np.array_equal(read(out).obsm["X_emb"], read(source).X[:, :2].toarray())
+
+
+@pytest.mark.parametrize("kind", ["store", "file"])
+def test_a_run_killed_while_its_work_was_removed_is_complete(atlas, store, tmp_path, monkeypatch, kind):
+    path, model, original = store if kind == "store" else atlas, Embedder(), Work.remove
+
+    def remove(work: Work) -> None:
+        for k in range(3):
+            work._marker(k).unlink()
+        raise Killed
+
+    monkeypatch.setattr(Work, "remove", remove)
+    with pytest.raises(Killed):
+        predict(model, path, path, in_place=True)
+    monkeypatch.setattr(Work, "remove", original)
+    assert predict(model, path, path, in_place=True).is_complete
+    assert np.array_equal(read(path).obsm["X_emb"], plain(model, path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import threading
@@ -16,6 +17,7 @@ import torch
 
 import dasksc
 from dasksc import InputError, StorageError, WrongTypeError
+from dasksc.inference import _WITHOUT_EFFECT
 from tests.support.data import make_adata
 
 pytestmark = pytest.mark.core
@@ -43,6 +45,30 @@ def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.Predicti
 
 def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "shuffle"},
+        {"drop_last": True},
+        {"seed": 0},
+        {"filter": "int64 > 0"},
+        {"equal_ranks": False},
+        {"label_key": "cell_type", "seed": 3},
+    ],
+)
+def test_options_that_select_or_order_cells_are_refused_by_name(atlas, tmp_path, options):
+    with pytest.raises(InputError, match="all cells are predicted once, in storage order") as refused:
+        predict(two, atlas, tmp_path / "emb.zarr", **options)
+    assert all(f"{name}=" in str(refused.value).split(" cannot be given")[0] for name in options)
+    assert entries(tmp_path) == ["atlas.h5ad"]
+
+
+def test_every_option_of_a_data_set_is_either_listed_or_refused():
+    listed = set(inspect.signature(dasksc.predict).parameters)
+    given = set(inspect.signature(dasksc.scDataset).parameters)
+    assert given - listed == {*_WITHOUT_EFFECT, "data_collection", "return_index"}
 
 
 # --- Names and labels -----------------------------------------------------------------------------------
