@@ -16,7 +16,7 @@ __all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
 
 # Value that error messages recommend, and the equivalent option.
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
-# Arguments whose names are also common words count only if a value follows.
+# Arguments whose names are also common words count only if "=" follows.
 _IS_ARGUMENT = "_"
 # Number of columns within which the text after the name of a line begins.
 _NAMED = 24
@@ -45,6 +45,7 @@ def _with_flag(text: str, name: str, flag: str, *, is_flag: bool) -> str:
         text = re.sub(rf"\buse {name}=False\b", f"leave out {flag}", text)
         return re.sub(rf"\b{name}=True\b", flag, text)
     text = re.sub(rf"(?<![-\w]){name}=(?=[\w'\"])", f"{flag} ", text)
+    text = re.sub(rf"(?<![-\w]){name}=(?=[\s,;.)]|$)", flag, text)
     return re.sub(rf"(?<![-\w]){name}\b", flag, text) if _IS_ARGUMENT in name else text
 
 

@@ -20,12 +20,14 @@ from dasksc.cli._messages import as_options, collected_warnings, print_warnings
 from dasksc.storage import is_url, redact_url
 
 __all__ = [
+    "Features",
     "StorageOptions",
     "aligned",
     "cached_in",
     "can_show_progress",
     "data_of",
     "data_options",
+    "feature_options",
     "opened",
     "options_of",
     "print_json",
@@ -35,6 +37,8 @@ __all__ = [
 
 Command = Callable[..., Any]
 StorageOptions = Mapping[str, str | bool]
+# Arguments `genome` and `feature_types` of `dasksc.open`, those that are given.
+Features = Mapping[str, list[str]]
 
 
 def data_options(command: Command) -> Command:
@@ -48,12 +52,27 @@ def data_options(command: Command) -> Command:
             show_default=True,
             help="Genes of all files, or any",
         ),
+        feature_options,
         url_options,
         click.option("--json", "as_json", is_flag=True, help="Print JSON."),
     )
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def feature_options(command: Command) -> Command:
+    """Add the options that choose features of 10x files; the command receives them as `features`."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, genome: str | None, feature_types: str | None, **options: Any) -> Any:
+        given = {"genome": genome, "feature_types": feature_types}
+        features = {name: text.split(",") for name, text in given.items() if text is not None}
+        return command(*args, features=features, **options)
+
+    of_genome = click.option("--genome", metavar="A,B", help="Genomes of 10x .h5 files to keep.")
+    of_type = click.option("--feature-types", metavar="A,B", help="Feature types of 10x .h5 files to keep.")
+    return of_genome(of_type(wrapper))
 
 
 def url_options(command: Command) -> Command:
@@ -116,20 +135,26 @@ def cached_in(folder: str | None) -> Iterator[None]:
 
 
 def opened(
-    paths: Sequence[str], join: str, *, storage_options: StorageOptions, cache: str | None
+    paths: Sequence[str], join: str, *, features: Features, storage_options: StorageOptions, cache: str | None
 ) -> AnnData | dasksc.Modalities:
     """Open the paths of a command line: several atlases as one, or the modalities of a MuData."""
     of_several = next((path for path in paths if is_modalities(path)), None)
     with cached_in(cache):
         if of_several is None:
             how: Any = "outer" if join == "outer" else "inner"
-            atlas = dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options)
+            chosen: Any = features
+            atlas = dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options, **chosen)
             print_warnings()
             return atlas
         named = redact_url(of_several) if is_url(of_several) else of_several
         if len(paths) > 1:
             raise dasksc.InputError(
                 f"{named} contains several modalities, which cannot be joined with other atlases. Give only this path"
+            )
+        if features:
+            raise dasksc.InputError(
+                f"{named} contains several modalities, but --genome and --feature-types are for 10x .h5 files. Leave "
+                "them out"
             )
         if storage_options and is_url(of_several):
             raise dasksc.InputError(

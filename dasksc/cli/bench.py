@@ -7,7 +7,7 @@ import statistics
 import click
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, data_of, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, data_of, data_options, opened, print_json
 from dasksc.inspection.reading_rates import rate_of
 from dasksc.storage import Layout, is_url, redact_url
 
@@ -50,6 +50,7 @@ Examples:
 def command(
     paths: tuple[str, ...],
     join: str,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     as_json: bool,
@@ -67,7 +68,7 @@ def command(
     """
     fetch_factor = max(fetch_size // batch_size, 1)
     dataset = dasksc.scDataset(
-        opened(paths, join, storage_options=storage_options, cache=cache),
+        opened(paths, join, features=features, storage_options=storage_options, cache=cache),
         dasksc.BlockShuffling(block_size),
         batch_size,
         fetch_factor,

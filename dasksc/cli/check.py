@@ -12,7 +12,7 @@ import click
 
 import dasksc
 from dasksc.cli._messages import as_options, folded
-from dasksc.cli._shared import StorageOptions, data_options, opened, print_json, title_of
+from dasksc.cli._shared import Features, StorageOptions, data_options, opened, print_json, title_of
 from dasksc.inspection.dryrun_report import Check
 from dasksc.memory.limits import recommended_bytes
 from dasksc.sampling.named import SHORT_NAMES, is_balanced, strategy_named
@@ -70,6 +70,7 @@ Examples:
 def command(
     paths: tuple[str, ...],
     join: str,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     as_json: bool,
@@ -98,7 +99,7 @@ def command(
     if is_balanced(strategy) and label_key is None:
         raise click.UsageError(f"--strategy {strategy} needs --label-key, the column whose classes are balanced")
     dataset = dasksc.scDataset(
-        opened(paths, join, storage_options=storage_options, cache=cache),
+        opened(paths, join, features=features, storage_options=storage_options, cache=cache),
         strategy_named(strategy, label_key=label_key if is_balanced(strategy) else None, block_size=block_size),
         batch_size,
         fetch_factor or None,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 from dask.utils import format_bytes
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, can_show_progress, url_options
+from dasksc.cli._shared import Features, StorageOptions, can_show_progress, feature_options, url_options
 from dasksc.loader.genes import Missing, Repeated
 
 __all__ = ["command"]
@@ -79,6 +80,7 @@ Examples:
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory, besides the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
+@feature_options
 @url_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and unfinished ones there.")
 @click.option("--verify", is_flag=True, help="Compare every stored row with the input.")
@@ -104,6 +106,7 @@ def command(
     keep_types: bool,
     memory_limit: str | None,
     scheduler: str | None,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     overwrite: bool,
@@ -127,6 +130,7 @@ def command(
     are the same in all inputs, have a unique value, are in the first one, or are in only one. --fill-value needs
     --join outer.
     """
+    chosen: Any = features
     report = dasksc.convert(
         inputs[0] if len(inputs) == 1 else list(inputs),
         target,
@@ -149,6 +153,7 @@ def command(
         scheduler=scheduler,
         overwrite=overwrite,
         verify=verify,
+        **chosen,
         storage_options=dict(storage_options),
         cache=cache,
         progress=can_show_progress() if progress is None else progress,

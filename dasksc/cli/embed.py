@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, cached_in, can_show_progress, url_options
+from dasksc.cli._shared import Features, StorageOptions, cached_in, can_show_progress, feature_options, url_options
 
 __all__ = ["command"]
 
@@ -52,6 +52,7 @@ Examples:
 @click.option("--in-place", is_flag=True, help="Replace ATLAS, an .h5ad file.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing key.")
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
+@feature_options
 @url_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
@@ -67,6 +68,7 @@ def command(
     in_place: bool,
     overwrite: bool,
     progress: bool | None,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     as_json: bool,
@@ -86,8 +88,9 @@ def command(
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")
     with cached_in(cache):
         data: Any = atlas
-        if storage_options:
-            data = dasksc.open(atlas, storage_options=storage_options)
+        if storage_options or features:
+            chosen: Any = features
+            data = dasksc.open(atlas, storage_options=storage_options, **chosen)
         called, dataset, categories = _prepared(model, data, method, batch_size=batch_size, genes_missing=genes_missing)
         is_first = dasksc.World.detect().rank == 0
         report = dasksc.predict(

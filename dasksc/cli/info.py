@@ -11,7 +11,7 @@ import click
 import dasksc
 from dasksc.atlas.inputs import atlas_inputs
 from dasksc.cli._messages import folded
-from dasksc.cli._shared import StorageOptions, cached_in, data_of, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, cached_in, data_of, data_options, opened, print_json
 from dasksc.storage import is_url, redact_url
 
 __all__ = ["command"]
@@ -36,7 +36,13 @@ Examples:
     help="Seconds per speed test; 0: none",
 )
 def command(
-    paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, as_json: bool, seconds: float
+    paths: tuple[str, ...],
+    join: str,
+    features: Features,
+    storage_options: StorageOptions,
+    cache: str | None,
+    as_json: bool,
+    seconds: float,
 ) -> None:
     """Describe the content, storage and reading speed of an atlas.
 
@@ -46,10 +52,12 @@ def command(
     with 0, no matrix is read.
     """
     if storage_options and any(map(is_url, paths)):
-        found = _behind_urls(paths, join, storage_options, cache, seconds)
+        found = _behind_urls(paths, join, features, storage_options, cache, seconds)
     else:
         with cached_in(cache):
-            found = dasksc.describe(data_of(paths), join="outer" if join == "outer" else "inner", seconds=seconds)
+            chosen: Any = features
+            how: Any = "outer" if join == "outer" else "inner"
+            found = dasksc.describe(data_of(paths), join=how, seconds=seconds, **chosen)
     if as_json:
         print_json(found)
     else:
@@ -57,10 +65,16 @@ def command(
 
 
 def _behind_urls(
-    paths: tuple[str, ...], join: str, storage_options: StorageOptions, cache: str | None, seconds: float
+    paths: tuple[str, ...],
+    join: str,
+    features: Features,
+    storage_options: StorageOptions,
+    cache: str | None,
+    seconds: float,
 ) -> Any:
     """Describe atlases that need storage options, which `describe` does not accept: it receives the opened atlas."""
-    found = dasksc.describe(opened(paths, join, storage_options=storage_options, cache=cache), seconds=seconds)
+    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
+    found = dasksc.describe(atlas, seconds=seconds)
     parts = atlas_inputs(data_of(paths), storage_options)
     named = [redact_url(path) if is_url(path) else path for path in paths]
     name = named[0] if len(named) == 1 else ", ".join(PurePath(one).name for one in named)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import dasksc
-from dasksc.cli._shared import StorageOptions, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, data_options, opened, print_json
 from dasksc.summaries.gene_statistics import check_destination, write_statistics
 
 __all__ = ["command"]
@@ -34,6 +34,7 @@ Examples:
 def command(
     paths: tuple[str, ...],
     join: str,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     as_json: bool,
@@ -51,7 +52,7 @@ def command(
     """
     if out is not None:
         check_destination(out)  # before the pass
-    atlas = opened(paths, join, storage_options=storage_options, cache=cache)
+    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
             f"statistics need a single matrix, but this path contains several modalities ({', '.join(atlas)}). Store "

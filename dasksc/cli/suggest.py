@@ -11,7 +11,7 @@ import click
 
 import dasksc
 from dasksc.cli._messages import folded
-from dasksc.cli._shared import StorageOptions, data_of, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, data_of, data_options, opened, print_json
 
 __all__ = ["command"]
 
@@ -45,6 +45,7 @@ Examples:
 def command(
     paths: tuple[str, ...],
     join: str,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     as_json: bool,
@@ -57,7 +58,7 @@ def command(
     The suggestion ends with code to paste. With --label-key, the speed and the mix of classes of each block size are
     measured.
     """
-    atlas = opened(paths, join, storage_options=storage_options, cache=cache)
+    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
             f"sizes are suggested for a single matrix, but this path contains several modalities ({', '.join(atlas)}). "
@@ -71,12 +72,13 @@ def command(
         print_json(found)
         return
     click.echo(folded(printed.getvalue().rstrip(), indent=2))
-    click.echo(f"\nCode to paste:\n\n{_code(paths, join, storage_options, cache, batch_size, found)}")
+    click.echo(f"\nCode to paste:\n\n{_code(paths, join, features, storage_options, cache, batch_size, found)}")
 
 
 def _code(
     paths: tuple[str, ...],
     join: str,
+    features: Features,
     storage_options: StorageOptions,
     cache: str | None,
     batch_size: int,
@@ -84,6 +86,7 @@ def _code(
 ) -> str:
     """Return a program that reads the atlas with the suggested parameters. Values of storage options are omitted."""
     options = {} if join == "inner" else {"join": repr(join)}
+    options |= {name: repr(names) for name, names in features.items()}
     if storage_options:
         secret = ", ".join(f"{name!r}: ..." for name in storage_options)
         options["storage_options"] = f"{{{secret}}}"

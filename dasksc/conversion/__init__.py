@@ -106,6 +106,8 @@ def convert(
     progress: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    feature_types: str | Sequence[str] | None = None,
+    genome: str | Sequence[str] | None = None,
 ) -> ConversionReport:
     """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
@@ -157,6 +159,8 @@ def convert(
     storage_options, cache
         Options for inputs at URLs, as for `dasksc.open`. A conversion resumes only with the same `storage_options`, so
         pass credentials that expire through the environment.
+    feature_types, genome
+        Features of 10x ``.h5`` files to write, as for `dasksc.open`.
 
     Returns
     -------
@@ -225,6 +229,8 @@ def convert(
             fill_value=recipe.fill_value,
             storage_options=storage_options,
             cache=cache,
+            feature_types=feature_types,
+            genome=genome,
         )
     obsp = [f"obsp/{name}" for name in adata.obsp]
     subset = subset_of(adata, filter, request)

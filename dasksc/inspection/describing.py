@@ -14,6 +14,7 @@ from anndata import AnnData
 from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.atlas.options import OpenOptions, names_given, refuse_feature_choice
 from dasksc.errors import InputError
 from dasksc.inspection.description import PROBED_BLOCKS, Column, Description, Modality, Rate, StoredMatrix
 from dasksc.inspection.stored_matrices import alike, stored_part
@@ -27,7 +28,14 @@ _MAX_FILES = 64
 _SLOW_BLOCKS = 0.5
 
 
-def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Description:
+def describe(
+    data: Any,
+    *,
+    join: Join = "inner",
+    seconds: float = 1.0,
+    feature_types: str | Sequence[str] | None = None,
+    genome: str | Sequence[str] | None = None,
+) -> Description:
     """Describe the contents and the storage of an atlas, measure how fast this machine reads it, and give advice.
 
     Parameters
@@ -40,6 +48,8 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     seconds
         Duration of each of four probes in seconds; 0 skips them. The probes read batches of X, dense and CSR, in
         blocks of 64 rows and of single rows.
+    feature_types, genome
+        Features of 10x ``.h5`` files, as for `dasksc.open`.
 
     Returns
     -------
@@ -62,6 +72,11 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 to skip the probes")
+    if is_modalities(data) or isinstance(data, AnnData):
+        chosen = OpenOptions(
+            feature_types=names_given("feature_types", feature_types), genomes=names_given("genome", genome)
+        )
+        refuse_feature_choice(chosen, "an AnnData" if isinstance(data, AnnData) else "this, with several modalities,")
     several = None if is_modalities(data) else opening.several_of(data)
     parts = [data] if several is None else several[0]
     opened: AnnData | Modalities
@@ -70,7 +85,11 @@ def describe(data: Any, *, join: Join = "inner", seconds: float = 1.0) -> Descri
         modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
         has_x = all(part.X is not None for part in opened.mod.values())
     else:
-        opened = data if isinstance(data, AnnData) else opening.open(data, names=False, join=join)
+        opened = (
+            data
+            if isinstance(data, AnnData)
+            else opening.open(data, names=False, join=join, feature_types=feature_types, genome=genome)
+        )
         modalities, has_x = (), opened.X is not None
     stored = [stored_part(part) for part in parts[:_MAX_FILES]]
     matrices = alike([matrix for one in stored for matrix in one.matrices])

@@ -33,6 +33,8 @@ __all__ = ["Experiment", "from_toml"]
 logger = logging.getLogger(__name__)
 
 _SECTIONS = ("datasets", "training", "zeroshot", "fewshot")
+# Keys outside sections that some experiments have. The split follows from the sections only.
+_NOT_OF_THE_SPLIT = ("h5ad_csv_path", "RAW_COUNT_HEURISTIC_THRESHOLD", "EXPONENTIATED_UMIS_LIMIT")
 _PARTS = ("train", "val", "test")
 _ENDINGS = (".h5", ".h5ad")
 _BRACES = re.compile(r"\{([^{}]+)\}")
@@ -114,8 +116,9 @@ def from_toml(
     Notes
     -----
     Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
-    them. A warning is logged if listed perturbations occur in no cell. cell-load pairs cells only with controls of the
-    same file; to do the same, match on ``"file"``.
+    them. A warning is logged if listed perturbations occur in no cell. The keys ``h5ad_csv_path``,
+    ``RAW_COUNT_HEURISTIC_THRESHOLD`` and ``EXPONENTIATED_UMIS_LIMIT`` are ignored. cell-load pairs cells only with
+    controls of the same file; to do the same, match on ``"file"``.
 
     Examples
     --------
@@ -163,6 +166,9 @@ def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         raise MissingPathError(f"there is no experiment at {os.fspath(path)!r}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{os.fspath(path)} is not a TOML file: {error}") from error
+    ignored = [name for name in _NOT_OF_THE_SPLIT if raw.pop(name, None) is not None]
+    if ignored:
+        logger.info("%s ignored in %s: the split does not depend on these keys", ", ".join(ignored), os.fspath(path))
     for name, section in raw.items():
         require_key("an experiment of cell-load", name, _SECTIONS)
         if not isinstance(section, dict):

@@ -2,7 +2,7 @@
 
 Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support,
 and neither library allows others to register an implementation. The methods are therefore set on the
-arrays that `to_dask` returns. Slices of these arrays are plain Dask arrays again.
+arrays that `to_dask` and `dasksc.normalize` return. Slices of these arrays are plain Dask arrays again.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
+from dasksc.pushdown.reductions import add_reductions
 from dasksc.summaries.reading import Pass
 
 __all__ = ["normalize"]
@@ -83,8 +84,11 @@ def normalize(
     array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
     scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
-    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
+    is_sparse = sp.issparse(meta_of(array))
+    meta = sp.csr_matrix((0, 0), dtype=dtype) if is_sparse else np.empty((0, 0), dtype=dtype)
     made: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
+    if is_sparse:
+        add_reductions(made)
     if layer is None:
         atlas.X = made
     else:

@@ -267,7 +267,8 @@ def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the number of batches in which each gene is among the top ones, and the median of its ranks in these."""
-    ranks = np.argsort(np.argsort(-scores, axis=1, kind="stable"), axis=1, kind="stable").astype(np.float64)
+    # NumPy's default sort orders tied genes as in scanpy, which does not choose a stable one.
+    ranks = np.argsort(np.argsort(-scores, axis=1), axis=1).astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)
     median = np.full(ranks.shape[1], np.nan)
     some = n_batches > 0

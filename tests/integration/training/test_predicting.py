@@ -18,6 +18,7 @@ import dasksc
 from dasksc import InputError
 from dasksc.cli import group
 from dasksc.train import load_model
+from tests.support.cell_ranger import make_counts, write_v2
 from tests.support.data import make_adata
 from tests.support.training import small, train
 
@@ -143,6 +144,16 @@ def test_a_function_is_imported_and_ranks_without_a_process_group_finish_indepen
     assert [one["is_complete"] for one in told] == [False, True] or told[0]["n_predicted"] == 0
     assert sum(one["n_predicted"] for one in told) == N_OBS
     assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], read(atlas).X[:, :2].todense())
+
+
+def test_the_genome_of_a_10x_file_is_chosen(tmp_path):
+    counts = {"hg19": make_counts(30, 12, dtype=np.float32), "mm10": make_counts(20, 9, dtype=np.float32)}
+    path = write_v2(tmp_path / "two.h5", counts)
+    arguments = [path, "--model", f"{__name__}:first_two", "--out", tmp_path / "emb.zarr"]
+    with pytest.raises(InputError, match="choose one: --genome 'hg19'"):
+        embed(*arguments)
+    embed(*arguments, "--genome", "mm10")
+    assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], counts["mm10"][:, :2].todense())
 
 
 @pytest.mark.parametrize(

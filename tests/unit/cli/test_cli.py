@@ -144,6 +144,8 @@ def test_one_warning_stands_for_all_files_in_terms_of_the_command_line() -> None
         ("Lower batch_size, or use drop_last=False", "Lower batch_size, or leave out --drop-last"),
         ("and drop_last=True.", "and --drop-last."),
         ("filter='n > 3' leaves no row to filter", "--filter 'n > 3' leaves no row to filter"),
+        ("filter= is for rows", "--filter is for rows"),
+        ("Leave cells out with filter=, or without.", "Leave cells out with --filter, or without."),
         ("set storage_options={'skip_signature': True}", "set --storage-option skip_signature=true"),
         ("see storage_options", "see --storage-option"),
         ("--fetch-factor stays", "--fetch-factor stays"),

@@ -21,13 +21,14 @@ from anndata import AnnData
 from anndata.io import write_elem
 
 import dasksc
-from dasksc import cli
+from dasksc import InputError, cli
 from dasksc.cli import bench, suggest
 from dasksc.cli._shared import aligned
 from dasksc.inspection import describing
 from dasksc.inspection.description import Rate
 from dasksc.inspection.reading_rates import rate_of
 from dasksc.memory.limits import recommended_bytes
+from tests.support.cell_ranger import make_counts, write_v2, write_v3
 from tests.support.servers import SECRET, Bucket, serving
 
 pytestmark = pytest.mark.core
@@ -486,3 +487,43 @@ def test_suggested_code_has_no_value_of_a_storage_option() -> None:
     )
     assert SECRET not in code
     assert "storage_options={'secret_key': ...}" in code
+
+
+@pytest.fixture
+def two_genomes(tmp_path: Path) -> Path:
+    return write_v2(tmp_path / "two.h5", {"hg19": make_counts(30, 12), "mm10": make_counts(20, 9)})
+
+
+def test_the_genome_of_a_10x_file_is_chosen(two_genomes: Path, tmp_path: Path) -> None:
+    for arguments in (["info", "--seconds", 0], ["check"], ["suggest"], ["bench", *small()], ["stats"]):
+        failed = click.testing.CliRunner().invoke(cli.group, [*map(str, arguments), str(two_genomes)])
+        assert isinstance(failed.exception, InputError), failed.output
+        assert "choose one: --genome 'hg19'" in str(failed.exception)
+        report = run_json(*arguments, two_genomes, "--genome", "mm10")
+        assert report.get("n_obs", report.get("n_cells", 20)) == 20
+    run("convert", two_genomes, tmp_path / "mm10.zarr", "--genome", "mm10")
+    assert dasksc.open(tmp_path / "mm10.zarr").shape == (20, 9)
+    code = run("suggest", two_genomes, "--genome", "mm10").stdout.partition("Code to paste:\n\n")[2]
+    named: dict[str, Any] = {}
+    exec(compile(code, "suggested", "exec"), named)
+    assert named["batch"].shape[1] == 9
+
+
+def test_several_feature_types_of_a_10x_file_are_chosen(tmp_path: Path) -> None:
+    kinds = ["Gene Expression"] * 6 + ["Antibody Capture"] * 3 + ["Custom"] * 2
+    path = write_v3(tmp_path / "three.h5", make_counts(30, 11), feature_type=kinds)
+    for chosen, n_vars in (([], 11), (["Gene Expression"], 6), (["Gene Expression", "Custom"], 8)):
+        options = ["--feature-types", ",".join(chosen)] if chosen else []
+        assert run_json("stats", path, *options)["n_genes"] == n_vars
+        assert run_json("info", path, "--seconds", 0, *options)["n_vars"] == n_vars
+
+
+def test_features_of_other_files_are_not_chosen(folder: Path, cite: Path) -> None:
+    for command in (["info", "--seconds", 0], ["check"]):
+        for path, says in ((folder / "plain.h5ad", "--genome is for 10x"), (cite, "several modalities")):
+            arguments = [*map(str, command), str(path), "--genome", "hg19"]
+            failed = click.testing.CliRunner().invoke(cli.group, arguments)
+            assert isinstance(failed.exception, InputError), failed.output
+            assert says in str(failed.exception)
+    with pytest.raises(InputError, match=r"genome= is for 10x \.h5 files, but an AnnData"):
+        dasksc.describe(atlas(0), genome="hg19")

@@ -83,6 +83,21 @@ def test_opened_and_joined_atlases_have_sums(tmp_path):
         np.testing.assert_allclose(opened.X.mean(axis=0).compute(), rows.mean(axis=0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("layer", [None, "counts"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_normalized_atlases_have_sums(layout, layer, tmp_path):
+    adata = make_adata(40, 12, layout=layout)
+    adata.layers["counts"] = adata.X.copy()
+    normalized = dasksc.normalize(write_store(adata, tmp_path, "h5ad"), target_sum=1e4, layer=layer)
+    array = normalized.X if layer is None else normalized.layers[layer]
+    values = dense(array.compute())
+    for method in METHODS:
+        for axis in (None, 0, 1):
+            found = getattr(array, method)(axis=axis, keepdims=True).compute()
+            expected = getattr(values, method)(axis=axis, keepdims=True)
+            np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_an_array_with_sums_is_pickled():
     array, values = lazy("f4")
     np.testing.assert_array_equal(dense(pickle.loads(pickle.dumps(array)).compute()), values)

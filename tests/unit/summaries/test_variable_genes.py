@@ -145,7 +145,7 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
 
 
 @pytest.mark.parametrize("n_top_genes", [100, 400, 700])
-def test_genes_that_scanpy_does_not_choose_are_tied_in_a_batch(n_top_genes):
+def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
     # Many genes with few counts per batch have identical variances, as in an atlas of all genes.
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.lognormal(-2, 1.3, 2_000), (900, 2_000)).astype(np.float32)
@@ -153,6 +153,11 @@ def test_genes_that_scanpy_does_not_choose_are_tied_in_a_batch(n_top_genes):
     adata = ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
     theirs = of_scanpy(adata, n_top_genes, "seurat_v3", "batch")
     ours = dasksc.highly_variable_genes(adata, n_top_genes, "seurat_v3", "batch")
+    if not hasattr(importlib.import_module("scanpy.preprocessing._highly_variable_genes"), "aggregate"):
+        for name in ("highly_variable", "highly_variable_nbatches", "highly_variable_rank"):
+            np.testing.assert_array_equal(ours[name].to_numpy(float), theirs[name].to_numpy(float), err_msg=name)
+        return
+    # The moments of scanpy 1.12 differ in the last bits, so other genes are tied.
     is_tied = np.zeros(adata.n_vars, dtype=bool)
     for batch in obs["batch"].cat.categories:
         of_batch = dasksc.highly_variable_genes(adata[obs["batch"] == batch].copy(), n_top_genes, "seurat_v3")
