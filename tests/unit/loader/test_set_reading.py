@@ -14,6 +14,10 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc.errors import InputError
+from dasksc.executor.fetch_parts import part_of
+from dasksc.loader import components_of
+from dasksc.memory import model as memory_model
+from dasksc.storage.matrices import CSRMatrix
 from tests.support.data import write_store
 from tests.support.screens import CONTROL, N, dataset, numbers, screen, sets
 
@@ -95,6 +99,34 @@ def test_a_mask_of_controls_draws_as_their_labels_do(path: Path, expected: list[
     for mask in (is_control, is_control.tolist(), screen().obs.gene == "ctrl"):
         masked = dataset(path, sets(control=mask, match="line"))
         assert [numbers(batch) for batch in masked] == expected
+
+
+# --- Reads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("part_bytes", [2**25, 5_000])
+def test_targets_and_controls_are_read_together_in_ascending_order(
+    path: Path, part_bytes: int, layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+    fetch = CSRMatrix.fetch
+
+    def recorded(self: CSRMatrix, rows: Any) -> Any:
+        read.append(rows.tolist())
+        return fetch(self, rows)
+
+    monkeypatch.setattr(CSRMatrix, "fetch", recorded)
+    monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
+    data = dataset(path, sets(n_controls=2), scheduler="synchronous", layout=layout)
+    yielded = [row for batch in data for part in (batch, batch.control) for row in part.index.tolist()]
+    plan, n_parts = data.plan(0), components_of(data).projection.n_parts
+    assert (n_parts > 1) == (part_bytes < 2**25)
+    fetches = [plan.fetch(k).rows for k in range(plan.n_fetches)]
+    assert len(fetches) > 2
+    assert read == [part_of(rows, part, n_parts).tolist() for rows in fetches for part in range(n_parts)]
+    assert all(rows == sorted(rows) for rows in read)
+    assert sorted(row for rows in read for row in rows) == sorted(yielded)
 
 
 # --- Sizes, processes and states --------------------------------------------------------------------
