@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,47 @@ def test_a_state_of_every_step_resumes_with_the_very_next_batch(path: Path) -> N
         assert rest == (every[n_done:] if n_done < len(every) else rest)
         if n_done < len(every):
             assert numbers(next(iterator)) == every[n_done]
+
+
+def sets_of(batch: Any) -> Counter[tuple[Any, ...]]:
+    """Return the multiset of the sets of a batch: group, rows and rows of controls."""
+    rows, controls = (part.index.reshape(len(batch.sets), -1).tolist() for part in (batch, batch.control))
+    return Counter(zip(batch.sets.tolist(), map(tuple, rows), map(tuple, controls), strict=True))
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("equal_ranks", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+def test_ranks_of_another_number_resume_with_the_rest_of_the_sets(
+    path: Path, before: int, after: int, equal_ranks: bool, replace: bool
+) -> None:
+    def ranks_of(world_size: int) -> list[dasksc.scDataset]:
+        options = {"batch_size": 16, "world_size": world_size, "equal_ranks": equal_ranks}
+        return [dataset(path, sets(replace=replace), rank=rank, **options) for rank in range(world_size)]
+
+    def read(ranks: list[dasksc.scDataset], n_batches: int | None = None) -> Counter[tuple[Any, ...]]:
+        found: Counter[tuple[Any, ...]] = Counter()
+        for rank in ranks:
+            with closing(iter(rank)) as iterator:
+                for batch in islice(iterator, n_batches):
+                    found += sets_of(batch)
+                states.append(rank.state_dict())
+        return found
+
+    states: list[Any] = []
+    (every,) = ranks_of(1)
+    expected = read([every])
+    for n_batches in (1, 5, len(every) // before - 1):
+        states.clear()
+        found = read(ranks_of(before), n_batches)
+        assert states == states[:1] * before
+        resumed = ranks_of(after)
+        for rank in resumed:
+            rank.load_state_dict(states[0])
+        found += read(resumed)
+        assert not expected - found
+        # Before and after, every rank but one may have repeated a set to yield as many as the others.
+        assert (found - expected).total() <= (before - 1 + after - 1 if equal_ranks else 0)
 
 
 # --- Functions of batches ---------------------------------------------------------------------------
