@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anndata
-import distributed
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
@@ -21,8 +20,9 @@ from dasksc.executor.fetch_parts import part_of
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
-from tests.support.data import write_store
+from tests.support.data import write_store, zip_of
 from tests.support.screens import CONTROL, N, dataset, numbers, screen, sets
+from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
 
@@ -59,6 +59,7 @@ SOURCES: dict[str, Callable[[Path], Any]] = {
     "strings in Zarr": lambda folder: write_store(as_strings(), folder, "zarr3"),
     "dense in h5ad": lambda folder: write_store(dense(screen()), folder, "h5ad"),
     "dense in memory": lambda folder: dense(screen()),
+    "a zipped Zarr store": lambda folder: zip_of(write_store(screen(), folder, "zarr3")),
     "several": lambda folder: [
         write_store(screen()[:500].copy(), folder, "h5ad"),
         write_store(as_strings()[500:].copy(), folder, "zarr2"),
@@ -85,10 +86,26 @@ def test_negative_labels_are_the_same_from_any_source(tmp_path: Path) -> None:
     assert set(dataset(adata, every).groups.day) == {-1, 0, 14}
 
 
+@pytest.mark.parametrize("client", ["in_process_client", "two_process_client"])
 def test_a_cluster_yields_the_same_batches(
-    path: Path, expected: list[Any], in_process_client: distributed.Client
+    path: Path, expected: list[Any], client: str, request: pytest.FixtureRequest
 ) -> None:
-    assert [numbers(batch) for batch in dataset(path, scheduler=in_process_client)] == expected
+    scheduler = request.getfixturevalue(client)
+    assert [numbers(batch) for batch in dataset(path, scheduler=scheduler)] == expected
+
+
+def test_a_file_at_a_url_yields_the_same_batches_and_so_does_its_cache(
+    path: Path, expected: list[Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore")
+    sent_bytes = []
+    with serving(path.parent) as server:
+        for _ in range(2):
+            data = dasksc.open(f"{server.url}/{path.name}", cache=tmp_path / "cache")
+            assert [numbers(batch) for batch in dataset(data)] == expected
+            sent_bytes.append(server.faults.sent_bytes)
+    assert sent_bytes[0] > 0
+    assert sent_bytes[1] == sent_bytes[0]
 
 
 def test_csr_batches_hold_the_same_values(path: Path, expected: list[Any]) -> None:
