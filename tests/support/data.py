@@ -187,6 +187,17 @@ def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:
             adata.write_zarr(path)
 
 
+def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
+    """Zip a store; `metadata` is the compression method of files that are not chunks."""
+    archive = store.with_suffix(".zarr.zip")
+    with zipfile.ZipFile(archive, "w") as file:
+        for one in sorted(store.rglob("*")):
+            if one.is_file():
+                is_chunk = one.suffix != ".json" and not one.name.startswith(".z")
+                file.write(one, prefix + str(one.relative_to(store)), method if is_chunk else metadata or method)
+    return archive
+
+
 def dense(values: Any) -> NDArray[Any]:
     """Return any matrix as an ndarray, for comparison of values."""
     return values.toarray() if sp.issparse(values) else np.asarray(values)

@@ -33,7 +33,14 @@ import torch
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, SamplingStrategy, Streaming
+from dasksc import (
+    BlockShuffling,
+    BlockWeightedSampling,
+    CellSets,
+    ClassBalancedSampling,
+    SamplingStrategy,
+    Streaming,
+)
 from dasksc.integrations.data_module import DataModule
 from dasksc.train import Config, fit, load_model
 from dasksc.transforms.tokens import RankTokens, ValueBins
@@ -44,10 +51,12 @@ from tests.support.messages import messages
 __all__ = [
     "FACTORS",
     "RECORDED",
+    "UNIT_WAYS",
     "Atlas",
     "Case",
     "after_training",
     "cases",
+    "cases_of_units",
     "data_module",
     "differences",
     "digest_of",
@@ -145,6 +154,24 @@ STRATEGIES: dict[str, SamplingStrategy] = {
     "a user's": Backwards(),
 }
 FILTER = "n > 20 and kind != 'NK cell'"
+
+# Strategies that draw units of several rows or by a temperature. Their sets fit only some batch sizes, and only atlases
+# have controls. They are therefore no factor, but each is recorded with every start and world size.
+_MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}
+UNITS: dict[str, SamplingStrategy] = {
+    "sets": CellSets("kind", 2, block_size=2),
+    "sets of a number": CellSets(["kind", "donor"], 2, n_sets=40, weights="groups", indices=UNORDERED),
+    "sets with controls": CellSets(**_MATCHED, n_controls=2),
+    "sets with controls of any kind": CellSets(**_MATCHED, match=[], include_control=True, weights="groups"),
+    "sets with controls by row": CellSets("kind", 2, control="n < 30", match="donor", unmatched="loosen"),
+    "sets once": CellSets(["kind", "donor"], 2, replace=False),
+    "sets once with controls": CellSets(**_MATCHED, replace=False, incomplete="drop"),
+    "balanced by temperature": ClassBalancedSampling(KINDS, 4, temperature=3.0),
+    "shares": ClassBalancedSampling(label_key="kind", block_size=4, per_batch=True),
+    "shares by temperature": ClassBalancedSampling(KINDS, 2, temperature=2.0, per_batch=True, total_size=48),
+    "shares once": ClassBalancedSampling(KINDS, 4, smoothing=1.0, per_batch=True, replace=False),
+}
+UNIT_WAYS = ("h5ad", "zarr 3", "converted", "memory", "joined")
 
 # Data requested in addition to X, the type and the genes.
 ASKED: dict[str, dict[str, Any]] = {
@@ -288,6 +315,25 @@ def cases() -> Iterator[Case]:
             yield Case(strategy=strategy, way=way, world_size=world_size, start=start, **chosen)
 
 
+def cases_of_units() -> Iterator[Case]:
+    """Yield a case of each of `UNITS` with every start and world size; the ways and other values alternate."""
+    moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
+    for i, strategy in enumerate(UNITS):
+        for j, (world_size, start) in enumerate(moments):
+            yield Case(
+                strategy=strategy,
+                way=UNIT_WAYS[(i + j) % len(UNIT_WAYS)],
+                world_size=world_size,
+                start=start,
+                stored=FACTORS["stored"][i % 2],
+                yielded=FACTORS["yielded"][j % 2],
+                asked="obs",
+                ends=tuple(ENDS)[(i + j // 2) % len(ENDS)],
+                sizes="8x2",
+                scheduler=FACTORS["scheduler"][j // 2 % 2],
+            )
+
+
 def pairs_of(case: Case) -> set[tuple[Any, ...]]:
     """Return the pairs of values in a case, except that of strategy and way."""
     return {
@@ -413,7 +459,7 @@ _COUNTS = (*_COUNTS, "n_rank_batches", "n_rank_padded", "n_rank_dropped", "n_pad
 
 def _ranks(case: Case, atlas: Atlas, world_size: int, state: Any = None, **changed: Any) -> list[dasksc.scDataset]:
     way = WAYS[case.way]
-    strategy: SamplingStrategy = STRATEGIES[case.strategy]
+    strategy: SamplingStrategy = (STRATEGIES | UNITS)[case.strategy]
     drop_last, equal_ranks = ENDS[case.ends]
     batch_size, fetch_factor = SIZES[case.sizes]
     wanted = {**ASKED[case.asked], "layout": case.yielded}
@@ -464,8 +510,14 @@ def batches_of(case: Case, atlas: Atlas) -> str:
     if case.start == "resumed":
         state = state_of(case, atlas, case.world_size)
     elif case.start == "resumed elsewhere":
-        state = state_of(case, atlas, case.world_size % 3 + 1, **OTHER_SIZES)
+        state = state_of(case, atlas, case.world_size % 3 + 1, **_other_sizes(case))
     return rest_of(case, atlas, state)
+
+
+def _other_sizes(case: Case) -> dict[str, Any]:
+    # A batch that holds the share of every class keeps its size.
+    kept = {"batch_size"} if getattr(UNITS.get(case.strategy), "per_batch", False) else set()
+    return {name: size for name, size in OTHER_SIZES.items() if name not in kept}
 
 
 def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
@@ -602,7 +654,8 @@ def dumped(found: Any) -> str:
 def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
     """Return the computed and the recorded digest of each case that differs, for one group and one `Way`."""
     expected = recorded("batches.json")[group]
-    found = {case.name: batches_of(case, atlas) for case in cases() if case.way == way and case.name in expected}
+    every = [*cases(), *cases_of_units()]
+    found = {case.name: batches_of(case, atlas) for case in every if case.way == way and case.name in expected}
     assert found
     return {name: (one, expected[name]) for name, one in found.items() if one != expected[name]}
 
@@ -620,7 +673,9 @@ def record() -> None:
     with an_atlas() as atlas:
         some = {case.name: batches_of(case, atlas) for case in covering()}
         rest = {case.name: batches_of(case, atlas) for case in cases() if case.name not in some}
-        batches = {"some cases": some, "all other cases": rest, "other results": other_results(atlas)}
+        units = {case.name: batches_of(case, atlas) for case in cases_of_units()}
+        other = other_results(atlas)
+    batches = {"some cases": some, "all other cases": rest, "other results": other, "units": units}
     (RECORDED / "batches.json").write_text(dumped(batches))
     (RECORDED / "interface.txt").write_text(interface())
     record_messages()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import recorder
 from tests.support.interface import interface
-from tests.support.recorder import FACTORS, RECORDED, Atlas, recorded
+from tests.support.recorder import FACTORS, RECORDED, UNIT_WAYS, Atlas, recorded
 from tests.support.training import RTOL, train
 
 pytestmark = pytest.mark.core
@@ -27,6 +27,11 @@ def atlas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Atlas]:
 @pytest.mark.parametrize("way", FACTORS["way"])
 def test_batches_are_those_recorded(way: str, atlas: Atlas) -> None:
     assert recorder.differences("some cases", way, atlas) == {}
+
+
+@pytest.mark.parametrize("way", UNIT_WAYS)
+def test_batches_of_sets_and_shares_are_those_recorded(way: str, atlas: Atlas) -> None:
+    assert recorder.differences("units", way, atlas) == {}
 
 
 def test_other_results_are_those_recorded(atlas: Atlas) -> None:
@@ -44,6 +49,10 @@ def test_every_case_is_recorded_and_some_have_all_pairs_of_values() -> None:
     for factor in ("strategy", "way"):
         starts = {(getattr(case, factor), case.world_size, case.start) for case in every.values()}
         assert len(starts) == len(FACTORS[factor]) * len(FACTORS["world_size"]) * len(FACTORS["start"])
+
+
+def test_every_case_of_sets_and_shares_is_recorded() -> None:
+    assert [case.name for case in recorder.cases_of_units()] == [*recorded("batches.json")["units"]]
 
 
 def test_the_recorded_states_are_of_every_strategy_and_way() -> None:

@@ -27,21 +27,10 @@ from dasksc.errors import CorruptDataError, StorageError
 from dasksc.pushdown import matrix_of
 from dasksc.storage import open_matrix
 from dasksc.storage.zarr import reader, zipped
-from tests.support.data import batches, dense, make_adata, same, write_store
+from tests.support.data import batches, dense, make_adata, same, write_store, zip_of
 from tests.support.hostile import bounded
 
 pytestmark = pytest.mark.core
-
-
-def zip_of(store: Path, *, method: int = zipfile.ZIP_STORED, metadata: int | None = None, prefix: str = "") -> Path:
-    """Zip a store; `metadata` is the compression method of files that are not chunks."""
-    archive = store.with_suffix(".zarr.zip")
-    with zipfile.ZipFile(archive, "w") as file:
-        for one in sorted(store.rglob("*")):
-            if one.is_file():
-                is_chunk = one.suffix != ".json" and not one.name.startswith(".z")
-                file.write(one, prefix + str(one.relative_to(store)), method if is_chunk else metadata or method)
-    return archive
 
 
 @contextmanager
