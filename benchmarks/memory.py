@@ -23,6 +23,7 @@ from typing import Any
 
 import anndata
 import numpy as np
+import pandas as pd
 import scipy.sparse as sp
 from _atlas import add_options, atlas
 from _machine import rss_anon_bytes
@@ -42,14 +43,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layout", choices=["dense", "csr"], default="dense")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--no-mmap", action="store_true", help="read files instead of mapping them")
+    parser.add_argument(
+        "--control",
+        metavar="TYPE",
+        help="draw sets of --block cells of one type, each with as many control cells of this type",
+    )
     options = parser.parse_args(arguments)
     sizes = {"batch_size": options.batch, "fetch_factor": options.fetch // options.batch}
     path = atlas(options)
 
-    compile_kernels(layout=options.layout)
+    compile_kernels(layout=options.layout, control=options.control)
     dataset = dasksc.scDataset(
         path,
-        dasksc.BlockShuffling(block_size=options.block),
+        strategy_of(options.block, options.control),
         **sizes,
         layout=options.layout,
         mmap=not options.no_mmap,
@@ -79,13 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def compile_kernels(*, layout: str) -> None:
+def strategy_of(block: int, control: str | None) -> dasksc.SamplingStrategy:
+    """Return the strategy for blocks, or for sets of the same number of cells if there is a control."""
+    if control is None:
+        return dasksc.BlockShuffling(block_size=block)
+    return dasksc.CellSets("cell_type", set_size=block, control={"cell_type": control})
+
+
+def compile_kernels(*, layout: str, control: str | None = None) -> None:
     """Iterate over a few cells, so that the memory of compilation is part of the baseline."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "few.h5ad"
         X = sp.random(64, 32, density=0.2, format="csr", dtype=np.float32, random_state=0)
-        anndata.AnnData(X=X).write_h5ad(path)
-        few = dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, layout=layout, rank=0, world_size=1, seed=0)
+        obs = pd.DataFrame({"cell_type": [control or "a", "another"] * 32}, index=np.arange(64).astype(str))
+        anndata.AnnData(X=X, obs=obs).write_h5ad(path)
+        few = dasksc.scDataset(path, strategy_of(4, control), 8, layout=layout, rank=0, world_size=1, seed=0)
         for _ in few:
             pass
 

@@ -9,11 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dasksc.kernels.vectors import N_STEPS, n_below, n_sums_below, nonzero_bits, sum_of
+from dasksc.kernels.vectors import (
+    N_STEPS,
+    hash_columns,
+    hashed,
+    n_below,
+    n_sums_below,
+    nonzero_bits,
+    sum_of,
+    thin_small,
+)
 
 pytestmark = pytest.mark.core
 
-WORDS = arrays(np.uint32, N_STEPS + 3, elements=st.sampled_from([0, 1, 2, 7, 2**31, 2**32 - 1]))
+HIGHEST = 2**32 - 1
+WORDS = arrays(np.uint32, N_STEPS + 3, elements=st.sampled_from([0, 1, 2, 7, 2**31, HIGHEST]))
 
 
 @numba.njit
@@ -43,3 +53,97 @@ def test_steps_and_running_sums_are_counted_as_by_numpy(values, start, value):
     sums = np.cumsum(some, dtype=np.uint32)
     expected = (some < value).sum(), (sums < value).sum(), sums[-1]
     assert all_from(values, start, np.uint32(value)) == expected
+
+
+# --- Hashes -----------------------------------------------------------------------------------------
+
+
+@numba.njit
+def hash_of(x):
+    return hashed(np.uint32(x))
+
+
+@numba.njit
+def hashes_from(columns, start, factor, offset, words):
+    hash_columns(columns.ctypes.data, words.ctypes.data, start, columns, np.uint32(factor), np.uint32(offset))
+
+
+def triple32(x):
+    """Return the hash triple32 of 32 bits."""
+    x ^= x >> 17
+    x = x * 0xED5AD4BB & HIGHEST
+    x ^= x >> 11
+    x = x * 0xAC4C1B51 & HIGHEST
+    x ^= x >> 15
+    x = x * 0x31848BAB & HIGHEST
+    return x ^ x >> 14
+
+
+@given(st.integers(0, HIGHEST) | st.sampled_from([0, 1, 2**31, HIGHEST]))
+def test_hashes_are_those_of_python(x):
+    assert hash_of(x) == triple32(x)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8"])
+@given(data=st.data(), start=st.integers(0, 3), factor=st.integers(0, HIGHEST), offset=st.sampled_from([0, 5, HIGHEST]))
+def test_columns_of_every_integer_type_are_hashed_and_no_others(dtype, data, start, factor, offset):
+    highest = min(int(np.iinfo(dtype).max), HIGHEST)
+    numbers = st.integers(0, highest) | st.sampled_from([0, 1, highest])
+    columns = data.draw(arrays(dtype, N_STEPS + 3, elements=numbers))
+    words = np.full(N_STEPS + 3, 77, np.uint32)
+    hashes_from(columns, start, factor, offset, words)
+    expected = [77] * len(words)
+    for k in range(start, start + N_STEPS):
+        expected[k] = triple32((int(columns[k]) * factor + offset) & HIGHEST)
+    assert words.tolist() == expected
+
+
+# --- Small counts -----------------------------------------------------------------------------------
+
+# Steps of 1 count, of 2 and of 3, as `steps` of `thin_small` has them.
+STEPS = (1000, 500, 2000, 300, 1500, 4000)
+
+
+@numba.njit
+def thinned_from(values, words, start, steps):
+    return thin_small(values.ctypes.data, words.ctypes.data, start, values, steps)
+
+
+def thinned(value, word, steps):
+    """Return the thinned value, and whether it remains unthinned."""
+    # Smaller counts have the highest word in place of the steps that they lack.
+    own = {0: [], 1: steps[:1], 2: steps[1:3], 3: steps[3:]}.get(float(value))
+    if own is None or word in own or (len(own) < 3 and word == HIGHEST):
+        return value, True
+    return sum(word >= step for step in own), False
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f4", "f8"])
+@given(data=st.data(), start=st.integers(0, 3), has_others=st.booleans())
+def test_small_counts_are_thinned_as_by_python_and_others_stay(dtype, data, start, has_others):
+    others = [4, 5, 100] + [-1, -3] * (dtype != "u1") + [0.5, 2.5, -0.0, np.nan, np.inf] * (dtype[0] == "f")
+    others += [2**32 + 1, 2**40] * (dtype == "i8")
+    near = sorted({step + more for step in STEPS for more in (-1, 0, 1)} | {0, 2**31, HIGHEST - 1, HIGHEST})
+    n = 64 + 3
+    values = data.draw(arrays(dtype, n, elements=st.sampled_from([0, 1, 2, 3] + others * has_others)))
+    words = data.draw(arrays(np.uint32, n, elements=st.sampled_from(near)))
+    changed, unchanged = values.copy(), words.copy()
+    bits = int(thinned_from(changed, words, start, tuple(map(np.uint32, STEPS))))
+    expected, remains = values.copy(), []
+    for k in range(start, start + 64):
+        expected[k], is_left = thinned(values[k], int(words[k]), STEPS)
+        remains.append(is_left)
+    np.testing.assert_array_equal(changed, expected)
+    np.testing.assert_array_equal(words, unchanged)
+    assert [bits >> k & 1 == 1 for k in range(64)] == remains
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", "i8", "f4", "f8"])
+def test_every_small_count_meets_every_word_about_a_step(dtype):
+    near = sorted({step + more for step in STEPS for more in (-1, 0, 1)} | {0, HIGHEST - 1, HIGHEST})
+    for word in near:
+        values, words = np.resize(np.arange(5), 64).astype(dtype), np.full(64, word, np.uint32)
+        expected = [thinned(value, word, STEPS) for value in values]
+        bits = int(thinned_from(values, words, 0, tuple(map(np.uint32, STEPS))))
+        assert values.tolist() == [value for value, _ in expected]
+        assert [bits >> k & 1 == 1 for k in range(64)] == [is_left for _, is_left in expected]

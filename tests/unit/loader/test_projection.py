@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("projection")
     csr = sp.random(N_OBS, N_VARS, density=0.4, format="csr", dtype=np.float32, random_state=0)
     paths = {name: folder / name for name in ("plain.h5ad", "gzip.h5ad", "dense.h5ad", "scaled.h5ad")}
-    obs = pd.DataFrame({"cell_type": "a"}, index=np.arange(N_OBS).astype(str))
+    obs = pd.DataFrame({"cell_type": np.resize(list("abc"), N_OBS)}, index=np.arange(N_OBS).astype(str))
     sparse, dense = anndata.AnnData(X=csr, obs=obs), anndata.AnnData(X=csr.toarray(), obs=obs)
     sparse.write_h5ad(paths["plain.h5ad"])
     sparse.write_h5ad(paths["gzip.h5ad"], compression="gzip", compression_opts=1)
@@ -42,6 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths | {"csr.zarr": write_store(sparse, folder, "zarr3", "csr")}
 
 
+SETS = ["--control", "a", "--fetch", str(FETCH // 2)]
 # Every storage of rows, mapped or not, and both layouts of batches for rows that are mapped, read or decoded.
 CASES = [
     # Mapped pages do not count as anonymous memory; only batches are held.
@@ -51,6 +52,9 @@ CASES = [
     ("dense.h5ad", [], FETCH * N_VARS * 4),
     ("csr.zarr", ["--layout", "csr"], FETCH * N_VARS * 0.4 * 8),
     ("scaled.h5ad", [], FETCH * N_VARS * 0.4 * 4),
+    # A fetch holds as many control cells as targets.
+    ("plain.h5ad", [*SETS, "--no-mmap", "--layout", "csr"], FETCH * N_VARS * 0.4 * 8),
+    ("gzip.h5ad", SETS, FETCH * N_VARS * 0.4 * 8),
 ]
 
 
