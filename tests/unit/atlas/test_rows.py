@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,6 @@ from dasksc.storage.hdf5 import strings as hdf5_strings
 pytestmark = pytest.mark.faults
 
 N = 2**20
-NAME_BYTES = sys.getsizeof("AAACCTGAG000000000-1") + 8
 PIECES = [
     (splitting, "_PIECE_ROWS"),
     (filtering, "_PIECE_ROWS"),
@@ -139,18 +137,23 @@ def test_passes_over_every_row_take_few_bytes_per_row(
     assert bytes_a_row(work, path_of, N, 2 * N) <= allowed + of_columns
 
 
-@pytest.mark.parametrize(("group_by", "verify"), [(None, False), ("cell_type", False), (None, True)])
-def test_converting_takes_few_bytes_a_row_beside_the_tables(
-    group_by: str | None, verify: bool, path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CONVERSIONS: list[dict[str, Any]] = [{}, {"group_by": "cell_type"}, {"verify": True}, {"filter": "n_counts >= 0"}]
+
+
+@pytest.mark.parametrize("options", CONVERSIONS)
+def test_converting_takes_few_bytes_a_row_beside_the_columns(
+    options: dict[str, Any], path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_pieces_of(2**12, monkeypatch)
     monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
 
     def converted(path: str) -> Any:
         target = tmp_path / "atlas.zarr"
-        return dasksc.convert(path, target, group_by=group_by, overwrite=True, verify=verify, scheduler="sync")
+        return dasksc.convert(path, target, overwrite=True, scheduler="sync", **options)
 
-    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= 16 + 1 + 4 + NAME_BYTES
+    # A filter copies the columns.
+    of_columns = (1 + 4) * (2 if "filter" in options else 1)
+    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= 16 + of_columns
 
 
 # --- Identical results ------------------------------------------------------------------------------
