@@ -51,13 +51,26 @@ def of_memory(n_bytes: int) -> process_memory.Limit:
 def epoch(path: Path, strategy: Any, **options: Any) -> list[dict[str, Any]]:
     settings = {"batch_size": 8, "fetch_factor": 3, "seed": 0, "rank": 0, "world_size": 1, **options}
     dataset = dasksc.scDataset(path, strategy, obs=["int64"], layers=["counts"], **settings)
-    return [{"X": b.X.clone(), "counts": b.layers["counts"].clone(), "index": b.index} for b in dataset]
+    return [entries(batch) for batch in dataset]
+
+
+def entries(batch: dasksc.Batch) -> dict[str, Any]:
+    found = {"X": batch.X, "counts": batch.layers["counts"]}
+    found = {
+        name: values.clone() if values.layout == torch.strided else values.to_dense() for name, values in found.items()
+    }
+    found |= {"index": batch.index, "int64": batch.obs["int64"]}
+    if hasattr(batch, "control"):
+        found |= {f"control {name}": values for name, values in entries(batch.control).items()}
+    return found | ({"sets": batch.sets} if hasattr(batch, "sets") else {})
 
 
 STRATEGIES = {
     "streaming": lambda block: dasksc.Streaming(),
     "shuffled": lambda block: dasksc.BlockShuffling(block),
     "weighted": lambda block: dasksc.BlockWeightedSampling(block, weights=np.arange(N_OBS), total_size=150),
+    "balanced": lambda block: dasksc.ClassBalancedSampling(block_size=block, label_key="cell_type", total_size=150),
+    "sets": lambda block: dasksc.CellSets("text", 4, control={"flag": True}, block_size=block),
 }
 
 
@@ -68,16 +81,24 @@ STRATEGIES = {
     block=st.integers(1, 16),
     fetch_factor=st.integers(1, 9),
     scheduler=st.sampled_from(["threads", "synchronous"]),
+    layout=st.sampled_from(["dense", "csr"]),
+    past_cache=st.booleans(),
 )
-def test_the_way_of_reading_changes_no_batch(path, mib, mmap, strategy, block, fetch_factor, scheduler) -> None:
-    options = {"fetch_factor": fetch_factor, "scheduler": scheduler}
+def test_the_way_of_reading_changes_no_batch(
+    path, mib, mmap, strategy, block, fetch_factor, scheduler, layout, past_cache
+) -> None:
+    options = {"fetch_factor": fetch_factor, "scheduler": scheduler, "layout": layout}
     expected = epoch(path, STRATEGIES[strategy](block), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_memory, "memory_limit", lambda: of_memory(mib * MIB))
         patch.setattr(process_memory, "own_bytes", lambda: 0)
+        if past_cache:
+            patch.setattr(files, "_SHORT_BYTES", 0)
+            patch.setattr(files, "_seem_cached", lambda *_: False)
         found = epoch(path, STRATEGIES[strategy](block), mmap=mmap, **options)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
         assert all(one[name].equal(other[name]) for name in one)
 
 
