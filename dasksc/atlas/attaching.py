@@ -115,9 +115,9 @@ def names_digest_of(root: Any, where: Any) -> str | None:
     return digest_names(pieces)
 
 
-def path_names(path: str) -> Iterator[list[str]]:
+def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
     """Yield the names of the cells of the atlas at a path, in pieces."""
-    options = OpenOptions()
+    options = OpenOptions() if options is None else options
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
         if matrices := cell_ranger_matrices(root):  # a file of several has no names without a choice of one

@@ -12,12 +12,14 @@ import pandas as pd
 import zarr
 from anndata import AnnData
 from anndata.io import read_elem
+from numpy.typing import NDArray
 
 from dasksc.atlas.options import OpenOptions
 from dasksc.storage import RemoteLocation
 from dasksc.storage.hdf5.strings import read_strings, strings_in_pieces
 
 __all__ = [
+    "any_equal",
     "any_repeat",
     "digest_names",
     "is_nameless",
@@ -63,8 +65,13 @@ def any_repeat(names: pd.Index[Any]) -> bool:
     if len(names) < _FEW_NAMES:
         return not names.is_unique
     hashes = np.fromiter(map(hash, names.to_numpy()), dtype=np.int64, count=len(names))
-    hashes.sort()
-    return bool((hashes[1:] == hashes[:-1]).any()) and not names.is_unique
+    return any_equal(hashes) and not names.is_unique
+
+
+def any_equal(numbers: NDArray[np.int64]) -> bool:
+    """Sort numbers in place; return True if two of them are equal."""
+    numbers.sort()
+    return bool((numbers[1:] == numbers[:-1]).any())
 
 
 def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
@@ -104,8 +111,12 @@ def _pieces_of_hdf5(index: h5py.Dataset, path: Any) -> Iterator[list[str]]:
 
 
 def _pieces_of(array: Any, n: int, first: int = 0) -> Iterator[list[str]]:
-    for start in range(first, n, _PIECE):
-        yield np.asarray(array[start : start + _PIECE]).astype(object).tolist()
+    # A chunk of Zarr is decoded as a whole.
+    n_together = max([_PIECE, *(getattr(array, "chunks", None) or ())])
+    for begin in range(first, n, n_together):
+        read = np.asarray(array[begin : begin + n_together])
+        for start in range(0, len(read), _PIECE):
+            yield read[start : start + _PIECE].astype(object).tolist()
 
 
 def digest_names(pieces: Iterable[Sequence[str]]) -> str:

@@ -248,7 +248,8 @@ def _nameless_obs(
         joined[label] = pd.Categorical.from_codes(
             np.repeat(origins, [len(obs) for obs in tables]), categories=list(keys)
         )
-    return joined.set_axis(nameless_index(len(joined)))
+    joined.index = nameless_index(len(joined))  # set_axis would copy the columns
+    return joined
 
 
 def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:

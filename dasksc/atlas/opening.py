@@ -33,7 +33,7 @@ from dasksc.atlas.stored_anndata import open_path
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Cache, UseMmap
 
-__all__ = ["is_several", "open", "several_of"]
+__all__ = ["is_several", "open", "several_of", "warn_of_repeated_names"]
 
 logger = logging.getLogger("dasksc.collection")
 
@@ -181,7 +181,6 @@ def open(
         "fill_value": fill_value,
     }
     label_options = {name: value for name, value in given.items() if value is not None}
-    remedy = "adata.obs_names_make_unique() makes them unique"
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         names = False  # AnnData would convert the numbers to strings
     if not names and index_unique is not None:
@@ -217,20 +216,36 @@ def open(
             result = _open_several(
                 parts, obs, options, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
             )
-            if index_unique is None:
-                remedy = "index_unique='-' adds the key of its atlas to each"
         if attach is not None:
             attach_elements(result, attach, options)
     if not names:
         number_rows(result)
     elif any_repeat(result.obs_names):
-        is_path = isinstance(data, str | os.PathLike)
-        what = quoted(data) if is_path else "the AnnData given" if parts is None else f"{len(parts)} atlases"
-        logger.warning("obs_names repeat in %s; %s", what, remedy)
+        warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
     # An AnnData that a data set opens again was checked when it was first opened.
     if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result
+
+
+def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
+    """Log that names of cells repeat.
+
+    Parameters
+    ----------
+    data
+        As for `open`.
+    n_atlases
+        Number of atlases that `data` represents; None if it is an atlas itself.
+    has_keys
+        True if the names end with the keys of their atlases.
+    """
+    is_path = isinstance(data, str | os.PathLike)
+    what = quoted(data) if is_path else "the AnnData given" if n_atlases is None else f"{n_atlases} atlases"
+    remedy = "adata.obs_names_make_unique() makes them unique"
+    if not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
+        remedy = "index_unique='-' adds the key of its atlas to each"
+    logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
 def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:

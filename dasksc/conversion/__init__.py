@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from dasksc import config
 from dasksc.atlas.concat import Join, collecting_dropped
-from dasksc.atlas.opening import open
-from dasksc.atlas.options import Openable
+from dasksc.atlas.opening import open, warn_of_repeated_names
+from dasksc.atlas.options import Openable, OpenOptions
+from dasksc.atlas.unread_names import UnreadNames
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
+from dasksc.conversion.names import StagedNames
 from dasksc.conversion.rows import Order
 from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
@@ -24,6 +26,7 @@ from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
+from dasksc.storage import Cache
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -218,9 +221,12 @@ def convert(
     for path in paths_of(data):
         check_target(path, work_folder.target)
     resolved = resolve_scheduler(scheduler)
+    options = OpenOptions(storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+    unread = None if index_unique is not None else UnreadNames.of(data, options)
     with collecting_dropped() as left_out:
         adata = open(
             data,
+            names=unread is None,
             join=join,
             label=label,
             keys=recipe.keys,
@@ -233,24 +239,29 @@ def convert(
             genome=genome,
         )
     obsp = [f"obsp/{name}" for name in adata.obsp]
-    subset = subset_of(adata, filter, request)
+    subset = subset_of(adata, filter, request, has_names=unread is None)
     adata = subset.adata
     for name in recipe.grouped_by:
         if name not in adata.obs:
             raise MissingKeyError(
                 f"obs has no column {name!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
             )
-    check_tables(adata)
+    staged = work_folder.folder / "names"
+    names = None if unread is None else StagedNames(unread=unread, rows=subset.rows, folder=staged)
+    check_tables(adata, names)
     matrices = matrices_of(adata)
     for matrix in matrices.values():
         for leaf in leaves_read(matrix):
             # The label of a matrix in memory contains no path.
             check_target(leaf.label.rpartition(":/")[0], work_folder.target)
-    job = Conversion(adata, matrices, work_folder, recipe, limit=limit, scheduler=resolved)
+    job = Conversion(adata, matrices, work_folder, recipe, names=names, limit=limit, scheduler=resolved)
     plan = plan_of(adata, matrices, data, recipe)
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
+                # Written again when a conversion is resumed, since its plan does not identify the names.
+                if names is not None and names.write(adata.n_obs):
+                    warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)
                 work_folder.publish(overwrite=overwrite)
     except KeyboardInterrupt as error:

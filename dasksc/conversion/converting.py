@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dasksc.conversion.arguments import Recipe
 from dasksc.conversion.inputs import leaves_read
+from dasksc.conversion.names import StagedNames
 from dasksc.conversion.rows import row_order
 from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
 from dasksc.conversion.staging import Staging
@@ -42,6 +43,8 @@ _PIECE_VALUES = 2**22
 _PIECE_ROWS = 2**20
 # Memory per value while it is gathered: the stored value, a copy with wide column indices, and the output.
 _VALUE_BYTES = 24
+# Estimate of the bytes per name on disk, in its temporary file and in the store.
+_NAME_BYTES = 64
 
 
 class Conversion:
@@ -57,6 +60,8 @@ class Conversion:
         Work folder of the target.
     recipe
         Arguments of the conversion.
+    names
+        Names of the cells of `adata` if it has none.
     limit
         Memory to use, in bytes.
     scheduler
@@ -70,11 +75,13 @@ class Conversion:
         work_folder: StoreWorkFolder,
         recipe: Recipe,
         *,
+        names: StagedNames | None,
         limit: int,
         scheduler: FetchScheduler,
     ) -> None:
         self._recipe = recipe
         self._adata = adata
+        self._names = names
         self._matrices = matrices
         self._work_folder = work_folder
         self._limit = limit
@@ -102,12 +109,12 @@ class Conversion:
                 self._written(runner, key, self._copies[key], budget, in_runs=key in self._staged)
             written = mapped_array(self._order)
             how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
-            write_tables(self._adata, work_folder.folder / "tables", work_folder.store, written, how)
+            write_tables(self._adata, work_folder.folder / "tables", work_folder.store, written, how, self._names)
             if verify:
                 try:
                     for key, matrix in self._matrices.items():
                         self._verify(runner, key, matrix, rows[key], budget)
-                    check_obs(self._adata, work_folder.store, written)
+                    check_obs(self._adata, work_folder.store, written, self._names)
                 except CorruptDataError:
                     # Either the output or the scan of the input is wrong, so neither can be resumed from.
                     work_folder.clear()
@@ -215,6 +222,8 @@ class Conversion:
         n_obs = self._adata.n_obs
         total = float(self._adata.obs.memory_usage(deep=True).sum())
         total += 8 * n_obs * (not self._order.exists())
+        if self._names is not None:
+            total += _NAME_BYTES * n_obs
         runs = 0.0
         for key, matrix in self._matrices.items():
             copy = self._copies.get(key)

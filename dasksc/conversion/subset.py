@@ -13,6 +13,7 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.assemble import assemble, unchecked
+from dasksc.atlas.cell_names import nameless_index, number_rows
 from dasksc.atlas.elements import Unwrapped
 from dasksc.atlas.filtering import holds
 from dasksc.atlas.options import OpenOptions
@@ -32,6 +33,8 @@ class Subset:
     ----------
     adata
         Selected cells and genes, with lazy matrices that have not been read.
+    rows
+        Rows of the selected cells, ascending; None for all.
     match
         Result of matching the names of genes; None if no names were given.
     left_out
@@ -39,11 +42,12 @@ class Subset:
     """
 
     adata: AnnData
+    rows: NDArray[np.int64] | None
     match: GeneMatch | None
     left_out: tuple[str, ...]
 
 
-def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Subset:
+def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest, *, has_names: bool) -> Subset:
     """Return the cells for which an expression over obs holds, and the requested columns of X and of layers.
 
     Parameters
@@ -54,6 +58,8 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
         As for `dasksc.rows_where`; None for all cells.
     genes
         Genes to keep, as for `scDataset`. ``raw`` keeps its own.
+    has_names
+        True if the names of cells were read.
 
     Raises
     ------
@@ -67,10 +73,14 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
         raise InputError(f"filter={expression!r} matches none of the {adata.n_obs} cells")
     columns, match = genes.columns_of(adata.var, adata.n_vars)
     if rows is None and columns is None:
-        return Subset(adata=adata, match=None, left_out=())
+        return Subset(adata=adata, rows=None, match=None, left_out=())
 
     def of_cells(array: da.Array | None, kept: Columns | None = None) -> Unwrapped | None:
         return None if array is None else Unwrapped(matrix=_selected(matrix_of(array), rows, kept))
+
+    def of_table(table: pd.DataFrame) -> pd.DataFrame:
+        taken = table if rows is None else table.iloc[rows]
+        return taken if has_names else taken.set_axis(nameless_index(len(taken)))
 
     # From AnnData 0.13 on, layers[None] is X.
     layers = {name: of_cells(array, columns) for name, array in adata.layers.items() if name is not None}
@@ -78,11 +88,14 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
     with unchecked():
         subset = assemble(
             x=of_cells(adata.X, columns),
-            obs=adata.obs if rows is None else adata.obs.iloc[rows],
+            obs=of_table(adata.obs),
             var=adata.var if columns is None else _genes(adata.var, columns, match, genes.key),
             uns=adata.uns,
             layers=layers,
-            obsm={name: _cells_of(element, rows) for name, element in adata.obsm.items()},
+            obsm={
+                name: of_table(element) if isinstance(element, pd.DataFrame) else _cells_of(element, rows)
+                for name, element in adata.obsm.items()
+            },
             varm={} if is_changed else {name: _columns_of(one, columns) for name, one in adata.varm.items()},
             obsp={},
             varp={} if is_changed else {name: _square(one, columns) for name, one in adata.varp.items()},
@@ -91,9 +104,14 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest) -> Sub
             else {"X": of_cells(adata.raw.X), "var": adata.raw.var, "varm": dict(adata.raw.varm)},
             options=OpenOptions(),
         )
+    if not has_names:
+        number_rows(subset)
     lost: Mapping[str, Any] = {"varm": adata.varm, "varp": adata.varp} if is_changed else {}
     return Subset(
-        adata=subset, match=match, left_out=tuple(f"{group}/{name}" for group, held in lost.items() for name in held)
+        adata=subset,
+        rows=rows,
+        match=match,
+        left_out=tuple(f"{group}/{name}" for group, held in lost.items() for name in held),
     )
 
 
@@ -113,7 +131,7 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
         return element
     if isinstance(element, da.Array):
         return Unwrapped(matrix=ReorderedMatrix(matrix_of(element), rows))
-    return element.iloc[rows] if isinstance(element, pd.DataFrame) else element[rows]
+    return element[rows]
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
+from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.elements import as_anndata_writes, write_group
@@ -88,8 +89,15 @@ def _advice(what: str) -> str:
     )
 
 
-def check_tables(adata: anndata.AnnData) -> None:
+def check_tables(adata: anndata.AnnData, names: StagedNames | None) -> None:
     """Check that AnnData can write the tables and uns, by writing a row of each table, and uns, to memory.
+
+    Parameters
+    ----------
+    adata
+        Input.
+    names
+        Names of its cells if it has none.
 
     Raises
     ------
@@ -97,9 +105,12 @@ def check_tables(adata: anndata.AnnData) -> None:
         If AnnData cannot write an element. The message names the column.
     """
     with as_anndata_writes():
-        for path, element, _ in _elements(adata):
+        first = None if names is None else names.first()
+        for path, element, has_cells in _elements(adata):
             if isinstance(element, pd.DataFrame):
                 part: Any = element.iloc[:1]
+                if has_cells and first is not None:
+                    part = part.set_axis(first)
                 columns = {f"{path} column {name!r}": part[[name]] for name in part}
             elif path == "uns":
                 part, columns = element, {f"uns[{name!r}]": {name: value} for name, value in element.items()}
@@ -124,7 +135,12 @@ def _error_of_writing(element: Any) -> Exception | None:
 
 
 def write_tables(
-    adata: anndata.AnnData, folder: Path, store: Path, order: NDArray[np.int64], how: Mapping[str, Any]
+    adata: anndata.AnnData,
+    folder: Path,
+    store: Path,
+    order: NDArray[np.int64],
+    how: Mapping[str, Any],
+    names: StagedNames | None,
 ) -> None:
     """Write obs in its new order, var, varm, varp and uns, and finally the metadata of the store.
 
@@ -140,6 +156,8 @@ def write_tables(
         Row of `adata` for each row of the store, shape (n_obs,), int64.
     how
         Description of the order, stored as an attribute for ``dasksc info``.
+    names
+        Names of the cells of `adata` if it has none.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with as_anndata_writes():
@@ -148,7 +166,7 @@ def write_tables(
             if not has_cells:
                 write_elem(written, str(i), element)
             elif isinstance(element, pd.DataFrame):
-                _write_in_order(written, str(i), element, order)
+                _write_in_order(written, str(i), element, order, names)
             else:
                 write_elem(written, str(i), element[order])
             shutil.rmtree(store / path, ignore_errors=True)
@@ -162,24 +180,27 @@ def write_tables(
         zarr.consolidate_metadata(str(store))
 
 
-def _write_in_order(parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64]) -> None:
+def _write_in_order(
+    parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64], names: StagedNames | None
+) -> None:
     """Write a table of cells in a new order, with one piece of a column in memory at a time."""
-    write_elem(parent, name, table.iloc[order[:_PIECE_ROWS]])
+    first = table.iloc[order[:_PIECE_ROWS]]
+    write_elem(parent, name, first if names is None else first.set_axis(names.index(order[:_PIECE_ROWS])))
     if len(order) <= _PIECE_ROWS:
         return
     group = cast(zarr.Group, parent[name])
-    for column, values in _columns(table, group):
+    for column, values in _columns(table, group, names):
         for stored, rows_of in _arrays(group[column], values):
             stored.resize((len(order),))
             for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
                 stored[start:stop] = rows_of(order[start:stop])
 
 
-def _columns(table: pd.DataFrame, group: zarr.Group) -> Iterator[tuple[str, Any]]:
+def _columns(table: pd.DataFrame, group: zarr.Group, names: StagedNames | None) -> Iterator[tuple[str, Any]]:
     """Yield the columns of a table and finally its index, with their names in the group that AnnData writes."""
     for column, values in table.items():
         yield str(column), values.array
-    yield str(group.attrs["_index"]), table.index.array
+    yield str(group.attrs["_index"]), table.index.array if names is None else names
 
 
 def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[NDArray[np.int64]], NDArray[Any]]]]:
@@ -220,8 +241,10 @@ def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
         yield "raw/varm", dict(adata.raw.varm), False
 
 
-def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> None:
+def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
     """Compare the written obs with that of the input, with one piece of a column in memory at a time.
+
+    `names` are those of the cells of `adata` if it has none.
 
     Raises
     ------
@@ -234,10 +257,12 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
             written = cast(zarr.Group, zarr.open_group(store, mode="r")["obs"])
             differing = [
                 name
-                for name, values in _columns(expected, written)
+                for name, values in _columns(expected, written, names)
                 if name not in written or not _is_written(written[name], values, order)
             ]
-            names, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
+            index, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
+            if names is not None and index not in differing and not names.are_those_of_input():
+                differing.append(index)
         # The libraries may raise any exception on damaged metadata.
         except Exception as error:
             if not is_of_content(error):
@@ -247,7 +272,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64]) -> 
                 "may be failing. The written data are removed; convert again."
             ) from error
     if differing or columns != list(expected.columns):
-        what = ["the names of the cells" if name == names else name for name in differing] or ["its columns"]
+        what = ["the names of the cells" if name == index else name for name in differing] or ["its columns"]
         raise CorruptDataError(
             f"{store}: obs differs from the input's in {', '.join(what)}. The disk or "
             "memory may be failing. The written data are removed; convert again."

@@ -18,7 +18,7 @@ from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, maps
 
-__all__ = ["read_strings", "strings_in_pieces"]
+__all__ = ["read_strings", "strings_at", "strings_in_pieces"]
 
 _REFERENCE_BYTES = 16
 # Number of strings created at a time.
@@ -79,13 +79,17 @@ def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iter
         if kernels.locate_strings(references, data, starts, sizes) >= 0:
             yield None
             return
-        packed = np.empty(int(sizes.sum()), dtype=np.uint8)
-        is_ascii = kernels.copy_strings(data, starts, sizes, packed)
-        ends = np.cumsum(sizes)
-        places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
-        if is_ascii:
-            text = packed.tobytes().decode("ascii")
-            yield [text[start:end] for start, end in places]
-        else:
-            raw = packed.tobytes()
-            yield [raw[start:end].decode("utf-8", "surrogateescape") for start, end in places]
+        yield strings_at(data, starts, sizes)
+
+
+def strings_at(data: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[str]:
+    """Return the strings in given byte ranges; surrogates stand for bytes that are not UTF-8."""
+    packed = np.empty(int(sizes.sum()), dtype=np.uint8)
+    is_ascii = kernels.copy_strings(data, starts, sizes, packed)
+    ends = np.cumsum(sizes)
+    places = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+    if is_ascii:
+        text = packed.tobytes().decode("ascii")
+        return [text[start:end] for start, end in places]
+    raw = packed.tobytes()
+    return [raw[start:end].decode("utf-8", "surrogateescape") for start, end in places]

@@ -707,6 +707,30 @@ def test_many_names_are_compared_by_their_hashes(monkeypatch, tmp_path, caplog):
     assert "obs_names repeat" in caplog.text
 
 
+@pytest.mark.parametrize("n_atlases", [1, 2])
+@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
+def test_opening_looks_for_repeated_names_at_most_once(
+    n_atlases: int, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = []
+    for number in range(n_atlases):
+        adata = make_adata(n_obs=37)
+        adata.obs_names = [f"{number}-{name}" for name in adata.obs_names]
+        paths.append(write_store(adata, tmp_path, format, name=f"atlas{number}"))
+    scanned: list[str] = []
+    stored = vars(pd.Index)["is_unique"]
+
+    def is_unique(index: pd.Index[Any]) -> bool:
+        scanned.extend(map(str, index))
+        return bool(stored.fget(index))
+
+    # A result is kept by its index, as by that of pandas, so only computations are counted.
+    monkeypatch.setattr(pd.Index, "is_unique", type(stored)(is_unique))
+    opened = dasksc.open(paths[0] if n_atlases == 1 else paths)
+    assert opened.obs_names[0] in scanned
+    assert max(map(scanned.count, opened.obs_names)) == 1
+
+
 @pytest.mark.parametrize("names", [True, False])
 def test_names_of_an_open_atlas_are_used_without_opening_it_again(
     names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +29,6 @@ from dasksc.storage.hdf5 import strings as hdf5_strings
 pytestmark = pytest.mark.faults
 
 N = 2**20
-NAME_BYTES = sys.getsizeof("AAACCTGAG000000000-1") + 8
 PIECES = [
     (splitting, "_PIECE_ROWS"),
     (filtering, "_PIECE_ROWS"),
@@ -108,6 +106,10 @@ def resumed(path: str, strategy: Any, batch_size: int) -> Any:
     return next(iter(continued))
 
 
+def checked(data: Any) -> Any:
+    return dasksc.check(dataset(data, dasksc.BlockShuffling(64), obs=["cell_type"]))
+
+
 # For each name: the operation, its limit in bytes per row, and the bytes per row of the columns that it reads.
 WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "first balanced batch": (balanced, 8, 1),
@@ -116,7 +118,7 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "split": (lambda path: dasksc.split(path), 16, 0),
     "split, stratified": (lambda path: dasksc.split(path, stratify="cell_type"), 16, 1),
     "split by groups": (lambda path: dasksc.split(path, groups="cell_type"), 16, 1),
-    "check": (lambda path: dasksc.check(dataset(path, dasksc.BlockShuffling(64), obs=["cell_type"])), 8, 1),
+    "check": (checked, 8, 1),
     "describe": (lambda path: dasksc.describe(path, seconds=0), 8, 5),
     "resume": (lambda path: resumed(path, dasksc.BlockShuffling(64), 64), 8, 0),
     "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
@@ -126,6 +128,9 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "first balanced batch of joined files": (lambda path: balanced([path, path]), 16, 2),
     "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
     "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
+    "check of joined files": (lambda path: checked([path, path]), 16, 2),
+    # All columns of the two files are in memory until their copy is complete.
+    "describe of joined files": (lambda path: dasksc.describe([path, path], seconds=0), 16, 2 * 10),
 }
 
 
@@ -139,18 +144,29 @@ def test_passes_over_every_row_take_few_bytes_per_row(
     assert bytes_a_row(work, path_of, N, 2 * N) <= allowed + of_columns
 
 
-@pytest.mark.parametrize(("group_by", "verify"), [(None, False), ("cell_type", False), (None, True)])
-def test_converting_takes_few_bytes_a_row_beside_the_tables(
-    group_by: str | None, verify: bool, path_of: Callable[[int], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CONVERSIONS: list[dict[str, Any]] = [{}, {"group_by": "cell_type"}, {"verify": True}, {"filter": "n_counts >= 0"}]
+
+
+@pytest.mark.parametrize("n_files", [1, 2])
+@pytest.mark.parametrize("options", CONVERSIONS)
+def test_converting_takes_few_bytes_a_row_beside_the_columns(
+    options: dict[str, Any],
+    n_files: int,
+    path_of: Callable[[int], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_pieces_of(2**12, monkeypatch)
     monkeypatch.setattr(matrices, "_INDPTR_KEPT_BYTES", 0)
 
     def converted(path: str) -> Any:
         target = tmp_path / "atlas.zarr"
-        return dasksc.convert(path, target, group_by=group_by, overwrite=True, verify=verify, scheduler="sync")
+        data = path if n_files == 1 else [path] * n_files
+        return dasksc.convert(data, target, overwrite=True, scheduler="sync", **options)
 
-    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= 16 + 1 + 4 + NAME_BYTES
+    # A filter copies the columns.
+    of_columns = (1 + 4) * (2 if "filter" in options else 1)
+    assert bytes_a_row(converted, path_of, N // 8, N // 4) <= n_files * (16 + of_columns)
 
 
 # --- Identical results ------------------------------------------------------------------------------

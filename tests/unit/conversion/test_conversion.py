@@ -946,8 +946,8 @@ def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp
     source = few_columns(60, 17)
     write_in_order = tables._write_in_order
 
-    def shifted(parent: Any, name: str, table: pd.DataFrame, order: NDArray[np.int64]) -> None:
-        write_in_order(parent, name, table, np.roll(order, 1))
+    def shifted(parent: Any, name: str, table: pd.DataFrame, order: NDArray[np.int64], *more: Any) -> None:
+        write_in_order(parent, name, table, np.roll(order, 1), *more)
 
     monkeypatch.setattr(tables, "_write_in_order", shifted)
     with pytest.raises(CorruptDataError, match="obs differs from the input's in cell_type, .* the names of the cells"):

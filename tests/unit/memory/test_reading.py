@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +13,14 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
+import torch
+import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
+from dasksc import cli
 from dasksc.errors import CorruptDataError
 from dasksc.memory import limits as process_memory
 from dasksc.memory import reading_mode as reading
@@ -26,6 +31,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.uncompressed import Extents, PlainArray
 from tests.support.data import LAYOUTS, make_adata, write_store
+from tests.support.training import small
 
 pytestmark = pytest.mark.core
 
@@ -45,13 +51,26 @@ def of_memory(n_bytes: int) -> process_memory.Limit:
 def epoch(path: Path, strategy: Any, **options: Any) -> list[dict[str, Any]]:
     settings = {"batch_size": 8, "fetch_factor": 3, "seed": 0, "rank": 0, "world_size": 1, **options}
     dataset = dasksc.scDataset(path, strategy, obs=["int64"], layers=["counts"], **settings)
-    return [{"X": b.X.clone(), "counts": b.layers["counts"].clone(), "index": b.index} for b in dataset]
+    return [entries(batch) for batch in dataset]
+
+
+def entries(batch: dasksc.Batch) -> dict[str, Any]:
+    found = {"X": batch.X, "counts": batch.layers["counts"]}
+    found = {
+        name: values.clone() if values.layout == torch.strided else values.to_dense() for name, values in found.items()
+    }
+    found |= {"index": batch.index, "int64": batch.obs["int64"]}
+    if hasattr(batch, "control"):
+        found |= {f"control {name}": values for name, values in entries(batch.control).items()}
+    return found | ({"sets": batch.sets} if hasattr(batch, "sets") else {})
 
 
 STRATEGIES = {
     "streaming": lambda block: dasksc.Streaming(),
     "shuffled": lambda block: dasksc.BlockShuffling(block),
     "weighted": lambda block: dasksc.BlockWeightedSampling(block, weights=np.arange(N_OBS), total_size=150),
+    "balanced": lambda block: dasksc.ClassBalancedSampling(block_size=block, label_key="cell_type", total_size=150),
+    "sets": lambda block: dasksc.CellSets("text", 4, control={"flag": True}, block_size=block),
 }
 
 
@@ -62,16 +81,24 @@ STRATEGIES = {
     block=st.integers(1, 16),
     fetch_factor=st.integers(1, 9),
     scheduler=st.sampled_from(["threads", "synchronous"]),
+    layout=st.sampled_from(["dense", "csr"]),
+    past_cache=st.booleans(),
 )
-def test_the_way_of_reading_changes_no_batch(path, mib, mmap, strategy, block, fetch_factor, scheduler) -> None:
-    options = {"fetch_factor": fetch_factor, "scheduler": scheduler}
+def test_the_way_of_reading_changes_no_batch(
+    path, mib, mmap, strategy, block, fetch_factor, scheduler, layout, past_cache
+) -> None:
+    options = {"fetch_factor": fetch_factor, "scheduler": scheduler, "layout": layout}
     expected = epoch(path, STRATEGIES[strategy](block), **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_memory, "memory_limit", lambda: of_memory(mib * MIB))
         patch.setattr(process_memory, "own_bytes", lambda: 0)
+        if past_cache:
+            patch.setattr(files, "_SHORT_BYTES", 0)
+            patch.setattr(files, "_seem_cached", lambda *_: False)
         found = epoch(path, STRATEGIES[strategy](block), mmap=mmap, **options)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
         assert all(one[name].equal(other[name]) for name in one)
 
 
@@ -157,6 +184,78 @@ def test_opening_for_batches_reads_no_names(path: Path, monkeypatch: pytest.Monk
     names = dataset.collection.obs.index
     assert names.equals(dasksc.open(path).obs_names)
     assert dataset.collection[[3, 1]].obs_names.tolist() == [names[3], names[1]]
+
+
+def spoil_names(path: Path) -> None:
+    """Overwrite the stored names of cells with bytes that no reader accepts."""
+    if path.suffix == ".h5ad":
+        with h5py.File(path) as file:
+            index = file["obs/_index"]
+            index = index["values"] if isinstance(index, h5py.Group) else index
+            offset, n_bytes = index.id.get_offset(), index.id.get_storage_size()
+        with path.open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(b"\xff" * n_bytes)
+        return
+    for chunk in (path / "obs" / "_index").rglob("*"):
+        if chunk.is_file() and chunk.name not in ("zarr.json", ".zarray", ".zattrs", ".zgroup"):
+            chunk.write_bytes(b"\xff" * chunk.stat().st_size)
+
+
+@pytest.fixture(params=["h5ad", "zarr2", "zarr3", "converted", "joined"])
+def nameless(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Atlas whose names of cells cannot be read, in every form."""
+    kinds = ["h5ad", "zarr3"] if request.param == "joined" else [request.param]
+    paths = []
+    for kind in kinds:
+        one = write_store(make_adata(n_obs=N_OBS), tmp_path, "h5ad" if kind == "converted" else kind)
+        if kind == "converted":
+            dasksc.convert(one, tmp_path / "converted.zarr")
+            one = tmp_path / "converted.zarr"
+        spoil_names(one)
+        paths.append(one)
+    return paths if len(paths) > 1 else paths[0]
+
+
+def in_worker(data: Any) -> Any:
+    dataset = dasksc.scDataset(data, "shuffle", 8, obs=["int64"], seed=0)
+    return list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
+
+
+def trained(data: Any, tmp_path: Path) -> None:
+    paths = list(map(str, data if isinstance(data, list) else [data]))
+    config = small(Path(paths[0]), tmp_path / "run", training__max_steps=2)
+    if len(paths) > 1:
+        del config["data"]["path"]
+        config["data"]["paths"] = paths
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    done = CliRunner().invoke(cli.group, ["train", "--config", str(tmp_path / "run.yaml")], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+
+
+# For each name: a way to use an atlas that needs no names of cells.
+NAMELESS_WORKS: dict[str, Callable[[Any, Path], Any]] = {
+    "open": lambda data, _: dasksc.open(data, names=False).obs,
+    "balanced batch": lambda data, _: next(
+        iter(
+            dasksc.scDataset(
+                data, dasksc.ClassBalancedSampling(label_key="cell_type"), 8, filter="int8 >= 0 or int8 < 0", seed=0
+            )
+        )
+    ),
+    "check": lambda data, _: dasksc.check(dasksc.scDataset(data, "shuffle", 8, obs=["cell_type"])),
+    "split": lambda data, _: dasksc.split(data, stratify="cell_type"),
+    "describe": lambda data, _: dasksc.describe(data, seconds=0),
+    "worker of a DataLoader": lambda data, _: in_worker(data),
+    "train": trained,
+}
+
+
+@pytest.mark.parametrize("work", NAMELESS_WORKS)
+def test_names_that_cannot_be_read_are_not_missed(nameless: Any, work: str, tmp_path: Path) -> None:
+    NAMELESS_WORKS[work](nameless, tmp_path)
+    with pytest.raises(dasksc.StorageError):
+        dasksc.open(nameless)
 
 
 def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Names of cells that are read in pieces, never all at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from dasksc.atlas.attaching import path_names
+from dasksc.atlas.cell_names import stored_names
+from dasksc.atlas.checks import check_before_reading, items_of_table
+from dasksc.atlas.elements import is_group
+from dasksc.atlas.inputs import atlas_inputs
+from dasksc.atlas.options import OpenOptions
+from dasksc.atlas.stores import holds_modalities, naming_errors, root_of, where_of
+
+__all__ = ["UnreadNames"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadNames:
+    """Names of the cells of one or several files or stores.
+
+    Parameters
+    ----------
+    paths
+        Paths and URLs of the files and stores, in the order of their cells.
+    options
+        Options of `open`.
+    name
+        Name of the index that `open` returns.
+    is_nullable
+        True if the type of this index is that of nullable strings.
+    """
+
+    paths: tuple[str, ...]
+    options: OpenOptions
+    name: str | None
+    is_nullable: bool
+
+    @classmethod
+    def of(cls, data: Any, options: OpenOptions) -> UnreadNames | None:
+        """Return the names of an atlas, or of several that are joined without changing them.
+
+        None if the names can only be read as a whole: of an AnnData, of files in old formats and those of other
+        programs, and of files with names of several types.
+
+        Parameters
+        ----------
+        data
+            As for `dasksc.open`.
+        options
+            Options of `open`.
+        """
+        parts = atlas_inputs(data, options.storage_options)
+        given = [data] if parts is None else [part.data for part in parts]
+        if not all(isinstance(one, str | os.PathLike) for one in given):
+            return None
+        paths = tuple(map(os.fspath, given))
+        kinds = {_kind_of(path, options) for path in paths}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        return None if kind is None else cls(paths=paths, options=options, name=kind[0], is_nullable=kind[1])
+
+    def pieces(self) -> Iterator[list[str]]:
+        """Yield the names in the order of the cells, some at a time."""
+        for path in self.paths:
+            yield from path_names(path, self.options)
+
+    def index(self, names: Sequence[str]) -> pd.Index[Any]:
+        """Return some of the names as part of the index that `open` returns."""
+        return pd.Index(names, name=self.name, dtype=pd.StringDtype() if self.is_nullable else pd.Index(["a"]).dtype)
+
+
+def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, bool] | None:
+    """Return `UnreadNames.name` and `is_nullable` of a file or store; None if its names are read as a whole."""
+    if holds_modalities(path):
+        return None
+    where = where_of(path, options)
+    with naming_errors(where), root_of(where, options) as root:
+        if "obs" not in root or not is_group(root["obs"]):
+            return None
+        table = root["obs"]
+        if table.attrs.get("encoding-version") != "0.2.0" or stored_names(table, where) is None:
+            return None
+        check_before_reading(where, {"obs": items_of_table(table, [], options)})
+        key = str(table.attrs["_index"])
+        encoding = table[key].attrs.get("encoding-type")
+        is_nullable = encoding == "nullable-string-array"
+        if not (is_nullable and not table[key]["mask"][:].any()) and encoding != "string-array":
+            return None
+        return (None if key == "_index" else key), is_nullable

@@ -1,0 +1,70 @@
+"""Modules that dasksc imports in a fresh interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.data import make_adata, write_store
+
+pytestmark = pytest.mark.core
+
+IMPORTED = """
+import sys
+before = set(sys.modules)
+import dasksc
+imported = set(sys.modules) - before
+assert "dasksc" in imported
+found = imported & {"importlib.metadata", "torch", "dask", "numpy", "anndata"}
+assert not found, f"import dasksc imports {found}"
+assert "importlib.metadata" not in before
+assert dasksc.__version__ and "importlib.metadata" in sys.modules
+"""
+
+USED = """
+import sys
+from click.testing import CliRunner
+import dasksc
+from dasksc import cli
+from dasksc.sampling.binding import bind
+
+def without_torch(what):
+    assert "torch" not in sys.modules, f"{what} imports torch"
+
+without_torch("import dasksc")
+path = sys.argv[1]
+adata = dasksc.open(path)
+assert adata.obs["cell_type"].notna().all()
+without_torch("open")
+sampler = bind(dasksc.BlockShuffling(4), adata.obs, adata.n_obs, adata.obs.__getitem__)
+plan = dasksc.EpochPlan(sampler=sampler, batch_size=8, seed=0)
+assert sum(len(plan.fetch(k).rows) for k in range(plan.n_fetches)) == adata.n_obs
+without_torch("a plan")
+assert dasksc.describe(path, seconds=0)
+without_torch("describe")
+shown = CliRunner().invoke(cli.group, ["info", path, "--seconds", "0"], catch_exceptions=False)
+assert shown.exit_code == 0, shown.output
+without_torch("dasksc info")
+import dasksc.loader
+assert "torch" in sys.modules
+"""
+
+
+def run(program: str, *arguments: str) -> None:
+    # Without the module site, no other package is imported at the start.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-S", "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_imports_no_heavy_module() -> None:
+    run(IMPORTED)
+
+
+def test_opening_planning_and_describing_import_no_torch(tmp_path: Path) -> None:
+    run(USED, str(write_store(make_adata(), tmp_path, "h5ad")))
