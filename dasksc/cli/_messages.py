@@ -16,6 +16,8 @@ __all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
 
 # Value that error messages recommend, and the equivalent option.
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
+# Advice that names an argument, and the same advice for commands without that option.
+_WITHOUT_OPTION = {"prefetch": ("fetch_factor, batch_size or prefetch,", "fetch_factor or batch_size,")}
 # Arguments whose names are also common words count only if "=" follows.
 _IS_ARGUMENT = "_"
 # Number of columns within which the text after the name of a line begins.
@@ -26,12 +28,17 @@ _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 def as_options(text: str) -> str:
     """Return a message with the Python arguments replaced by the options of the current command.
 
-    Arguments for which the command has no option are unchanged.
+    Advice about arguments for which the command has no option is left out where `_WITHOUT_OPTION` lists it; other
+    arguments without an option are unchanged.
     """
     context = click.get_current_context(silent=True)
     text = text.replace(*_SKIP_SIGNATURE)
     if context is None:
         return text
+    names = {option.name for option in context.command.params}
+    for name, (before, after) in _WITHOUT_OPTION.items():
+        if name not in names:
+            text = text.replace(before, after)
     for option in context.command.params:
         if isinstance(option, click.Option):
             flag = option.opts[0]

@@ -130,8 +130,10 @@ def _request(found: Check) -> Iterator[str]:
     if found.job_bytes is None:
         return
     mebibytes, n_ranks = recommended_bytes(found.job_bytes) // 2**20, found.world_size
-    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task=1 --mem-per-cpu={mebibytes}M"
-    yield "           (with N CPUs per task, an Nth of this memory per CPU)"
+    n_cpus = found.num_workers + 1  # the trainer needs one, too
+    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task={n_cpus} --mem-per-cpu={-(-mebibytes // n_cpus)}M"
+    if n_cpus == 1:
+        yield "           (with N CPUs per task, an Nth of this memory per CPU)"
     yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 

@@ -72,7 +72,7 @@ def command(
         raise InputError("dasksc train needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
     from dasksc.train import checks
 
-    config = checks.load_config(path, changes=changes)
+    config = checks.load_config(path, changes=changes, with_paths=not check)
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return

@@ -65,9 +65,9 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     (2000, 1)
     >>> for rank in report.ranks:
     ...     print(rank)
-    667 rows in 11 batches, read in 1 fetches
-    667 rows in 11 batches, read in 1 fetches
-    667 rows in 11 batches, read in 1 fetches, 1 of them padded
+    667 rows in 11 batches, read in 1 fetch
+    667 rows in 11 batches, read in 1 fetch
+    667 rows in 11 batches, read in 1 fetch, 1 of them padded
     >>> print(report.classes[0].name, round(report.classes[0].drawn, 3))
     T cell 0.408
     """

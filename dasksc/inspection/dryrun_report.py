@@ -42,7 +42,11 @@ class RankShare:
         extra = "".join(
             f", {n} {what}" for n, what in ((self.n_padded, "of them padded"), (self.n_dropped, "rows dropped")) if n
         )
-        return f"{self.n_rows:,} rows in {self.n_batches:,} batches, read in {self.n_fetches:,} fetches{extra}"
+        return (
+            f"{self.n_rows:,} row{'' if self.n_rows == 1 else 's'} in {self.n_batches:,} "
+            f"batch{'' if self.n_batches == 1 else 'es'}, read in {self.n_fetches:,} "
+            f"fetch{'' if self.n_fetches == 1 else 'es'}{extra}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

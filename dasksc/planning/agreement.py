@@ -26,6 +26,9 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
+# Settings that hold a number of genes; a rank that selects none has no such setting.
+_GENES = "genes of "
+
 
 class _JaxStore:
     """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
@@ -192,8 +195,8 @@ class Agreement:
         if not names:
             return "arguments look alike, but values of an array, labels in obs, genes or versions of dasksc differ"
         return "; ".join(
-            f"{name} is {its_settings.get(name, 'not set')} on rank {rank} and {settings.get(name, 'not set')} "
-            f"on rank {self._world.rank}"
+            f"{_value_of(name, its_settings)} on rank {rank} and {settings.get(name, _absent(name))} on rank "
+            f"{self._world.rank}"
             for name in names
         )
 
@@ -243,3 +246,12 @@ class Agreement:
             "the epochs of these ranks no longer match. Read the same number of batches on every rank. To inspect a "
             "batch on one rank only, create another data set with rank=0, world_size=1"
         )
+
+
+def _value_of(name: str, settings: Mapping[str, str]) -> str:
+    return f"{name}{':' if name.startswith(_GENES) else ' is'} {settings.get(name, _absent(name))}"
+
+
+def _absent(name: str) -> str:
+    """Return the value to show for a setting that a rank lacks; without a selection, batches have all genes."""
+    return "all" if name.startswith(_GENES) else "not set"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from dasksc import DaskscError, InputError
+from dasksc import DaskscError, InputError, MissingPathError
+from dasksc.atlas.lookup import nothing_at
 from dasksc.sampling.named import STRATEGIES
+from dasksc.storage import is_url
 from dasksc.train.config import Config
 from dasksc.train.config_problems import problems_in
 from dasksc.train.guide_layout import translated
@@ -57,13 +60,21 @@ def check_config(config: Config) -> None:
         raise InputError("; ".join(map(str, problems)))
 
 
-def load_config(path: str, *, changes: Iterable[str] = ()) -> Config:
+def load_config(path: str, *, changes: Iterable[str] = (), with_paths: bool = True) -> Config:
     """Read and check a YAML file; see `Config.load` and `check_config`.
+
+    Parameters
+    ----------
+    path, changes
+        As for `Config.load`.
+    with_paths
+        If True, the paths of data and checkpoints must exist.
 
     Raises
     ------
     DaskscError
-        If there are problems. The message lists those of the schema, and those of `check_config` in the remaining keys.
+        If there are problems. The message lists those of the schema, and those of `check_config` and of paths in the
+        remaining keys.
     """
     raw, changes = read_file(path), list(changes)
     try:
@@ -78,13 +89,47 @@ def load_config(path: str, *, changes: Iterable[str] = ()) -> Config:
             raise error from found
         # A model without a name has been replaced, and cannot be checked.
         is_named = not any(one["type"] == "missing" and one["loc"][0] == "model" for one in found.errors())
-        problems = [*problems_in(Config, found), *map(str, _problems(config, with_model=is_named))]
+        has_data = not any(one["type"] == "missing" and one["loc"][0] == "data" for one in found.errors())
+        problems = problems_in(Config, found)
+        missing = _missing_paths(config, with_data=has_data) if with_paths else []
+        problems += map(str, [*_problems(config, with_model=is_named), *missing])
         if len(problems) == 1:
             raise
-        lines = "".join(f"\n  - {problem}" for problem in problems)
-        raise InputError(f"{path} has {len(problems)} mistakes:{lines}") from found
-    check_config(config)
-    return config
+        raise _mistakes(path, problems) from found
+    missing = _missing_paths(config) if with_paths else []
+    if not missing:
+        check_config(config)
+        return config
+    errors = [*_problems(config), *missing]
+    raise errors[0] if len(errors) == 1 else _mistakes(path, [*map(str, errors)])
+
+
+def _mistakes(path: str, problems: Sequence[str]) -> InputError:
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return InputError(f"{path} has {len(problems)} mistakes:{lines}")
+
+
+def _missing_paths(config: Config, *, with_data: bool = True) -> list[DaskscError]:
+    """Return an error for each local path that does not exist; patterns and URLs are left to `dasksc.open`."""
+    validation = config.data.validation
+    given = {"data.path": config.data.path, "data.validation.path": None if validation is None else validation.path}
+    problems: list[DaskscError] = []
+    for key, value in given.items() if with_data else ():
+        paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
+        problems += [
+            MissingPathError(f"{key}: {nothing_at(path)}")
+            for path in paths
+            if not (is_url(path) or glob.has_magic(path) or os.path.exists(path))
+        ]
+    resumed = config.training.resume_from
+    if resumed not in (None, "auto") and not (Path(str(resumed)) / "state.json").exists():
+        problems.append(
+            MissingPathError(
+                f"training.resume_from={resumed!r} is not a checkpoint; give the folder of one, such as "
+                "checkpoints/step-00000100, or auto"
+            )
+        )
+    return problems
 
 
 def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
@@ -150,6 +195,12 @@ def why_not_finite(dataset: Any) -> str:
         return (
             f"X holds negative values, down to {least:.3g}, as scaled or centered data does; models expect counts. "
             "Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw"
+        )
+    if (values % 1 != 0).any():
+        return (
+            f"X holds no whole numbers, but normalized or scaled values up to {values.max():.3g}; models expect "
+            "counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw. If the model "
+            f"expects such values, {_LOWER}"
         )
     return (
         f"The first {rows.shape[0]:,} rows of X hold no NaN and no negative values, so the learning rate is probably "

@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc import InputError, MissingKeyError, SamplingStrategy, scDataset
 from dasksc.atlas.condition_splits import ConditionRequest
 from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.filtering import columns_of
+from dasksc.atlas.inputs import quoted
+from dasksc.atlas.lookup import require_key
 from dasksc.loader import titled
 from dasksc.sampling.named import STRATEGIES
 from dasksc.train.config import Config, Data
@@ -161,6 +164,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     ------
     InputError
         If the sections do not fit the atlas.
+    MissingKeyError
+        If the atlas lacks names of the configuration; the message lists all of them.
     """
     data = config.data
     label = config.model.arguments.get("label")
@@ -177,7 +182,13 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     names_columns = data.filter is not None or isinstance(options.get("control"), str)
     columns = None if names_columns else list(dict.fromkeys(needed))
     names = data.open.index_unique is not None
-    adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
+    try:
+        adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
+    except MissingKeyError:
+        # Only the table of all columns shows every unknown name.
+        _check_names(dasksc.open(data.path, mmap=data.mmap, names=names, **data.open.model_dump()), config)
+        raise
+    _check_names(adata, config)
     if isinstance(weights, str):
         options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = split_table = None
@@ -264,6 +275,40 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         facts=facts,
         split_table=split_table,
     )
+
+
+def _check_names(adata: Any, config: Config) -> None:
+    """Raise one error for all unknown names of layers, obsm and obs columns, each after its key."""
+    data = config.data
+    columns: dict[str, list[Any]] = {
+        "data.obs": data.obs,
+        "model.label": [config.model.arguments.get("label")],
+        "data.strategy.label_key": [data.strategy.arguments.get("label_key")],
+        "data.strategy.weights": [data.strategy.arguments.get("weights")],
+        "data.filter": [] if data.filter is None else columns_of(data.filter),
+        "data.validation": _columns(data),
+    }
+    if issubclass(find(data.strategy.name, STRATEGIES, what="data.strategy.name"), dasksc.CellSets):
+        del columns["data.strategy.weights"]  # "cells" or "sets", not a column
+    wanted: list[tuple[str, str, list[Any]]] = [
+        ("data.layers", "layers", data.layers),
+        ("data.obsm", "obsm", data.obsm),
+    ]
+    wanted += [(key, "obs", names) for key, names in columns.items()]
+    problems = []
+    for key, group, names in wanted:
+        held = getattr(adata, group)
+        for name in names:
+            try:
+                if isinstance(name, str):
+                    require_key(group, name, held)
+            except MissingKeyError as error:
+                problems.append(f"{key}: {error}")
+    if len(problems) == 1:
+        raise MissingKeyError(problems[0])
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise MissingKeyError(f"{quoted(data.path)} lacks {len(problems)} of the names in the configuration:{lines}")
 
 
 def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:

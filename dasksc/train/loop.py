@@ -107,10 +107,10 @@ class _Run:
         self.context = context
         self.say = say
         self.folder = Path(training.checkpoint_dir)
+        self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
         if context.rank == 0:
             files = ["checkpoints", "metrics.csv", *(["training.png"] if can_plot() else [])]
             say(f"writing {', '.join(files)} and model.pt to {self.folder.absolute()}")
-        self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
         if context.rank == 0 and self.loaders.split_table is not None:
             say(f"cells trained on and held out:\n{shown(self.loaders.split_table)}")
         self.model_arguments = _model_arguments(config, self.loaders.facts)

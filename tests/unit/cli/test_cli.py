@@ -148,6 +148,7 @@ def test_one_warning_stands_for_all_files_in_terms_of_the_command_line() -> None
         ("Leave cells out with filter=, or without.", "Leave cells out with --filter, or without."),
         ("set storage_options={'skip_signature': True}", "set --storage-option skip_signature=true"),
         ("see storage_options", "see --storage-option"),
+        ("Lower fetch_factor, batch_size or prefetch, or raise", "Lower --fetch-factor or batch_size, or raise"),
         ("--fetch-factor stays", "--fetch-factor stays"),
     ],
 )

@@ -443,6 +443,7 @@ def test_check_names_the_file_and_what_to_request_from_a_scheduler(folder: Path)
     mebibytes = recommended_bytes(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
     assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in shown
     assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in shown
+    assert "--cpus-per-task=5 " in run("check", path, "--batch-size", 16, "--num-workers", 4).output
 
 
 def test_check_warns_in_terms_of_options(folder: Path) -> None:

@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import anndata as ad
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
+import torch
 
-from dasksc import DaskscError, InputError
+from dasksc import DaskscError, InputError, MissingKeyError, MissingPathError
 from dasksc.train.checks import check_config, load_config, why_not_finite
 from dasksc.train.config import Config
+from dasksc.train.data import make_loaders
 from dasksc.train.loggers import metrics_line
 
 pytestmark = pytest.mark.core
@@ -104,7 +108,7 @@ def test_everything_is_reported_at_once_and_nothing_is_written(tmp_path):
 def test_mistakes_of_schema_names_and_arguments_are_reported_together(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(
-        "data: {path: a.h5ad, batchsize: 8, strategy: {name: block_shufling}}\n"
+        f"data: {{path: {__file__}, batchsize: 8, strategy: {{name: block_shufling}}}}\n"
         "model: {name: vae, hiden_dim: 3}\n"
         "training: {max_steps: none, optimizer: {name: adamw, lr: -1, weight: 2}}\n"
     )
@@ -124,6 +128,51 @@ def test_mistakes_of_schema_names_and_arguments_are_reported_together(tmp_path):
         assert sum(wrong in line for line in lines) == 1, wrong
 
 
+def test_missing_paths_are_reported_with_the_other_mistakes_before_anything_is_written(tmp_path):
+    path, run = tmp_path / "c.yaml", tmp_path / "run"
+    path.write_text(
+        f"data: {{path: [{tmp_path}/a.h5ad, {tmp_path}/*.h5ad], validation: {{path: {tmp_path}/held.h5ad}}}}\n"
+        "model: vea\n"
+        f"training: {{checkpoint_dir: {run}, resume_from: {run}/step-00000001}}\n"
+    )
+    with pytest.raises(InputError) as error:
+        load_config(str(path))
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{path} has 4 mistakes:"
+    for said in (
+        f"data.path: there is nothing at {tmp_path}/a.h5ad",
+        f"data.validation.path: there is nothing at {tmp_path}/held.h5ad",
+        f"training.resume_from='{run}/step-00000001' is not a checkpoint",
+        "model.name='vea' is not known",
+    ):
+        assert sum(said in line for line in lines) == 1, said
+    with pytest.raises(InputError, match=r"has 5 mistakes(?s:.*)training\.sed"):
+        load_config(str(path), changes=["training.sed=3"])
+    assert not run.exists()
+    path.write_text(f"data: {{path: {tmp_path}/a.h5ad}}\nmodel: vae\n")
+    with pytest.raises(MissingPathError, match="^data.path: there is nothing at"):
+        load_config(str(path))
+
+
+def test_unknown_names_of_an_atlas_are_reported_at_once_with_their_keys(tmp_path):
+    path = tmp_path / "a.h5ad"
+    ad.AnnData(
+        np.ones((8, 3), np.float32), pd.DataFrame({"cell_type": ["a", "b"] * 4}, index=list("abcdefgh"))
+    ).write_h5ad(path)
+    data = {"path": str(path), "layers": ["count"], "obsm": ["X_pca"], "filter": "n_gene > 3"}
+    wrong = config(tmp_path, data=data, model={**CLASSIFIER, "label": "cel_type"})
+    with pytest.raises(MissingKeyError) as error:
+        make_loaders(wrong, device=torch.device("cpu"))
+    first, *lines = str(error.value).splitlines()
+    assert first.endswith("lacks 4 of the names in the configuration:")
+    for line, key in zip(lines, ("data.layers", "data.obsm", "model.label", "data.filter"), strict=True):
+        assert line.startswith(f"  - {key}: ")
+    assert "did you mean 'cell_type'?" in lines[2]
+    unfiltered = config(tmp_path, data={"path": str(path)}, model={**CLASSIFIER, "label": "cel_type"})
+    with pytest.raises(MissingKeyError, match="^model.label: obs has no 'cel_type'; did you mean 'cell_type'"):
+        make_loaders(unfiltered, device=torch.device("cpu"))
+
+
 def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("training: {optimizer: {name: adamm}}\n")
@@ -133,7 +182,7 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
     assert "data is missing" in str(error.value)
     assert "model is missing" in str(error.value)
     assert "mlp_classifier" not in str(error.value)
-    path.write_text("data: {path: a.h5ad}\nmodel: vae\ntraining: {sed: 3}\n")
+    path.write_text(f"data: {{path: {__file__}}}\nmodel: vae\ntraining: {{sed: 3}}\n")
     with pytest.raises(InputError, match=r"c\.yaml: training\.sed is not known; did you mean 'seed'") as one:
         load_config(str(path))
     assert "\n" not in str(one.value)
@@ -149,6 +198,7 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
         (np.array([[0.0, 7.0]]), "the learning rate is probably too high"),
         (sp.csr_matrix((1, 2)), "the learning rate is probably too high"),
         (da.from_array(np.array([[-3.0, 2.0]])), "X holds negative values, down to -3"),
+        (np.array([[0.0, 3.25]]), "X holds no whole numbers, but normalized or scaled values up to 3.25"),
         (None, "Look for NaN in the data, lower training.optimizer.lr"),
     ],
 )

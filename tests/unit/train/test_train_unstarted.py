@@ -27,7 +27,8 @@ pytestmark = pytest.mark.core
 
 
 def write(folder: Path, **training: Any) -> Path:
-    """Write the configuration of a training whose atlas does not exist."""
+    """Write the configuration of a training whose atlas is an empty file."""
+    (folder / "atlas.h5ad").touch()
     raw = {
         "data": {"path": str(folder / "atlas.h5ad"), "batch_size": 32, "fetch_factor": 4},
         "model": {"name": "mlp_classifier", "label": "cell_type", "hidden_dim": 16},
