@@ -525,3 +525,31 @@ def test_a_browser_shows_an_epoch_as_it_runs(cluster, client, atlas, browser):
     assert eventually(lambda: shown()["state"] == "done")
     assert float(shown()["rows_per_s"]) == pytest.approx(data.stats()["rows_per_s"])
     assert [entry["message"] for entry in browser.get_log("browser")] == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 600])
+def test_the_page_fits_wide_and_narrow_windows_in_light_and_dark(cluster, client, atlas, browser, width, scheme):
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    dashboard.install(client)
+    browser.get(address(cluster, "loader"))
+    data = dataset(atlas, client)
+    for i, _ in enumerate(data):
+        if i == 60:
+            assert eventually(lambda: browser.find_element("id", "diagnosis").text != "")
+            assert eventually(lambda: browser.find_elements("css selector", "#rates polyline"))
+    assert eventually(lambda: browser.find_element("id", "running").text.startswith("0 loaders"))
+    (loader,) = loaders(cluster)
+    assert browser.find_element("id", "diagnosis").text.lower().startswith(loader["diagnosis"].lower())
+    too_wide = browser.execute_script(
+        "return [document.documentElement, ...document.querySelectorAll('.tile, .plot')]"
+        ".filter(one => one.scrollWidth > one.clientWidth).map(one => one.outerHTML.slice(0, 80))"
+    )
+    assert too_wide == []
+    tops = browser.execute_script("return [...document.querySelectorAll('.tile')].map(one => one.offsetTop)")
+    assert len(set(tops)) == (1 if width == 1440 else 2)
+    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 3 * 128) is (scheme == "dark")
