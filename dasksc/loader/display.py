@@ -14,6 +14,7 @@ from dasksc.loader.parts import LoaderParts
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.planning.plan import EpochPlan
 from dasksc.planning.ranks import World
+from dasksc.sampling.set_sampler import SetSampler
 
 __all__ = ["display_rows"]
 
@@ -77,8 +78,10 @@ def _batch_lines(source: MatrixSource | IndexedSource, plan: EpochPlan) -> Itera
         classes = f", {maker.codes[name]:,} classes" if is_coded else ""
         yield f"obs[{name!r}]: ({n},) {'int64' if is_coded else column.dtype}{classes}"
     yield f"index: ({n},) int64"
-    if plan.sampler.unit > 1 and plan.sampler.n_controls:
-        yield f"control: a Batch of {n * plan.sampler.n_controls:,} rows"
+    if isinstance(plan.sampler, SetSampler):
+        yield f"sets: ({n // plan.sampler.unit},) int64"
+        if plan.sampler.n_controls:
+            yield f"control: a Batch of {n * plan.sampler.n_controls:,} rows"
 
 
 def _rank_lines(plan: EpochPlan) -> Iterator[str]:

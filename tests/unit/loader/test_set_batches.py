@@ -234,3 +234,12 @@ def test_modalities_have_controls_of_every_kind() -> None:
     batch = next(iter(data))
     np.testing.assert_array_equal(batch.control["protein"].X[:, 0], batch.control.index.numpy() * 3)
     np.testing.assert_array_equal(batch.control["rna"].X, adata.X[batch.control.index.numpy()].toarray())
+
+
+def test_a_notebook_displays_sets_and_controls() -> None:
+    html = dataset(screen(), sets(n_controls=2))._repr_html_()
+    assert "sets: (4,) int64" in html
+    assert "control: a Batch of 64 rows" in html
+    assert (
+        "control" not in dataset(screen(), sets(control=None))._repr_html_().partition("fetch")[0].partition("batch")[2]
+    )
