@@ -178,7 +178,7 @@ def test_arguments_are_checked_before_anything_starts(
         dasksc.start_cluster(**options)
 
 
-@pytest.mark.parametrize("which", ["connected", "tell"])
+@pytest.mark.parametrize("which", ["connected", "publish_result"])
 def test_a_failure_after_the_start_closes_the_cluster(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clusters, clients = [], []
 

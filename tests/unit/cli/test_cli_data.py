@@ -24,7 +24,7 @@ import dasksc
 from dasksc import InputError, cli
 from dasksc.cli import bench, suggest
 from dasksc.cli._shared import aligned
-from dasksc.inspection import describing
+from dasksc.inspection import reading_rates
 from dasksc.inspection.description import Rate
 from dasksc.inspection.reading_rates import rate_of
 from dasksc.memory.limits import recommended_bytes
@@ -143,7 +143,7 @@ def shows_slow_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         Rate(layout="csr", block_size=size, rows_per_s=rate, first_batch_s=1.0)
         for size, rate in ((64, 1000.0), (1, 10.0))
     ]
-    monkeypatch.setattr(describing, "read_rates", lambda *args: rates)
+    monkeypatch.setattr(reading_rates, "read_rates", lambda *args: rates)
 
 
 @pytest.mark.parametrize("how", [[], ["--group-by", "cell_type"], ["--order", "keep"]])
@@ -484,7 +484,7 @@ def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
 
 def test_suggested_code_has_no_value_of_a_storage_option() -> None:
     code = suggest._code(
-        ("s3://a/b.h5ad",), "inner", {"secret_key": SECRET}, None, 8, {"block_size_balanced": 4, "fetch_factor": 2}
+        ("s3://a/b.h5ad",), "inner", {}, {"secret_key": SECRET}, None, 8, {"block_size_balanced": 4, "fetch_factor": 2}
     )
     assert SECRET not in code
     assert "storage_options={'secret_key': ...}" in code

@@ -162,7 +162,7 @@ def sorted_atlas(n_obs=4000) -> ad.AnnData:
 def test_sorted_labels_with_a_small_buffer_are_warned_of():
     adata = sorted_atlas()
     (warning,) = dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=4)).warnings
-    assert "random ones would (plate)" in warning
+    assert "label diversity of random batches (plate)" in warning
     assert "a fetch mixes only 2 blocks" in warning
     assert dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=128)).warnings == ()
 

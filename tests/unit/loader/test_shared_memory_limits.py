@@ -40,13 +40,13 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     worker = None if n_workers is None else SimpleNamespace(num_workers=n_workers, id=0)
     shares: list[dict[str, Any]] = []
     given: list[dict[str, Any]] = []
-    original = MemoryModel.way
+    original = MemoryModel.reading_mode
 
     def share_of(limit: Limit, **options: Any) -> int:
         shares.append(options)
         return 7_000 * MIB
 
-    def way(self: MemoryModel, **options: Any) -> Any:
+    def reading_mode(self: MemoryModel, **options: Any) -> Any:
         given.append(options)
         return original(self, **options)
 
@@ -54,8 +54,8 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     monkeypatch.setattr(RankSession, "detect", lambda self: world)
     monkeypatch.setattr(projection, "get_worker_info", lambda: worker)
     monkeypatch.setattr(projection.process_memory, "share_of", share_of)
-    monkeypatch.setattr(MemoryModel, "way", way)
-    assert dataset._projection.way().fits
+    monkeypatch.setattr(MemoryModel, "reading_mode", reading_mode)
+    assert dataset._projection.reading_mode().fits
     n_processes = n_ranks * (n_workers or 1)
     assert [one["n_processes"] for one in shares] == [n_processes] * len(shares)
     assert given
@@ -70,16 +70,16 @@ def test_a_limit_on_the_address_space_bounds_the_memory(
     dataset: dasksc.scDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_memory(monkeypatch, LIMIT)
-    plenty = dataset._projection.way()
+    plenty = dataset._projection.reading_mode()
     assert plenty.fits
     assert plenty.depth > 1
     assert not plenty.unmapped
     limit_memory(monkeypatch, replace(LIMIT, address_bytes=0))
     monkeypatch.setattr(projection.buffers, "kept_bytes", lambda: 0)
-    poor = dataset._projection.way()
+    poor = dataset._projection.reading_mode()
     assert not poor.fits
     assert poor.depth == 1
     assert poor.unmapped == {"X"}
     # Buffers of the last epoch are reused.
     monkeypatch.setattr(projection.buffers, "kept_bytes", lambda: 900 * MIB)
-    assert dataset._projection.way().fits
+    assert dataset._projection.reading_mode().fits
