@@ -129,8 +129,8 @@ def open(
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
-        read. The store must have the same cells in the same order. Their number is compared and, unless
-        ``names=False``, their names.
+        read. The store must have the same cells in the same order. The number of cells is compared, and also their
+        names unless ``names=False``.
 
     Returns
     -------

@@ -67,7 +67,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     ...     print(rank)
     667 rows in 11 batches, read in 1 fetch
     667 rows in 11 batches, read in 1 fetch
-    667 rows in 11 batches, read in 1 fetch, 1 of them padded
+    667 rows in 11 batches, read in 1 fetch; rows padded: 1
     >>> print(report.classes[0].name, round(report.classes[0].drawn, 3))
     T cell 0.408
     """

@@ -40,7 +40,7 @@ class RankShare:
 
     def __str__(self) -> str:
         extra = "".join(
-            f", {n} {what}" for n, what in ((self.n_padded, "of them padded"), (self.n_dropped, "rows dropped")) if n
+            f"; rows {what}: {n:,}" for n, what in ((self.n_padded, "padded"), (self.n_dropped, "dropped")) if n
         )
         return (
             f"{self.n_rows:,} row{'' if self.n_rows == 1 else 's'} in {self.n_batches:,} "
@@ -162,13 +162,13 @@ class Check:
         blocks = f", in {self.n_blocks:,} blocks of {self.block_size:,}" if self.sets is None else ""
         yield f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored{blocks}"
         yield (
-            f"  batches  {self.batch_size:,} rows per rank, {self.global_batch_size:,} over all; "
+            f"  batches  {self.batch_size:,} rows per rank, {self.global_batch_size:,} over all ranks; "
             f"fetches of {self.fetch_size:,} rows"
         )
         if self.sets is not None and self.set_size is not None:
             yield (
-                f"  sets     {self.n_rows // self.set_size:,} of {self.set_size:,} cells from {self.sets.n_groups:,} "
-                f"groups ({self.sets.n_cells:,} cells)"
+                f"  sets     {self.n_rows // self.set_size:,}, of {self.set_size:,} cells each, from "
+                f"{self.sets.n_groups:,} groups ({self.sets.n_cells:,} cells)"
                 + (
                     f"; {self.n_controls} control cell{'s' if self.n_controls > 1 else ''} per cell, drawn from "
                     f"{self.sets.n_control_cells:,}"

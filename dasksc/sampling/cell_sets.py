@@ -55,7 +55,7 @@ class CellSets(BuiltInStrategy):
     A batch holds ``batch_size / set_size`` whole sets, with the rows of a set next to each other. Sets are shuffled;
     rows never leave their set. A `Batch` has the further entry ``batch.sets``, the group of each set as a code of
     ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control cells, whose
-    rows ``i * n_controls ... (i + 1) * n_controls`` match row i of the batch.
+    rows ``i * n_controls`` to ``(i + 1) * n_controls - 1`` match row i of the batch.
 
     Each set depends only on the seed, the epoch and its number in the epoch. The sets are therefore the same for any
     number of ranks and workers, and after resuming.

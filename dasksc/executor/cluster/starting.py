@@ -62,10 +62,9 @@ def start_cluster(
         If True, each worker is a process; if False, the workers are threads of rank 0, which avoids
         serialization for a single rank. Default: True if there are several ranks.
     host
-        Address of this machine, or a name that resolves to one, on which scheduler and workers listen.
-        Connections are encrypted unless `host` is the loopback of this machine, and both ends must present a
-        certificate. Several ranks use the certificate of `security`. A single rank creates one for this run and
-        keeps it in memory.
+        Address of this machine, or a name that resolves to one, on which scheduler and workers listen. Unless `host`
+        is the loopback of this machine, connections are encrypted and both ends must present a certificate. Several
+        ranks use the certificate of `security`. A single rank creates one for this run and keeps it in memory.
     port
         Port of the scheduler; 0 selects a free one.
     dashboard_address

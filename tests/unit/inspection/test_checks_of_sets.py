@@ -120,7 +120,7 @@ def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
 def test_the_report_counts_sets_and_no_blocks() -> None:
     report = str(dasksc.check(dataset(n_sets=100)))
     assert "  rows     800 of the 4,000 stored\n" in report
-    assert "  sets     100 of 8 cells from 2 groups" in report
+    assert "  sets     100, of 8 cells each, from 2 groups" in report
 
 
 def test_hooks_refuse_controls_and_say_what_takes_them() -> None:

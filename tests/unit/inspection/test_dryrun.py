@@ -227,9 +227,9 @@ def test_the_report_reads_like_one(path):
     lines = repr(dasksc.check(one, world_size=4)).splitlines()
     assert lines[0] == "atlas by BlockShuffling, epoch 0, 4 ranks"
     assert lines[1] == "  rows     203 of the 203 stored, in 51 blocks of 4"
-    assert lines[2] == "  batches  8 rows per rank, 32 over all; fetches of 32 rows"
+    assert lines[2] == "  batches  8 rows per rank, 32 over all ranks; fetches of 32 rows"
     assert lines[3] == "  ranks 0 to 2: 51 rows in 7 batches, read in 2 fetches"
-    assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches, 1 of them padded"
+    assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches; rows padded: 1"
     assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
     assert lines[6].startswith("  cell_type: ")
     assert lines[7].startswith("  memory   ")
