@@ -17,7 +17,7 @@ from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
-from dasksc.summaries.reading import Groups, Moments, Pass, groups_of
+from dasksc.summaries.reading import Groups, Moments, Pass, groups_of, refuse_too_large
 
 __all__ = ["Statistics", "check_destination", "statistics", "write_statistics"]
 
@@ -111,7 +111,7 @@ def statistics(
     Raises
     ------
     InputError
-        If an argument does not fit the atlas, or the statistics of groups need more memory than
+        If an argument does not fit the atlas, or the statistics of groups or cells need more memory than
         ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
@@ -200,6 +200,9 @@ class _Cells:
             raise InputError(f"qc={qc!r} is a string; give a list of names: qc=[{qc!r}]")
         masks = _of_var(source.adata, qc) if not isinstance(qc, Mapping) else _of_genes(source.adata, qc)
         self._names = list(masks)
+        # Totals and numbers of genes, and the columns of the table: two, and two for each set of genes.
+        n_bytes = 8 * source.n_rows * (2 + len(masks) + 2 + 2 * len(masks))
+        refuse_too_large(f"statistics of {source.n_rows:,} cells", n_bytes, "Select cells with filter=")
         self._masks = np.zeros((len(masks), source.adata.n_vars), dtype=bool)
         for mask, one in zip(self._masks, masks.values(), strict=True):
             mask[:] = one

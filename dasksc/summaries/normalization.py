@@ -19,7 +19,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
 from dasksc.pushdown.reductions import add_reductions
-from dasksc.summaries.reading import Pass
+from dasksc.summaries.reading import Pass, refuse_too_large
 
 __all__ = ["normalize"]
 
@@ -40,7 +40,7 @@ def normalize(
         Any argument or result of `dasksc.open`.
     target_sum
         Total of each cell after scaling. None: the median of the positive totals, computed in one pass over the matrix
-        with 8 bytes of memory per cell.
+        with up to 33 bytes of memory per cell.
     log1p
         If True, take ``log(1 + x)`` of the scaled values.
     layer
@@ -104,6 +104,8 @@ def _is_total(value: Any) -> bool:
 
 
 def _median_total(source: Pass) -> float:
+    # Totals, numbers of genes, a mask, and two copies for the median.
+    refuse_too_large(f"totals of {source.n_rows:,} cells", 33 * source.n_rows, "Give target_sum=")
     totals, counts = np.empty((source.n_rows, 1)), np.empty(source.n_rows, dtype=np.int64)
     masks = np.zeros((0, source.adata.n_vars), dtype=bool)
     for places, indptr, columns, values in source:

@@ -25,7 +25,7 @@ from dasksc.loader import scDataset
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
 
-__all__ = ["Groups", "Moments", "Pass", "PassRows", "groups_of", "refuse_too_large"]
+__all__ = ["Groups", "Moments", "Pass", "PassRows", "groups_of", "refuse_groups", "refuse_too_large"]
 
 _BATCH_BYTES = 2**21
 _FETCH_BATCHES = 16
@@ -192,7 +192,7 @@ class Moments:
     """
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
-        refuse_too_large(len(n_rows), n_vars, _MOMENT_BYTES)
+        refuse_groups(len(n_rows), n_vars, _MOMENT_BYTES)
         self._n_rows = n_rows.astype(np.float64)[:, None]
         self._sums = np.zeros((len(n_rows), n_vars, 4))
 
@@ -314,25 +314,32 @@ def _counts_of(codes: NDArray[np.signedinteger[Any]], n_groups: int) -> NDArray[
     return counts
 
 
-def refuse_too_large(n_groups: int, n_vars: int, n_bytes: int) -> None:
+def refuse_too_large(results: str, n_bytes: int, remedy: str) -> None:
     """Raise an error for results that need more memory than the process may use.
 
     Parameters
     ----------
-    n_groups, n_vars
-        Number of groups, and number of genes.
+    results
+        Description of the results.
     n_bytes
-        Bytes for each gene of each group.
+        Memory that they need, in bytes.
+    remedy
+        Advice that reduces the memory, in the imperative.
 
     Raises
     ------
     InputError
         If the results need more than ``dasksc.memory-limit``.
     """
-    needed, limit = n_groups * n_vars * n_bytes, config.memory_limit(None)
-    if needed > limit:
+    limit = config.memory_limit(None)
+    if n_bytes > limit:
         raise InputError(
-            f"{n_groups:,} groups of {n_vars:,} genes need {format_bytes(needed)} of memory ({needed} bytes), but "
-            f"dasksc.memory-limit is {format_bytes(limit)} ({limit} bytes). Group by fewer labels, or raise the limit: "
+            f"{results} need {format_bytes(n_bytes)} of memory ({n_bytes} bytes), but dasksc.memory-limit is "
+            f"{format_bytes(limit)} ({limit} bytes). {remedy}, or raise the limit: "
             "dask.config.set({'dasksc.memory-limit': '8GiB'})"
         )
+
+
+def refuse_groups(n_groups: int, n_vars: int, n_bytes: int) -> None:
+    """Refuse results of `n_bytes` for each gene of each group as `refuse_too_large` does."""
+    refuse_too_large(f"{n_groups:,} groups of {n_vars:,} genes", n_groups * n_vars * n_bytes, "Group by fewer labels")

@@ -27,7 +27,7 @@ from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.summaries.dispersions import by_dispersion
-from dasksc.summaries.reading import Groups, Moments, Pass, groups_of, refuse_too_large
+from dasksc.summaries.reading import Groups, Moments, Pass, groups_of, refuse_groups
 
 __all__ = ["highly_variable_genes"]
 
@@ -127,7 +127,7 @@ def highly_variable_genes(
     if flavor == "seurat_v3":
         _import_loess()
     if expects_counts:
-        refuse_too_large(len(batches.labels), source.adata.n_vars, _SECOND_BYTES)
+        refuse_groups(len(batches.labels), source.adata.n_vars, _SECOND_BYTES)
     source.n_groups = len(batches.labels)
     moments, kinds = _moments(source, batches, is_logarithm=flavor == "seurat")
     if kinds & kernels.NOT_A_NUMBER:

@@ -206,6 +206,17 @@ def test_groups_that_need_more_memory_than_there_may_be_are_refused():
         dasksc.statistics(adata, by=["int64", "uint16", "text", "float32"])
 
 
+def test_results_per_cell_that_exceed_the_memory_limit_are_refused():
+    adata = make_adata(600, 17)
+    said = r"statistics of 600 cells need .*\(33600 bytes\).*30000 bytes.* filter="
+    with dask.config.set({"dasksc.memory-limit": "30kB"}), pytest.raises(InputError, match=said):
+        dasksc.statistics(adata, qc={"first": list(adata.var_names[:3])})
+    with dask.config.set({"dasksc.memory-limit": "19kB"}):
+        with pytest.raises(InputError, match=r"totals of 600 cells need .*\(19800 bytes\).* Give target_sum="):
+            dasksc.normalize(adata)
+        dasksc.normalize(adata, target_sum=1e4)
+
+
 @pytest.mark.parametrize("n", [1, 126, 127, 128, 129, 300])
 def test_groups_take_no_more_bytes_than_they_need(n):
     rng = np.random.default_rng(0)
