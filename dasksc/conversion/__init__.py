@@ -136,9 +136,9 @@ def convert(
         Convert only cells for which this expression over obs holds, such as ``"n_genes > 500"``; see
         `dasksc.rows_where`.
     genes, genes_missing, genes_key, genes_repeated
-        Columns of X and the layers to write, in this order, as for `dasksc.scDataset`. With ``genes_missing="zero"``,
-        missing genes are columns of zeros, and their rows of var have missing values. A gene that sums several columns
-        has the row of var of the first one. ``raw`` keeps its own genes.
+        Genes to write, in this order (columns of X and of every layer), as for `dasksc.scDataset`. With
+        ``genes_missing="zero"``, missing genes are columns of zeros, and their rows of var have missing values. If a
+        gene is the sum of several columns, its row of var is that of the first one. ``raw`` keeps its own genes.
     join, label, keys, index_unique, merge, fill_value
         Options for several inputs, as for `dasksc.open`.
     narrow

@@ -134,9 +134,9 @@ class scDataset(IterableDataset[Any]):
         Names of columns, layers and entries to yield in addition to X. For several modalities, ``"rna:counts"`` is an
         element of one of them.
     genes
-        Columns of X and the layers to keep: names, a boolean mask or positions. A `dasksc.tokens.Vocabulary`, or the
-        ``pathlib.Path`` of a vocabulary file, selects its genes in ascending order of ids, without special tokens such
-        as ``<pad>``. For several modalities, a dict of these by modality.
+        Genes to keep (columns of X and of every layer): names, a boolean mask or positions. A
+        `dasksc.tokens.Vocabulary`, or the ``pathlib.Path`` of a vocabulary file, selects its genes in ascending order
+        of ids, without special tokens such as ``<pad>``. For several modalities, a dict of these by modality.
     filter
         Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
         `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices`` of the strategy.

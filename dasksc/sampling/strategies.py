@@ -209,7 +209,7 @@ class Streaming(BuiltInStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockShuffling(BuiltInStrategy):
-    """Strategy that yields every row once: blocks of consecutive rows in random order, permuted within each fetch.
+    """Strategy that yields every row once, in shuffled blocks of consecutive rows, with rows permuted in each fetch.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockWeightedSampling(BuiltInStrategy):
-    """Strategy that draws rows by weight; the draws of an epoch form blocks in storage order, which are shuffled.
+    """Strategy that draws rows by weight, sorts the draws by storage position and shuffles blocks of them.
 
     Parameters
     ----------
@@ -363,10 +363,10 @@ class ClassBalancedSampling(BuiltInStrategy):
         models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
     per_batch
         If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
-        has exact shares (largest remainders). An epoch consists of whole batches, which ranks, resuming and
-        ``drop_last`` preserve. Resuming requires the same ``batch_size``. Rows of a class are drawn again only after
-        all rows of the class have been drawn, so the numbers of draws of any two rows of a class differ by at most one.
-        With ``replace=False``, each row is drawn at most once.
+        has exact shares (largest remainders). An epoch consists of whole batches. They are the same for any number of
+        ranks, after resuming and with ``drop_last``. Resuming requires the same ``batch_size``. Rows of a class are
+        drawn again only after all rows of the class have been drawn, so the numbers of draws of any two rows of a class
+        differ by at most one. With ``replace=False``, each row is drawn at most once.
 
     Raises
     ------
