@@ -359,7 +359,7 @@ def test_batches_are_put_on_a_device(path):
 # --- Loaders that shard -------------------------------------------------------------------------------
 
 
-@row("Loaders with `enable_distributed`", "contiguous shards, one of each rank")
+@row("Loaders with `enable_distributed`", "contiguous shards, one per rank")
 def test_indices_keep_contiguous_shards():
     for rank, shard in enumerate(np.array_split(np.arange(N_OBS), 3)):
         own = BlockShuffling(4, indices=shard)
