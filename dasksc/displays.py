@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["brief", "changed_arguments", "constructor", "html_table", "with_options_of"]
+__all__ = ["brief", "changed_arguments", "constructor", "first_of", "html_table", "with_options_of"]
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -122,6 +122,11 @@ def with_options_of(
         return callee
 
     return decorate
+
+
+def first_of(names: Sequence[object], n: int = 3) -> str:
+    """Return the first `n` names, separated by commas, and the number of the others."""
+    return ", ".join(map(str, names[:n])) + (f" and {len(names) - n:,} more" if len(names) > n else "")
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:

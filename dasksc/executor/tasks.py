@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.executor import fetch_totals
 from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.planning.plan import EpochPlan
-from dasksc.storage import Matrix, RowBuffer, mapping
+from dasksc.storage import Matrix, RowBuffer, mapping, mapping_of
 from dasksc.storage.read_timing import Clock, ThreadTimes
 
 __all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
@@ -47,8 +47,8 @@ class FetchMatrices:
     matrices
         Matrices to fetch from, by name.
     reading
-        Reading mode, which names the matrices whose files are not memory-mapped; None maps every file that can
-        be mapped. It cannot be pickled.
+        Reading mode, which has the labels of the matrices whose files are not memory-mapped; None maps every file
+        that can be mapped. It cannot be pickled.
     """
 
     matrices: Mapping[str, Matrix]
@@ -57,15 +57,15 @@ class FetchMatrices:
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, from every matrix."""
         start = perf_counter()
-        with Clock() as spent:
-            parts = {name: self._fetch(name, matrix, rows) for name, matrix in self.matrices.items()}
+        unmapped = () if self.reading is None else self.reading.unmapped
+        parts = {}
+        with Clock() as spent, mapping(True, unmapped=unmapped):
+            for name, matrix in self.matrices.items():
+                with mapping_of(matrix.label):
+                    parts[name] = matrix.fetch(rows)
         fetched = FetchedMatrices(parts, spent)
         fetch_totals.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
         return fetched
-
-    def _fetch(self, name: str, matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
-        with mapping(self.reading is None or name not in self.reading.unmapped):
-            return matrix.fetch(rows)
 
 
 def fetch_name(source: str, plan: EpochPlan) -> str:

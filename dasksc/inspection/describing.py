@@ -15,6 +15,7 @@ from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.options import OpenOptions, names_given, refuse_feature_choice
+from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.description import PROBED_BLOCKS, Column, Description, Modality, Rate, StoredMatrix
 from dasksc.inspection.stored_matrices import alike, stored_part
@@ -118,8 +119,9 @@ def _shown(path: str | os.PathLike[str]) -> str:
 
 
 def _names(parts: Sequence[Any]) -> str:
-    names = [Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return first_of(
+        [Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
+    )
 
 
 def _columns(obs: pd.DataFrame) -> Iterator[Column]:

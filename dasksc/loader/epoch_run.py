@@ -21,6 +21,7 @@ from torch.utils.data import get_worker_info
 from dasksc import config
 from dasksc.batches.batch import Batch, BatchMaker, on_device
 from dasksc.batches.prefetch import run_ahead
+from dasksc.displays import first_of
 from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
@@ -359,10 +360,9 @@ def _errors_with_batch(fetch: FetchPlan, i: int, plan: EpochPlan) -> Iterator[No
 def _add_batch_note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan) -> None:
     batch = fetch.number * plan.fetch_factor + i
     rows = fetch.rows[fetch.batch(i)].tolist()
-    more = f" and {len(rows) - _N_ROWS_SHOWN} more" if len(rows) > _N_ROWS_SHOWN else ""
     error.add_note(
         f"in batch {batch} of {plan.n_batches} (epoch {plan.epoch}, rank {plan.rank} of {plan.world_size}), "
-        f"rows {', '.join(map(str, rows[:_N_ROWS_SHOWN]))}{more}"
+        f"rows {first_of(rows, _N_ROWS_SHOWN)}"
     )
 
 

@@ -198,7 +198,7 @@ class MemoryProjection:
         )
         # Buffers of the previous epoch are reused, so their address space counts as free.
         address_bytes = math.inf if limit.address_bytes is None else limit.address_bytes + buffers.kept_bytes()
-        mappable_bytes = sum(model.read[name].row for name in model.mappable) * self._source.n_obs
+        mappable_bytes = sum(model.read[label].row for label in model.mappable) * self._source.n_obs
         return model.reading_mode(
             prefetch=self._prefetch,
             n_threads=n_threads,

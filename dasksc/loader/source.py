@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,17 @@ from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.sampling.binding import n_rows_named
 from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.storage import Columns, ConcatenatedMatrix, FetchCost, Matrix, ReorderedMatrix, UseMmap, buffers, mapping
+from dasksc.storage import (
+    Columns,
+    ConcatenatedMatrix,
+    FetchCost,
+    Matrix,
+    ReorderedMatrix,
+    UseMmap,
+    buffers,
+    mapping,
+    part_costs,
+)
 
 __all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]
 
@@ -137,10 +147,17 @@ class MatrixSource(Source):
 
     @functools.cached_property
     def costs(self) -> dict[str, Any]:
-        """Arguments of a `MemoryModel`: costs of the matrices by name, mapped and read, and which must be mapped."""
+        """Arguments of a `MemoryModel`: costs of the matrices by label, mapped and read, and which must be mapped."""
 
         def costs() -> dict[str, FetchCost]:
-            return {name: matrix.cost for name, matrix in self.matrices.items()}
+            found: dict[str, FetchCost] = {}
+            for matrix in self.matrices.values():
+                for label, cost in part_costs(matrix):
+                    other = found.get(label)  # a file may be part of a collection several times
+                    if other is not None:
+                        cost = replace(cost, row=cost.row + other.row, held=cost.held + other.held)
+                    found[label] = cost
+            return found
 
         with mapping(True):
             mapped = costs()

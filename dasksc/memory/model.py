@@ -33,6 +33,8 @@ _PAGES_SHARE = 0.5
 # Number of threads assumed when the size of a fetch is chosen, so that it does not depend on the machine.
 NOMINAL_THREADS = 2
 _MAX_FETCH_FACTOR = 4096
+# Number of reading modes that are compared, so that a decision about many files takes little time.
+_MAX_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class ReadingMode:
     Parameters
     ----------
     unmapped
-        Names of the matrices whose files are read into memory although they could be memory-mapped.
+        Labels of the matrices whose files are read into memory although they could be memory-mapped.
     depth
         Parts of fetches in flight beyond the fetch being yielded.
     n_parts
@@ -88,9 +90,10 @@ class MemoryModel:
     Parameters
     ----------
     n_obs
-        Number of rows of each matrix.
+        Number of rows.
     mapped, read
-        Cost of a fetched row of each matrix, by name, if all files that can be memory-mapped are, and if none is.
+        Cost of a fetched row in each matrix, by label, if all files that can be memory-mapped are, and if none is. For
+        the matrices of joined atlases: their share of the mean cost.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes
@@ -102,7 +105,7 @@ class MemoryModel:
     is_interprocess
         True if other processes fetch the rows and send them.
     forced
-        Names of the matrices whose files are always memory-mapped.
+        Labels of the matrices whose files are always memory-mapped.
     fixed_n_parts
         Number of tasks per fetch if it is already fixed; None to derive it from the memory held.
     """
@@ -121,8 +124,8 @@ class MemoryModel:
 
     @property
     def mappable(self) -> frozenset[str]:
-        """Names of the matrices that are at least partly in files that can be memory-mapped."""
-        return frozenset(name for name, cost in self.read.items() if cost.held > self.mapped[name].held)
+        """Labels of the matrices that are at least partly in files that can be memory-mapped."""
+        return frozenset(label for label, cost in self.read.items() if cost.held > self.mapped[label].held)
 
     def n_parts(self, unmapped: Collection[str]) -> int:
         """Return the number of tasks per fetch: one if a fetch holds little memory, as with mapped files."""
@@ -144,7 +147,7 @@ class MemoryModel:
         n_threads
             Number of threads of this process that fetch.
         unmapped
-            Names of the matrices that are read into memory although they could be memory-mapped.
+            Labels of the matrices that are read into memory although they could be memory-mapped.
         """
         rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts(unmapped)
         n_fetches = 1 + depth / n_parts
@@ -159,13 +162,13 @@ class MemoryModel:
         pages = 0.0
         if not self.is_interprocess:
             n_reading = min(depth, n_threads) / n_parts
-            for name in self.mappable:
-                row = self.read[name].held - self.mapped[name].held
+            for label in self.mappable:
+                row = self.read[label].held - self.mapped[label].held
                 # Pages of a file that is read are needed only while reading; mapped pages are needed
                 # until the fetch is released.
-                of_row = (n_reading * row) if name in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
+                of_row = n_reading * row if label in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
                 # Several fetches of a small file need the same pages.
-                pages += min(LONGER_ROWS * rows * of_row, self._file_bytes(name) + 2 * _PAGE_BYTES)
+                pages += min(LONGER_ROWS * rows * of_row, self._file_bytes(label) + 2 * _PAGE_BYTES)
         return Demand(anonymous=anonymous, pages=int(pages))
 
     def reading_mode(
@@ -181,7 +184,7 @@ class MemoryModel:
         """Return the reading mode of an epoch.
 
         Files that stay in the page cache as a whole are memory-mapped, so that later epochs find them there. If
-        they do not all fit, the largest matrices are read into anonymous memory instead. That is faster for files
+        they do not all fit, the largest are read into anonymous memory instead. That is faster for files
         that every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number
         of parts in flight is the largest that fits, at most that of `depth`.
 
@@ -204,10 +207,12 @@ class MemoryModel:
             True if the process has enough address space to map files.
         """
         n_here = 0 if self.is_interprocess else n_threads
-        by_size = sorted(self.mappable - self.forced, key=self._file_bytes)
+        by_size = sorted(self.mappable - self.forced, key=lambda label: (self._file_bytes(label), label))
         # The largest matrices are the first to be read into memory.
+        n_steps = min(len(by_size), _MAX_STEPS)
         orders = [
-            frozenset(by_size[len(by_size) - n :]) for n in range(0 if may_map else len(by_size), len(by_size) + 1)
+            frozenset(by_size[len(by_size) - len(by_size) * step // max(1, n_steps) :])
+            for step in range(0 if may_map else n_steps, n_steps + 1)
         ]
         full = [self.depth(unmapped, prefetch=prefetch, n_threads=n_threads) for unmapped in orders]
         tried = list(zip(full, orders, strict=True))
@@ -237,9 +242,9 @@ class MemoryModel:
         depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
         return self.demand(depth=depth, n_threads=0 if self.is_interprocess else n_threads, unmapped=self.mappable)
 
-    def _file_bytes(self, name: str) -> float:
+    def _file_bytes(self, label: str) -> float:
         """Return the size of the part of a matrix's files that can be memory-mapped, in bytes."""
-        return self.n_obs * (self.read[name].held - self.mapped[name].held)
+        return self.n_obs * (self.read[label].held - self.mapped[label].held)
 
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
         """Return the largest number of batches per fetch for which iterating fits `limit`; at least 1.
@@ -268,7 +273,7 @@ class MemoryModel:
 
     def held_row_bytes(self, unmapped: Collection[str]) -> float:
         """Return the anonymous memory that a fetched row holds, in bytes."""
-        costs = [self.read[name] if name in unmapped else cost for name, cost in self.mapped.items()]
+        costs = [self.read[label] if label in unmapped else cost for label, cost in self.mapped.items()]
         return sum(max(cost.row, cost.held) if self.is_interprocess else cost.held for cost in costs)
 
     def _anonymous(

@@ -9,6 +9,7 @@ from time import monotonic
 
 from dask.utils import format_bytes
 
+from dasksc.displays import first_of
 from dasksc.memory.limits import memory_limit, recommended_bytes
 from dasksc.memory.model import ReadingMode
 
@@ -16,8 +17,9 @@ __all__ = ["AdaptiveReadingMode"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# Minimum time between checks of the limits; a check takes about a millisecond.
-_CHECK_INTERVAL_S = 0.5
+# Minimum time between checks of the limits, and the same in durations of a check. A check takes about a millisecond;
+# for a thousand files, about forty.
+_CHECK_INTERVAL_S, _CHECK_PAUSE = 0.5, 50
 
 
 class AdaptiveReadingMode:
@@ -41,7 +43,7 @@ class AdaptiveReadingMode:
         self._needed_bytes = needed_bytes
         self._lock = threading.Lock()
         self._mode = decide()
-        self._checked_at = monotonic()
+        self._next_check = monotonic() + _CHECK_INTERVAL_S
         if self._mode.unmapped:
             self._log_unmapped()
         if not self._mode.fits:
@@ -54,15 +56,16 @@ class AdaptiveReadingMode:
 
     @property
     def unmapped(self) -> frozenset[str]:
-        """Names of the matrices whose files are read into memory rather than memory-mapped."""
+        """Labels of the matrices whose files are read into memory rather than memory-mapped."""
         return self._mode.unmapped
 
     def depth(self) -> int:
         """Return the number of parts of fetches that may be in flight; checks the available memory at intervals."""
         with self._lock:
-            if monotonic() - self._checked_at > _CHECK_INTERVAL_S:
-                self._checked_at = monotonic()
+            start = monotonic()
+            if start > self._next_check:
                 before, now = self._mode, self._decide(n_parts=self._mode.n_parts)
+                self._next_check = start + max(_CHECK_INTERVAL_S, _CHECK_PAUSE * (monotonic() - start))
                 # Changes go in one direction only, because switching back would read mapped files again.
                 # Additional memory is used from the next epoch on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
@@ -75,10 +78,10 @@ class AdaptiveReadingMode:
 
     def _log_unmapped(self) -> None:
         logger.info(
-            "%s is read into memory rather than mapped (%s): its files would not stay in the page cache. An epoch "
+            "%s: files are read into memory rather than mapped, since the page cache cannot hold them: %s. An epoch "
             "takes %s of memory and %s of page cache",
             self._name,
-            ", ".join(sorted(self._mode.unmapped)),
+            first_of(sorted(self._mode.unmapped)),
             format_bytes(self._mode.demand.anonymous),
             format_bytes(self._mode.demand.pages),
         )

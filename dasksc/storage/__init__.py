@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dasksc.storage.arrays import is_of_content
 from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
-from dasksc.storage.files import UseMmap, mapping
+from dasksc.storage.files import UseMmap, mapping, mapping_of
 from dasksc.storage.joining import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 from dasksc.storage.opening import as_matrix, open_location, open_matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import redact_url
 from dasksc.storage.remote.urls import HDF5_ENDINGS, RemoteLocation, is_url
-from dasksc.storage.reordered import ReorderedMatrix
+from dasksc.storage.reordered import ReorderedMatrix, part_costs
 from dasksc.storage.summed import SummedMatrix
 
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
     "is_url",
     "join",
     "mapping",
+    "mapping_of",
+    "part_costs",
     "open_matrix",
     "open_location",
     "redact_url",

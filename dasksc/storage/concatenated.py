@@ -12,6 +12,7 @@ from dasksc.errors import InputError
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Origins
+from dasksc.storage.files import mapping_of
 from dasksc.storage.joining import stack
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
@@ -110,14 +111,19 @@ class ConcatenatedMatrix:
         return self._maps.n_filled(columns)
 
     @property
+    def shares(self) -> NDArray[np.float64]:
+        """Share of each part in the rows, shape (n_parts,)."""
+        # Parts without rows have a small weight, so that the shares are defined if all parts are empty.
+        n_rows = np.array([max(1, part.shape[0]) for part in self._parts], dtype=np.float64)
+        shares: NDArray[np.float64] = n_rows / n_rows.sum()
+        return shares
+
+    @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes if its rows come from all parts in proportion, read one part after the other."""
         costs = [part.cost for part in self._parts]
-        # Parts without rows have a small weight, so that the cost is defined if all parts are empty.
-        shares = np.array([max(1, part.shape[0]) for part in self._parts], dtype=float)
-        shares /= shares.sum()
         row, held, working = (
-            float(shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
+            float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")
         )
         return FetchCost(
             row=row,
@@ -135,12 +141,11 @@ class ConcatenatedMatrix:
         counts = np.diff(ends, prepend=0)
         # If no rows are requested, the first part determines the data types.
         numbers = np.flatnonzero(counts) if len(rows) else np.array([0])
-        fetched = [
-            self._parts[number].fetch(
-                rows[ends[number] - counts[number] : ends[number]] - (self._ends[number] - self._parts[number].shape[0])
-            )
-            for number in numbers.tolist()
-        ]
+        fetched = []
+        for number in numbers.tolist():
+            part, stop = self._parts[number], ends[number]
+            with mapping_of(part.label):
+                fetched.append(part.fetch(rows[stop - counts[number] : stop] - (self._ends[number] - part.shape[0])))
         origins = Origins(
             numbers=np.repeat(numbers, counts[numbers]).astype(np.int32),
             labels=tuple(part.label for part in self._parts),

@@ -12,8 +12,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -26,7 +26,17 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
-__all__ = ["READ_FLAGS", "LocalFile", "UseMmap", "can_map", "release_pages", "mapping", "maps", "read_at"]
+__all__ = [
+    "READ_FLAGS",
+    "LocalFile",
+    "UseMmap",
+    "can_map",
+    "mapping",
+    "mapping_of",
+    "maps",
+    "read_at",
+    "release_pages",
+]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
 """Use of memory maps: always (True), never (False), or as set by `mapping` in the reading thread (``"auto"``)."""
@@ -286,23 +296,30 @@ class LocalFile:
 class _Thread(threading.local):
     is_allowed = True
     is_strict = False
+    unmapped: Collection[str] = ()
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def mapping(is_allowed: bool, *, is_strict: bool = False) -> Iterator[None]:
+def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[str] = ()) -> Iterator[None]:
     """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
 
     With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine their cost unmapped.
+    Matrices with a label in `unmapped` are not mapped, if they are fetched in the context `mapping_of`.
     """
-    before = _thread.is_allowed, _thread.is_strict
-    _thread.is_allowed, _thread.is_strict = is_allowed, is_strict
+    before = _thread.is_allowed, _thread.is_strict, _thread.unmapped
+    _thread.is_allowed, _thread.is_strict, _thread.unmapped = is_allowed, is_strict, unmapped
     try:
         yield
     finally:
-        _thread.is_allowed, _thread.is_strict = before
+        _thread.is_allowed, _thread.is_strict, _thread.unmapped = before
+
+
+def mapping_of(label: str) -> AbstractContextManager[None]:
+    """Return the context in which to fetch from the matrix `label`; see `mapping`."""
+    return mapping(False) if label in _thread.unmapped else nullcontext()
 
 
 def maps(use_mmap: UseMmap) -> bool:

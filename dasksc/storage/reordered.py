@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import Columns, FetchCost, Layout, Matrix, RowBuffer
 
-__all__ = ["ReorderedMatrix"]
+__all__ = ["ReorderedMatrix", "part_costs"]
 
 
 class ReorderedMatrix:
@@ -68,3 +70,18 @@ class ReorderedMatrix:
 
     def __repr__(self) -> str:
         return f"<ReorderedMatrix {self.shape[0]} rows of {self._matrix!r}>"
+
+
+def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
+    """Yield the label of each part of concatenated matrices, with its share of the memory of a fetched row.
+
+    A matrix that is not concatenated has itself as the only part.
+    """
+    if isinstance(matrix, ReorderedMatrix):
+        yield from part_costs(matrix.parts[0], share)
+    elif isinstance(matrix, ConcatenatedMatrix):
+        for part, share_of_part in zip(matrix.parts, matrix.shares.tolist(), strict=True):
+            yield from part_costs(part, share * share_of_part)
+    else:
+        cost = matrix.cost
+        yield matrix.label, replace(cost, row=share * cost.row, held=share * cost.held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dasksc.memory import limits as process_memory
 from dasksc.memory import reading_mode as reading
 from dasksc.memory.model import Demand, ReadingMode
 from dasksc.memory.reading_mode import AdaptiveReadingMode
-from dasksc.storage import files
+from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.uncompressed import Extents, PlainArray
@@ -111,6 +112,7 @@ def mode(*unmapped: str, depth: int = 4, fits: bool = True) -> ReadingMode:
 @pytest.fixture
 def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_CHECK_INTERVAL_S", -1.0)
+    monkeypatch.setattr(reading, "_CHECK_PAUSE", -1.0)
 
 
 @pytest.mark.usefixtures("looks_always")
@@ -123,7 +125,7 @@ def test_a_lower_limit_applies_at_once_and_a_higher_one_in_the_next_epoch(caplog
     assert (one.depth(), one.unmapped) == (4, {"X"})
     assert (one.depth(), one.unmapped) == (2, {"X"})
     assert (one.depth(), one.unmapped) == (2, {"X"})  # mapping resumes only at the next epoch
-    assert len([message for message in caplog.messages if "rather than mapped (X)" in message]) == 1
+    assert len([message for message in caplog.messages if "the page cache cannot hold them: X." in message]) == 1
     assert one.depth() == 1
     assert "Request 1.00 GiB per rank" in caplog.messages[-1]
     assert "700.00 MiB" in caplog.messages[-1]
@@ -134,6 +136,62 @@ def test_the_limits_are_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) 
     modes = iter([mode()])
     one = AdaptiveReadingMode(lambda **_: next(modes), "atlas", lambda: 0)
     assert {one.depth() for _ in range(100)} == {4}
+
+
+def test_slow_checks_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_CHECK_INTERVAL_S", 0.0)
+    n_checks = 0
+
+    def decide(**_: Any) -> ReadingMode:
+        nonlocal n_checks
+        n_checks += 1
+        time.sleep(0.05)
+        return mode()
+
+    one = AdaptiveReadingMode(decide, "atlas", lambda: 0)
+    for _ in range(1_000):
+        one.depth()
+    assert n_checks == 2
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, layout: str
+) -> None:
+    caplog.set_level(logging.INFO, logger="dasksc.dataset")
+    paths = [
+        dasksc.datasets.synthetic(tmp_path / f"{name}.h5ad", n_obs=n_obs, n_vars=300, progress=False)
+        for name, n_obs in {"small": 400, "large": 4_000, "middle": 1_200}.items()
+    ]
+    monkeypatch.setattr(process_memory, "own_bytes", lambda: 0)
+    monkeypatch.setattr(buffers, "kept_bytes", lambda: 0)
+    dataset = dasksc.scDataset(paths, dasksc.BlockShuffling(8), 64, fetch_factor=4, layout=layout, seed=0)
+
+    def epoch_in(n_bytes: int) -> tuple[set[str], list[torch.Tensor]]:
+        """Return the names of the files that an epoch maps, and its batches."""
+        monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
+        dataset.set_epoch(0)
+        with mock.patch.object(PlainArray, "_reach_mapped", autospec=True, side_effect=PlainArray._reach_mapped) as spy:
+            batches = [batch.to_dense().clone() for batch in dataset]
+        labels = [call.args[0].label for call in spy.call_args_list]
+        return {Path(label.partition(":/")[0]).stem for label in labels if label.endswith("X/data")}, batches
+
+    def unmapped_in(n_bytes: int) -> list[str]:
+        monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
+        labels = dataset._projection.reading_mode().unmapped
+        return sorted(Path(label.partition(":/")[0]).stem for label in labels)
+
+    modes: dict[tuple[str, ...], int] = {}
+    for n_bytes in range(64 * MIB, 16 * MIB, -(2**14)):
+        modes.setdefault(tuple(unmapped_in(n_bytes)), n_bytes)
+    assert list(modes) == [(), ("large",), ("large", "middle"), ("large", "middle", "small")]
+    mapped, expected = epoch_in(2**40)
+    assert mapped == {"small", "middle", "large"}
+    for unmapped, n_bytes in modes.items():
+        mapped, found = epoch_in(n_bytes)
+        assert mapped == {"small", "middle", "large"} - set(unmapped)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert f"hold them: {paths[1]}:/X. An epoch" in "\n".join(caplog.messages)
 
 
 def test_a_forced_way_of_reading_is_used_whatever_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
