@@ -37,7 +37,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.vectors import nonzero_bits
+from dasksc.kernels.vectors import descent_bits, nonzero_bits
 
 __all__ = [
     "add_up",
@@ -125,10 +125,12 @@ def _prefetch(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
 
 
 @kernel
-def _ascending(columns_at, n, like_indices):
+def _ascending(columns_at, start, stop, like_indices):
+    if stop - start == _STRIDE + 1:
+        return descent_bits(columns_at, start, like_indices) == 0
     # A loop without branches is vectorized.
     ascending = True
-    for k in range(1, n):
+    for k in range(start + 1, stop):
         ascending &= load(columns_at, k - 1, like_indices) < load(columns_at, k, like_indices)
     return ascending
 
@@ -147,28 +149,33 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         # Elements are cleared just before they are written, since columns are mostly ascending. After clearing a
         # whole row, its beginning would no longer be in the L1 cache.
         n_cleared = np.uint64(0)
-        if _ascending(columns_at, n, like_indices):
+        ascending = True
+        for first in range(0, n, _STRIDE):
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
+            end = min(first + _STRIDE, n)
+            ascending = _ascending(columns_at, max(first - 1, 0), end, like_indices)
+            if not ascending:
+                break
             # The last column of a stride is its largest. Each column is checked nevertheless, since the file may
             # change during the read.
-            for first in range(0, n, _STRIDE):
-                _prefetch(next_columns_at, first, like_indices)
-                _prefetch(next_values_at, first, like_data)
-                end = min(first + _STRIDE, n)
-                last = np.uint64(load(columns_at, end - 1, like_indices))
-                if last >= n_columns:
+            last = np.uint64(load(columns_at, end - 1, like_indices))
+            if last >= n_columns:
+                return row
+            dense[n_cleared : last + _ONE] = 0
+            n_cleared = last + _ONE
+            for k in range(first, end):
+                # A negative column wraps around to a number far above n_vars.
+                column = np.uint64(load(columns_at, k, like_indices))
+                if column > last:
                     return row
-                dense[n_cleared : last + _ONE] = 0
-                n_cleared = last + _ONE
-                for k in range(first, end):
-                    # A negative column wraps around to a number far above n_vars.
-                    column = np.uint64(load(columns_at, k, like_indices))
-                    if column > last:
-                        return row
-                    dense[column] += load(values_at, k, like_data)
+                dense[column] += load(values_at, k, like_data)
+        if ascending:
             dense[n_cleared:] = 0
             continue
         if not any_order:
             return UNORDERED
+        n_cleared = np.uint64(0)
         for k in range(n):
             column = np.uint64(load(columns_at, k, like_indices))
             if column >= n_cleared:
@@ -196,7 +203,7 @@ def renumber_rows(
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         lookup = renumbered[maps[row]]
         dense = out[i]
-        if not (any_order or _ascending(columns_at, n, like_indices)):
+        if not (any_order or _ascending(columns_at, 0, n, like_indices)):
             return UNORDERED
         dense[:] = 0
         for first in range(0, n, _STRIDE):

@@ -11,7 +11,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-__all__ = ["N_STEPS", "hash_columns", "hashed", "n_below", "n_sums_below", "nonzero_bits", "sum_of", "thin_small"]
+__all__ = [
+    "N_STEPS",
+    "descent_bits",
+    "hash_columns",
+    "hashed",
+    "n_below",
+    "n_sums_below",
+    "nonzero_bits",
+    "sum_of",
+    "thin_small",
+]
 
 N_STEPS = 16
 """Number of elements of a vector of columns, running sums, steps or sums."""
@@ -82,6 +92,23 @@ def nonzero_bits(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
         else:
             found = builder.fcmp_unordered("!=", values, zeros)
         return builder.bitcast(found, ir.IntType(64))
+
+    return signature, codegen
+
+
+@intrinsic
+def descent_bits(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
+    """Return a bit for each of 64 elements from `index` on, set unless the element is below the next one.
+
+    The elements are those of the array of `like`'s type, integers, that starts at `address`, aligned or not.
+    """
+    signature = types.uint64(types.uint64, types.int64, like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        following = [args[0], builder.add(args[1], ir.Constant(args[1].type, 1))]
+        values, others = (_vector(context, builder, signature.args[2], at, 64) for at in (args, following))
+        compare = builder.icmp_signed if signature.args[2].dtype.signed else builder.icmp_unsigned
+        return builder.bitcast(compare(">=", values, others), ir.IntType(64))
 
     return signature, codegen
 

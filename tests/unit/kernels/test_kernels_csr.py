@@ -210,6 +210,24 @@ def test_a_repeated_column_adds_up_as_in_scipy() -> None:
     np.testing.assert_array_equal(out, sp.csr_array((data, indices, np.array([0, 3])), shape=(1, 4)).toarray())
 
 
+@pytest.mark.parametrize("index_dtype", ["uint16", "int32", "int64"])
+@pytest.mark.parametrize("n", [63, 64, 65, 66, 128, 129, 200])
+def test_a_descent_anywhere_in_a_long_row_is_noticed(n: int, index_dtype: str) -> None:
+    data = np.arange(1, n + 1, dtype="f4")
+    for k in range(1, n):
+        for column in (2 * k - 2, 2 * k - 3):  # the column before it, or one below
+            indices = (2 * np.arange(n)).astype(index_dtype)
+            indices[k] = max(column, 0)
+            out = garbage((1, 2 * n), "float32")
+            where = np.array([0]), np.array([n]), *(np.array([address(part)], np.uint64) for part in (data, indices))
+            arguments = *where, 2 * n, out, data[:0], indices[:0]
+            assert kernels.scatter_rows(*arguments, False) == kernels.UNORDERED
+            assert kernels.scatter_rows(*arguments) == -1
+            expected = np.zeros(2 * n, "f4")
+            np.add.at(expected, indices, data)
+            np.testing.assert_array_equal(out[0], expected)
+
+
 def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return the lengths and addresses of rows that are contiguous in memory."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)

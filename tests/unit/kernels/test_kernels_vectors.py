@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 
 from dasksc.kernels.vectors import (
     N_STEPS,
+    descent_bits,
     hash_columns,
     hashed,
     n_below,
@@ -32,6 +33,11 @@ def bits_from(values, start):
 
 
 @numba.njit
+def descents_from(values, start):
+    return descent_bits(values.ctypes.data, start, values)
+
+
+@numba.njit
 def all_from(values, start, value):
     at = values.ctypes.data
     return n_below(at, start, values, value), n_sums_below(at, start, values, value), sum_of(at, start, values)
@@ -45,6 +51,16 @@ def test_bits_are_set_where_elements_are_not_zero(dtype):
     for start in (0, 1, 6):
         expected = [bool(value != 0) for value in values[start : start + 64]]
         assert [int(bits_from(values, start)) >> k & 1 == 1 for k in range(64)] == expected
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "i1", "i4", "u4", "i8", "u8"])
+def test_bits_are_set_where_elements_do_not_ascend(dtype):
+    info = np.iinfo(dtype)
+    values = np.random.default_rng(0).integers(info.min, info.max, 71, dtype=dtype, endpoint=True)
+    values[10:14] = info.min, info.max, info.max, info.min
+    for start in (0, 1, 6):
+        expected = (values[start : start + 64] >= values[start + 1 : start + 65]).tolist()
+        assert [int(descents_from(values, start)) >> k & 1 == 1 for k in range(64)] == expected
 
 
 @given(values=WORDS, start=st.integers(0, 3), value=st.sampled_from([0, 1, 3, 2**31, 2**32 - 1]))
