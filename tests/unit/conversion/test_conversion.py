@@ -215,7 +215,7 @@ def test_sums_of_duplicates_that_their_type_cannot_hold_are_refused(tmp_path):
     for stored, values in (("int8", [-100, -100]), ("float32", [3e38, 3e38])):
         X = sp.csr_matrix((np.array(values, dtype=stored), np.array([1, 1]), np.array([0, 2])), shape=(1, 3))
         source = ad.AnnData(X=X, obs=pd.DataFrame(index=["a"]))
-        with pytest.raises(InputError, match=f"a sum of values at one place does not fit {stored}.*astype"):
+        with pytest.raises(InputError, match=f"a sum of duplicate entries cannot be represented in {stored}.*astype"):
             dasksc.convert(source, tmp_path / f"{stored}.zarr")
         assert not (tmp_path / f"{stored}.zarr").exists()
 
