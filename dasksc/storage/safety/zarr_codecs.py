@@ -155,9 +155,7 @@ def _refusal_of(steps: Any) -> str | None:
             return "arrays that are compressed by LZMA without its header, or with filters, are not read"
         for key, value in config.items():
             if key in ("dtype", "astype", "encode_dtype", "decode_dtype") and np.dtype(value).itemsize > _NUMBER_BYTES:
-                return (
-                    f"the filter {name!r} decodes the array to {value!r}; only filters that yield numbers are supported"
-                )
+                return f"arrays that the filter {name!r} decodes to {value!r} are not read; a filter must yield numbers"
     return None
 
 
