@@ -64,16 +64,16 @@ def constructor(value: Any, **texts: str) -> str:
     **texts
         Text of arguments that replaces or extends their values.
     """
-    shown = set_arguments(value, **texts)
+    shown = set_arguments(value, texts)
     return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 
-def set_arguments(value: Any, *, with_defaults: bool = False, **texts: str) -> dict[str, str]:
+def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
     """Return the arguments that make a dataclass instance, as text by name.
 
     Parameters
     ----------
-    value, **texts
+    value, texts
         As for `constructor`.
     with_defaults
         If True, include arguments that have their default value.

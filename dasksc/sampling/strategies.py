@@ -89,7 +89,7 @@ class SamplingStrategy:
     def _repr_html_(self) -> str | None:
         if type(self).__repr__ is not SamplingStrategy.__repr__:
             return None  # notebooks then show the repr that the subclass defines
-        return html_table(type(self).__name__, set_arguments(self, with_defaults=True, **self._texts).items())
+        return html_table(type(self).__name__, set_arguments(self, self._texts, with_defaults=True).items())
 
     @property
     def _texts(self) -> dict[str, str]:

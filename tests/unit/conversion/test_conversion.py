@@ -364,7 +364,7 @@ def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
 )
 def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, values, what):
     source = small(3, good=[1, 2, 3], bad=values)
-    with pytest.raises(InputError, match=f"obs column 'bad' {what}.*give obs column 'bad' one type"):
+    with pytest.raises(InputError, match=f"obs column 'bad' {what}.*convert obs column 'bad' to one type"):
         dasksc.convert(source, tmp_path / "out.zarr")
     source = small(3)
     source.uns["bad"] = object()
