@@ -8,12 +8,21 @@ from typing import Any, TypeGuard
 import dask.config
 import numpy as np
 import yaml
-from dask.utils import parse_bytes, parse_timedelta
+from dask.utils import format_bytes, parse_bytes, parse_timedelta
 
 from dasksc.errors import InputError
 
-__all__ = ["as_bytes", "get", "get_bytes", "get_seconds", "is_whole", "memory_limit", "true_or_false", "whole_number"]
-
+__all__ = [
+    "as_bytes",
+    "format_bytes",
+    "get",
+    "get_bytes",
+    "get_seconds",
+    "is_whole",
+    "memory_limit",
+    "true_or_false",
+    "whole_number",
+]
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
 # Values from the environment, files and `dask.config.set` take precedence.

@@ -13,7 +13,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-__all__ = ["brief", "changed_arguments", "constructor", "first_of", "html_table", "with_options_of"]
+__all__ = [
+    "brief",
+    "changed_arguments",
+    "constructor",
+    "first_of",
+    "html_table",
+    "set_arguments",
+    "with_options_of",
+]
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -64,15 +72,29 @@ def constructor(value: Any, **texts: str) -> str:
     **texts
         Text of arguments that replaces or extends their values.
     """
+    shown = set_arguments(value, texts)
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
+
+
+def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
+    """Return the arguments that make a dataclass instance, as text by name.
+
+    Parameters
+    ----------
+    value, texts
+        As for `constructor`.
+    with_defaults
+        If True, include arguments that have their default value.
+    """
     shown = dict(texts)
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         if not field.init or not field.repr or field.name in texts:
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         given = getattr(value, field.name)
-        if not _is_default(given, default):
+        if with_defaults or not _is_default(given, default):
             shown[field.name] = brief(given)
-    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
+    return shown
 
 
 def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:

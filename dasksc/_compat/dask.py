@@ -96,7 +96,7 @@ def shuffled_index(value: Any) -> Any:
         If the value is not a pair.
     """
     if not isinstance(value, tuple) or len(value) != 2:
-        raise UnsupportedVersionError("dask", "pair around the index of a shuffle")
+        raise UnsupportedVersionError("dask", "shuffle task of the known format")
     return value[1]
 
 

@@ -96,7 +96,7 @@ def n_threads_heard_of(client: Any) -> int:
     try:
         heard: Mapping[str, Any] = _get(client, "_scheduler_identity")
     except UnsupportedVersionError as error:
-        warn_once(error, without="the number of fetches in flight does not follow that of workers")
+        warn_once(error, without="the number of fetches in flight does not change with the number of workers")
         return 0
     return int(heard.get("total_threads", 0))
 

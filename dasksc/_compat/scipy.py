@@ -38,7 +38,7 @@ def _report_missing_flags() -> None:
     for name in _FLAGS:
         if name not in vars(block):
             error = UnsupportedVersionError("scipy", f"csr_matrix.{name}")
-            warn_once(error, without="sparse array code takes a pass over the column numbers each time")
+            warn_once(error, without="every step of array code on sparse X checks all column numbers")
 
 
 _report_missing_flags()

@@ -84,7 +84,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
             if len(value) != adata.n_obs:
                 raise InputError(
                     f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells: it was made from "
-                    "another atlas, or from some of its cells. Compute it for this atlas"
+                    "another atlas, or from a subset of this one. Compute it for this atlas"
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest

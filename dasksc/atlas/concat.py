@@ -329,7 +329,7 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
         warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
         warnings.warn(
-            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, because some atlases lack columns "
-            "and the type must represent their fill value; fill_value=0 or join='inner' keeps the type",
+            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, because some atlases lack columns, "
+            "whose fill value this type can represent; fill_value=0 or join='inner' keeps the type",
             stacklevel=2,
         )

@@ -114,8 +114,8 @@ def open(
         and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
         Options for URLs: credentials, region and endpoint. Their names are those of obstore's stores or, for other
-        URLs, of fsspec's file systems. Other options come from the environment (``AWS_...``, ``GOOGLE_...``,
-        ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
+        URLs, of fsspec's file systems. Options that are not given come from the environment (``AWS_...``,
+        ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
         Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. It also applies
         to paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask, for
@@ -135,8 +135,8 @@ def open(
     Returns
     -------
     AnnData
-        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. If a path
-        is opened, this includes ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by
+        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. For a path,
+        so are the matrices of ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by
         AnnData.
 
     Raises

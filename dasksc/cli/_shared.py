@@ -50,7 +50,7 @@ def data_options(command: Command) -> Command:
             type=click.Choice(["inner", "outer"]),
             default="inner",
             show_default=True,
-            help="Genes of all files, or any",
+            help="Keep shared or all genes.",
         ),
         feature_options,
         url_options,

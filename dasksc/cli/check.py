@@ -133,7 +133,7 @@ def _request(found: Check) -> Iterator[str]:
     n_cpus = found.num_workers + 1  # the trainer needs one, too
     yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task={n_cpus} --mem-per-cpu={-(-mebibytes // n_cpus)}M"
     if n_cpus == 1:
-        yield "           (with N CPUs per task, an Nth of this memory per CPU)"
+        yield "           (for N CPUs per task, divide this memory by N)"
     yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 

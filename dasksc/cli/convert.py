@@ -46,9 +46,9 @@ Examples:
     type=click.Choice(["error", "zero", "drop"]),
     default="error",
     show_default=True,
-    help="Absent genes.",
+    help="Genes the input lacks.",
 )
-@click.option("--genes-key", metavar="COLUMN", help="Names in var.  [default: var_names]")
+@click.option("--genes-key", metavar="COLUMN", help="Match this var column.  [default: var_names]")
 @click.option(
     "--genes-repeated",
     type=click.Choice(["error", "sum"]),
@@ -61,11 +61,11 @@ Examples:
     type=click.Choice(["inner", "outer"]),
     default="inner",
     show_default=True,
-    help="Genes of all files, or any",
+    help="Keep shared or all genes.",
 )
-@click.option("--label", metavar="COLUMN", help="New obs column: the input of each cell.")
+@click.option("--label", metavar="COLUMN", help="New obs column with the input of each cell.")
 @click.option("--keys", metavar="NAME,...", help="Values of --label.  [default: file names]")
-@click.option("--index-unique", metavar="TEXT", help="Text between names of cell and input.")
+@click.option("--index-unique", metavar="TEXT", help="Separator of cell and input names.")
 @click.option(
     "--merge",
     type=click.Choice(["same", "unique", "first", "only"]),
@@ -78,13 +78,13 @@ Examples:
     help="For absent genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory, besides the tables.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory beyond the tables.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options
-@click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, and unfinished ones there.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, finished or unfinished.")
 @click.option("--verify", is_flag=True, help="Compare every stored row with the input.")
-@click.option("--progress/--no-progress", default=None, help="Show a bar.  [default: on a terminal]")
+@click.option("--progress/--no-progress", default=None, help="Show progress.  [default: on a terminal]")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     inputs: tuple[str, ...],
@@ -119,16 +119,16 @@ def command(
     IN is an .h5ad file, a 10x .h5 file, a Zarr store, a directory of these, a pattern, or a URL; several are joined.
     OUT.zarr appears when it is complete. After Ctrl-C, a crash or a full disk, the same command resumes the conversion.
 
-    The cells are shuffled once; with --group-by (one or several columns: cell_line,gene), within groups. --overwrite
-    also drops an unfinished conversion at OUT.zarr.
+    The cells are shuffled once. With --group-by (one or several columns, such as cell_line,gene), they are shuffled
+    within groups. --overwrite also drops an unfinished conversion at OUT.zarr.
 
     GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name per line). Genes that the input
     lacks are refused, written as columns of zeros, or dropped (--genes-missing). Columns of the same gene are refused
     or added up (--genes-repeated).
 
-    Several inputs: --keys a,b names them in the column --label. --merge keeps columns of var and arrays of varm that
-    are the same in all inputs, have a unique value, are in the first one, or are in only one. --fill-value needs
-    --join outer.
+    With several inputs, --label adds an obs column with their names, which --keys a,b sets. --merge keeps columns of
+    var and arrays of varm that are the same in all inputs, have a unique value, are in the first one, or are in only
+    one. --fill-value needs --join outer.
     """
     chosen: Any = features
     report = dasksc.convert(

@@ -75,14 +75,14 @@ def command(
 ) -> None:
     """Run a model on every cell of ATLAS, and write the results.
 
-    MODEL is the model.pt of a training or the import path of a function or module (package.module:name) that is called
-    with batches. --method defaults to `embed` if the model has it, and to the model itself otherwise. --device defaults
-    to a GPU if there is one.
+    MODEL is a model.pt that `dasksc train` wrote, or the import path of a function or module (package.module:name),
+    which is called with batches. --method defaults to `embed` if the model has it, and to the model itself otherwise.
+    --device defaults to a GPU if there is one.
 
     The key appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command resumes
-    the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions. --overwrite also
-    drops other predictions begun at OUT.zarr. Genes of the model that the atlas lacks are refused or read as zeros
-    (--genes-missing). NaN in results is refused or reported (--nan).
+    the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions. --overwrite
+    also discards unfinished predictions that were begun with other arguments. Genes of the model that the atlas lacks
+    are refused or read as zeros (--genes-missing). NaN in results is refused or reported (--nan).
     """
     if out is None and not in_place:
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")

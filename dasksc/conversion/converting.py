@@ -206,7 +206,7 @@ class Conversion:
         return staging
 
     def _verify(self, runner: TaskRunner, key: str, matrix: Matrix, rows: Path, budget: int) -> None:
-        check = Verification(
+        verification = Verification(
             store=self._work_folder.store,
             key=key,
             rows=rows,
@@ -215,7 +215,7 @@ class Conversion:
             piece_rows=_piece_rows(matrix, budget),
             n_obs=matrix.shape[0],
         )
-        runner.run(check, what=f"checking {key}", n_cells=matrix.shape[0])
+        runner.run(verification, what=f"checking {key}", n_cells=matrix.shape[0])
 
     def needed_bytes(self) -> int:
         """Return an estimate of the bytes still to write: uncompressed matrices, runs, obs and row descriptions."""

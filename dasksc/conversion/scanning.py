@@ -75,7 +75,7 @@ def gather_canonical(
     wide = sum_dtype(np.promote_types(dtype, np.float64) if dtype.kind == "f" else dtype)
     block = sp.csr_matrix((data.astype(wide), indices, indptr), shape=(len(positions), fetched.shape[1]))
     block.sum_duplicates()
-    sums = exactly(block.data, dtype, "a sum of values at one place") if dtype.kind == "f" else block.data
+    sums = exactly(block.data, dtype, "a sum of duplicate entries") if dtype.kind == "f" else block.data
     return block.indptr.astype(np.int64), block.indices.astype(np.int32), sums
 
 
@@ -87,8 +87,8 @@ def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[An
         result = values.astype(dtype)
     if not holds_all(values, result):
         raise InputError(
-            f"{what} does not fit {dtype}, the data type of the input. Store the input in a wider type: adata.X = "
-            "adata.X.astype('float64')."
+            f"{what} cannot be represented in {dtype}, the data type of the input. Store the input in a wider type: "
+            "adata.X = adata.X.astype('float64')."
         )
     return result
 

@@ -84,8 +84,8 @@ def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
 
 def _advice(what: str) -> str:
     return (
-        f"Open the atlas, give {what} one type that AnnData writes (all strings: .astype(str); or numbers, booleans "
-        "or categories), or leave it out, and convert that."
+        f"Open the atlas, convert {what} to one type that AnnData writes (strings with .astype(str), numbers, booleans "
+        "or categories) or delete it, and pass the opened atlas to dasksc.convert."
     )
 
 

@@ -136,7 +136,7 @@ class CSRCopy:
                 bounds = indptr[first : last + 1]
                 fetched, positions = fetch_any(self.matrix, order[first:last])
                 found, indices, data = gather_canonical(fetched, positions, dtype=self.matrix.stored_dtype)
-                data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of values at one place")
+                data = exactly(data, self.dtype, f"{self.matrix.label}: a sum of duplicate entries")
                 if not np.array_equal(found, bounds - bounds[0]):
                     raise CorruptDataError(f"{self.matrix.label} changed while it was being read. Convert it again.")
                 # The first and the last row may extend into neighboring shards.

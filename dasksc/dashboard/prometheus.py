@@ -14,11 +14,11 @@ __all__ = ["show"]
 _GAUGES = (
     ("epoch", "Number of the epoch being read", "epoch"),
     ("rows_per_second", "Cells per second, mean over the epoch", "rows_per_s"),
-    ("wait_share", "Fraction of the epoch that training waited for batches", "wait_share"),
+    ("wait_share", "Fraction of the epoch for which training waited for batches", "wait_share"),
     ("batches", "Batches yielded in this epoch", "n_batches"),
     ("batches_left", "Batches remaining in this epoch", "n_batches_left"),
-    ("in_flight_bytes", "Size of the fetches in flight, ready or being read", "in_flight_bytes"),
-    ("limit_bytes", "Limit of the size of fetches in flight", "limit_bytes"),
+    ("in_flight_bytes", "Memory of the fetches in flight (ready or in progress) in bytes", "in_flight_bytes"),
+    ("limit_bytes", "Memory limit of the fetches in flight in bytes", "limit_bytes"),
 )
 _FETCHES = {"fetching": "n_fetching", "ready": "n_ready", "taken": "n_fetched"}
 _PARTS = {part: f"{part}_s" for part in ("fetch", "read", "decode", "transfer", "gather")}
@@ -56,7 +56,9 @@ class _Collector:
             yield family
         fetches = GaugeMetricFamily("dasksc_loader_fetches", "Fetch tasks of this epoch", labels=[*_LABELS, "state"])
         seconds = GaugeMetricFamily(
-            "dasksc_loader_seconds", "Thread seconds of this epoch's fetches and batches", labels=[*_LABELS, "part"]
+            "dasksc_loader_seconds",
+            "Thread time of the fetches and batches of this epoch in seconds",
+            labels=[*_LABELS, "part"],
         )
         for report in reports:
             for state, figure in _FETCHES.items():

@@ -59,7 +59,7 @@ def synthetic(
     batch_key
         Name of the obs column of batches.
     n_markers
-        Number of marker genes of each type, whose expression is 6-fold in that type.
+        Number of marker genes of each type, whose expression is six times as high in that type.
     donor_effect, batch_effect
         Standard deviation, over genes, of the natural logarithm of the fold change of a donor or a batch. 0: the same
         expression in all donors or batches.
@@ -105,7 +105,7 @@ def synthetic(
     if compression is not None and (is_zarr or compression not in ("gzip", "lzf")):
         raise InputError(
             f'compression={compression!r} is not possible for {path.name}: "gzip" and "lzf" are for h5ad files; '
-            "a Zarr store has AnnData's default"
+            "a Zarr store uses AnnData's default compression"
         )
     if n_batches and batch_key in ("cell_type", "donor", "n_counts", "_index", ""):
         raise InputError(f'batch_key={batch_key!r} is the name of another column; give another name, such as "batch"')

@@ -53,8 +53,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
     ``plates/2.h5ad`` have 300 cells of two other donors each, and share 100 genes. ``cite.h5mu`` is a MuData of 600
     cells with the modalities ``rna`` and ``prot``, whose cells are in different orders.
-    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins as Cell Ranger 3 writes them. ``screen.h5ad`` is
-    a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
+    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins in the format of Cell Ranger 3. ``screen.h5ad``
+    is a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "plates/1.h5ad": "300 cells, 200 genes, 2 donors",
         "plates/2.h5ad": "300 cells, 200 other genes, half of them shared, 2 donors",
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
-        "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, as Cell Ranger writes them",
+        "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, in the format of Cell Ranger",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
     existing = [file for file in contents if (folder / file).exists()]

@@ -14,7 +14,7 @@ _HEALTHY = 0.05
 _LIMITS = {
     "read": ("reading", "raise block_size or fetch_factor"),
     "decode": ("decoding", "raise block_size, or use more cores"),
-    "other": ("looking up chunks and array code", "raise block_size or fetch_factor"),
+    "other": ("chunk lookup and array code", "raise block_size or fetch_factor"),
     "transfer": ("transfers from Dask workers", 'use scheduler="threads", or workers on the machines of the ranks'),
     "gather": ("making batches", 'use layout="csr", select genes=, or raise dasksc.gather-threads'),
     "memory": ("memory", "raise memory_limit or lower fetch_factor"),
@@ -55,7 +55,7 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
         # Nothing is read ahead of the first fetch, so training always waits for it.
         if figures["n_batches_left"] > 0 or figures["n_fetching"] > 0:
             return f"starting: {wait_share:.0%} waiting for the first fetch"
-        return f"too short to read ahead: {wait_share:.0%} waiting for the only fetch"
+        return f"the epoch is too short to read ahead: {wait_share:.0%} waiting for its only fetch"
     limit, remedy = _LIMITS[_limit(figures)]
     return f"limited by {limit}: {wait_share:.0%} waiting; {remedy}"
 

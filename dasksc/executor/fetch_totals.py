@@ -69,10 +69,12 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        yield CounterMetricFamily("dasksc_fetches", "Fetch tasks that have run in this process", totals.n_fetches)
-        yield CounterMetricFamily("dasksc_fetched_rows", "Rows that they fetched", totals.n_rows)
-        yield CounterMetricFamily("dasksc_fetched_bytes", "Memory that the rows held", totals.n_bytes)
-        seconds = CounterMetricFamily("dasksc_fetch_seconds", "Thread seconds that they took", labels=["part"])
+        yield CounterMetricFamily("dasksc_fetches", "Fetch tasks completed by this process", totals.n_fetches)
+        yield CounterMetricFamily("dasksc_fetched_rows", "Rows fetched by this process", totals.n_rows)
+        yield CounterMetricFamily("dasksc_fetched_bytes", "Memory of the fetched rows in bytes", totals.n_bytes)
+        seconds = CounterMetricFamily(
+            "dasksc_fetch_seconds", "Thread time of the fetch tasks in seconds", labels=["part"]
+        )
         for part in ("read", "decode", "other"):
             seconds.add_metric([part], getattr(totals, f"{part}_s"))
         yield seconds

@@ -64,8 +64,8 @@ class FetchScheduler:
     def __post_init__(self) -> None:
         if (self.kind == "client") != (self.client is not None):
             raise InputError(
-                f"Scheduler(kind={self.kind!r}, client={self.client!r}): kind='client' needs client=, and other kinds "
-                "must not have it."
+                f"FetchScheduler(kind={self.kind!r}, client={self.client!r}) is inconsistent: kind='client' needs "
+                "client=, and other kinds must not have it."
             )
 
     @property

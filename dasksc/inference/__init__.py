@@ -354,7 +354,7 @@ class Predictions:
             cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
             raise InputError(
                 f"the model returned NaN in {error.name!r} for {error.n} of the cells of a batch: rows {cells}. Look "
-                "for NaN in the data or in the parameters, or keep it with nan='report' (--nan report)"
+                "for NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
             ) from None
 
     def publish(self) -> None:
@@ -470,11 +470,13 @@ def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
     if not isinstance(data, scDataset):
         if refused := [f"{name}=" for name in _WITHOUT_EFFECT if name in options]:
             raise InputError(
-                f"{', '.join(refused)} cannot be given here: all cells are predicted once, in storage order. Leave "
-                "this out; to predict some of the cells, write them to a store first: dasksc.convert(path, out, "
-                "filter=...)"
+                f"{', '.join(refused)} cannot be given here: all cells are predicted once, in storage order. To "
+                "predict only some of the cells, write them to a store first: dasksc.convert(path, out, filter=...)"
             )
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:
-        raise InputError(f"{', '.join(f'{name}=' for name in options)} cannot be given here: the data set has its own")
+        raise InputError(
+            f"{', '.join(f'{name}=' for name in options)} cannot be given with a scDataset, which has these settings "
+            "already"
+        )
     return data

@@ -120,7 +120,7 @@ class Outputs:
         if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
             raise InputError(
                 f"{name!r} has codes from {codes.min()} to {codes.max()}, and categories= has {n_labels} labels for "
-                f"it; expected codes in [0, {n_labels}), or -1 for none"
+                f"it; expected codes in [0, {n_labels}), or -1 for a missing value"
             )
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 
@@ -154,8 +154,8 @@ def check_name(name: Any) -> str:
         or name in ("_index", "zarr.json")  # the names of the cells, and the metadata of the group
     ):
         raise InputError(
-            f"{name!r} cannot be a key of obsm or obs; give a name of at most {_NAME_BYTES} bytes, without '/', '\\' "
-            "and control characters, that does not begin with '.' or '__' and is not reserved by the store: 'X_emb'"
+            f"{name!r} cannot be a key of obsm or obs. Give a name such as 'X_emb': at most {_NAME_BYTES} bytes, no "
+            "'/', '\\' or control characters, no '.' or '__' at the beginning, and not a name that the store reserves"
         )
     return name
 

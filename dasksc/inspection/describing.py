@@ -47,8 +47,8 @@ def describe(
     join
         Join of several atlases, as for `dasksc.open`.
     seconds
-        Duration of each of four probes in seconds; 0 skips them. The probes read batches of X, dense and CSR, in
-        blocks of 64 rows and of single rows.
+        Duration of each of four probes in seconds; 0 skips them. The probes read dense and CSR batches of X, each from
+        blocks of 64 rows and from single rows.
     feature_types, genome
         Features of 10x ``.h5`` files, as for `dasksc.open`.
 
@@ -77,7 +77,7 @@ def describe(
         chosen = OpenOptions(
             feature_types=names_given("feature_types", feature_types), genomes=names_given("genome", genome)
         )
-        refuse_feature_choice(chosen, "an AnnData" if isinstance(data, AnnData) else "this, with several modalities,")
+        refuse_feature_choice(chosen, "an AnnData" if isinstance(data, AnnData) else "an input with several modalities")
     several = None if is_modalities(data) else opening.several_of(data)
     parts = [data] if several is None else several[0]
     opened: AnnData | Modalities
@@ -139,22 +139,21 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
     for one in matrices:
         if one.encoding == "csc":
             yield (
-                f"{one.key} is stored by columns, so that the first fetch reads all of it; dasksc convert writes it by "
-                "rows"
+                f"{one.key} is stored by columns, so the first fetch reads all of it; dasksc convert writes it by rows"
             )
     # The key of a modality's X starts with the name of the modality.
     x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
     if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
         yield (
             "chunks of X hold more rows than a fetch, and each is decoded for only a few of its rows; dasksc convert "
-            "makes them smaller"
+            "writes smaller chunks"
         )
     speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
     for layout in ("dense", "csr"):
         if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, PROBED_BLOCKS[0]), 0.0):
             times = speed[layout, PROBED_BLOCKS[0]] / speed[layout, 1]
             otherwise = (
-                "; its cells were shuffled when it was converted, so that blocks mix as well as single rows"
+                "; its cells were shuffled when it was converted, so blocks mix as well as single rows"
                 if is_shuffled
                 else ", or dasksc convert, which shuffles cells once"
             )

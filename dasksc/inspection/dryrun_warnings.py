@@ -46,8 +46,8 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
     elif n_blocks < plan.world_size:
         yield (
             f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are divided, and several "
-            "ranks read pieces of the same chunks. Lower block_size"
-            + ("" if plan.sampler.block_size else " (for Streaming a fetch: lower fetch_factor)")
+            "ranks read pieces of the same chunks. "
+            + ("Lower block_size" if plan.sampler.block_size else "Lower fetch_factor: a block of Streaming is a fetch")
         )
     source = components_of(dataset).source
     n_rows, run_rows = dataset.fetch_size, plan.block_size if sets is None else sets.run_rows
@@ -64,7 +64,7 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
             and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _MIN_USED_SHARE
         ):
             yield (
-                f"only about {share:.0%} of the bytes of {name} that are transferred are used: chunks of about "
+                f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
                 f"{chunk_rows:,.0f} rows are transferred whole, and {'blocks' if sets is None else 'runs'} have "
                 f"{run_rows:,.0f}. " + _advice_on_runs(sets)
             )
@@ -108,7 +108,7 @@ def warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
         )
     if loader.num_workers > plan.n_fetches:
         yield (
-            f"{loader.num_workers} DataLoader workers share {plan.n_fetches} fetches: some have nothing to do. Use "
+            f"{loader.num_workers} DataLoader workers share {plan.n_fetches} fetches, so some workers are idle. Use "
             "num_workers=0, which reads ahead on threads, or lower fetch_factor"
         )
 
@@ -134,7 +134,10 @@ def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
     found = sampler.accounts
     if found.n_unlabelled:
         names = " or ".join(column.name for column in sampler.columns)
-        yield f"{found.n_unlabelled:,} cells have no label in {names} and are never drawn. indices= leaves them out"
+        yield (
+            f"{found.n_unlabelled:,} cells have no label in {names} and are never drawn. Exclude them with indices= to "
+            "avoid this warning"
+        )
     if found.n_unmatched_cells:
         yield (
             f"{found.n_unmatched_cells:,} cells of {found.n_unmatched_groups:,} groups are never drawn, since no "
@@ -142,8 +145,9 @@ def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
         )
     if found.n_loosened_cells:
         yield (
-            f"{found.n_loosened_cells:,} cells of {found.n_loosened_groups:,} groups have controls that agree in fewer "
-            "columns than match= names: batch effects enter the comparison. unmatched='drop' leaves these cells out"
+            f"{found.n_loosened_cells:,} cells of {found.n_loosened_groups:,} groups have controls that agree with "
+            "them in only some columns of match=, so batch effects enter the comparison. unmatched='drop' leaves "
+            "these cells out"
         )
     if found.n_short_groups:
         yield (

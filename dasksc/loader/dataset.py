@@ -151,15 +151,15 @@ class scDataset(IterableDataset[Any]):
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
         repeated rows. If False, yield every row exactly once, as for evaluation.
     scheduler
-        Scheduler of fetches: None (an active Dask Client, else threads of this process),
-        ``"threads"``, ``"synchronous"``, a Client or the address of its scheduler. Hooks, and collections
-        that are read by indexing, always run in this process.
+        Scheduler of fetches: ``"threads"``, ``"synchronous"``, a Dask Client or the address of its scheduler. None
+        uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
+        read their collection by indexing, always use this process.
     prefetch
         Number of fetches in flight in addition to the one being yielded. None: twice the number of fetching threads,
         within `memory_limit`.
     memory_limit
-        Maximum anonymous memory of iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader workers
-        share it by prefetching less; a warning is logged if they still exceed it.
+        Maximum anonymous memory during iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader
+        workers share it by prefetching less; a warning is logged if they still exceed it.
     mmap
         Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that is already open, pass it to
         `dasksc.open` instead.
@@ -338,7 +338,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def groups(self) -> Any:
-        """Labels of the groups of `CellSets`, a table whose row g describes code g of ``batch.sets``, or None."""
+        """Table of the groups of `CellSets`, or None; row g has the labels of code g of ``batch.sets``."""
         return self._sampler.table if isinstance(self._sampler, SetSampler) else None
 
     @property
@@ -358,7 +358,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def projected_bytes(self) -> int | None:
-        """Maximum anonymous memory of iteration, in bytes; None for collections read by indexing.
+        """Maximum anonymous memory during iteration, in bytes; None for collections read by indexing.
 
         It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
         ahead. Memory-mapped files need no anonymous memory, so the value is larger if files are not mapped. The
@@ -416,7 +416,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of shapes, types, the strategy with its arrays, sizes and the seed, which ranks compare."""
+        """Digest that ranks compare, of shapes, types, the strategy with its arrays, sizes and the seed."""
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
@@ -572,8 +572,8 @@ class scDataset(IterableDataset[Any]):
         """Return statistics of the latest epoch of this rank.
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers,
-        the statistics and the log line, which the last worker writes, combine the workers that have finished. Counts
-        are added, and times are those of the slowest worker.
+        the last worker writes the log line. The statistics then combine the workers that have finished: counts are
+        added, and times are those of the slowest worker.
 
         Returns
         -------

@@ -221,8 +221,8 @@ class MemoryProjection:
         needed = self.reading_mode().demand
         if needed.anonymous > self.share:
             logger.warning(
-                "%d DataLoader workers need %s of memory and %s of page cache each; their memory is together more than "
-                "memory_limit (%s). Use fewer (num_workers=0 prefetches on threads), or lower fetch_factor, now %d",
+                "%d DataLoader workers need %s of memory and %s of page cache each. Together, they exceed memory_limit "
+                "(%s). Use fewer workers (with num_workers=0, threads prefetch), or lower fetch_factor, which is %d",
                 worker.num_workers,
                 format_bytes(needed.anonymous),
                 format_bytes(needed.pages),
@@ -268,6 +268,10 @@ class MemoryProjection:
             f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 1} in flight, and their "
             f"batches need {format_bytes(given.anonymous)} of memory ({given.anonymous} bytes) and "
             f"{format_bytes(given.pages)} of page cache, but memory_limit is {format_bytes(self.limit)} ({self.limit} "
-            f"bytes). Lower fetch_factor, batch_size or prefetch, or raise the limit: "
-            f"{'' if needed(factor).anonymous <= self.limit else 'not even '}fetch_factor={factor} fits"
+            f"bytes). Lower fetch_factor, batch_size or prefetch, or raise memory_limit. "
+            + (
+                f"fetch_factor={factor} fits the limit"
+                if needed(factor).anonymous <= self.limit
+                else f"Even fetch_factor={factor} exceeds the limit"
+            )
         )

@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
-from dasksc.displays import constructor
+from dasksc.displays import constructor, html_table
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.consumed_segments import ConsumedSegment, Deal
@@ -127,6 +127,19 @@ class EpochPlan:
 
     def __repr__(self) -> str:
         return constructor(self, sampler=f"{type(self.sampler).__name__} of {self.n_rows:,} rows")
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("epoch", f"{self.epoch}: {self.n_rows:,} rows over all ranks"),
+            ("fetch", f"{self.fetch_rows:,} rows in {self.fetch_factor:,} batches of {self.batch_size:,}"),
+            ("rank", f"{self.rank} of {self.world_size}"),
+        ]
+        if not self.consumed:  # otherwise, the sizes depend on the drawn rows
+            rows += [
+                ("this rank", f"rows {self.n_rank_rows:,}; batches {self.n_batches:,}; fetches {self.n_fetches:,}"),
+                ("all ranks", f"rows padded {self.n_padded:,}; dropped {self.n_dropped:,}"),
+            ]
+        return html_table(repr(self), rows)
 
     # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
 
@@ -216,12 +229,12 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Number of rows of `n_dealt` that no rank yields."""
+        """Number of rows, among the `n_dealt` rows, that no rank yields."""
         return self._sizes.n_dropped * self.sampler.unit
 
     @property
     def n_rank_padded(self) -> int:
-        """Number of repeated rows that this rank yields: those of one unit, or 0."""
+        """Number of repeated rows that this rank yields: at most one row, set of `CellSets`, or whole batch."""
         return int(self._is_padded) * self.sampler.unit
 
     @property

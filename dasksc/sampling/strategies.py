@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dasksc.config import whole_number
-from dasksc.displays import brief, constructor
+from dasksc.displays import brief, constructor, html_table, set_arguments
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
@@ -53,7 +53,7 @@ class SamplingStrategy:
 
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
     resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result must
-    depend only on the collection and the seed. The result is divided among ranks in runs of the length of a fetch.
+    depend only on the collection and the seed. The result is divided among ranks in runs that are as long as a fetch.
 
     Parameters
     ----------
@@ -84,8 +84,17 @@ class SamplingStrategy:
             self._indices = np.sort(np.flatnonzero(array) if array.dtype == np.bool_ else array)
 
     def __repr__(self) -> str:
+        return constructor(self, **self._texts)
+
+    def _repr_html_(self) -> str | None:
+        if type(self).__repr__ is not SamplingStrategy.__repr__:
+            return None  # notebooks then show the repr that the subclass defines
+        return html_table(type(self).__name__, set_arguments(self, self._texts, with_defaults=True).items())
+
+    @property
+    def _texts(self) -> dict[str, str]:
         # Subclasses of users that are dataclasses have fields instead.
-        return constructor(self) if self._indices is None else constructor(self, indices=brief(self._indices))
+        return {} if self._indices is None else {"indices": brief(self._indices)}
 
     def get_len(self, data_collection: Any) -> int:
         """Return the number of rows of an epoch."""
@@ -363,7 +372,7 @@ class ClassBalancedSampling(BuiltInStrategy):
         models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
     per_batch
         If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
-        has exact shares (largest remainders). An epoch consists of whole batches. They are the same for any number of
+        has exact shares (largest remainders). An epoch consists of whole batches, which are the same for any number of
         ranks, after resuming and with ``drop_last``. Resuming requires the same ``batch_size``. Rows of a class are
         drawn again only after all rows of the class have been drawn, so the numbers of draws of any two rows of a class
         differ by at most one. With ``replace=False``, each row is drawn at most once.

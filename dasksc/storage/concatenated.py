@@ -35,7 +35,7 @@ class AbsentMatrix:
     """
 
     def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
-        self.label = "what is not there"
+        self.label = "absent matrix"
         self.shape = n_obs, 0
         self.layout = layout
         self.dtype = self.stored_dtype = np.dtype(dtype)

@@ -11,6 +11,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import NDArray
 
+from dasksc.config import format_bytes
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
@@ -240,13 +241,12 @@ class CSCMatrix:
         self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
         self._rows: CSRMatrix | None = None
         self._locks: dict[int, threading.Lock] = {}
-        gigabytes = data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize) / 1e9
         logger.warning(
             "%s is stored by columns (CSC), so its rows cannot be read one by one: the first fetch of every "
-            "process reads all of it and keeps it as CSR, which takes %.3g GB of memory (three times as much "
+            "process reads all of it and keeps it as CSR, which takes %s of memory (three times as much "
             "during the conversion). Store it by rows once: dasksc convert %s NEW.zarr",
             label,
-            gigabytes,
+            format_bytes(data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize)),
             label.rpartition(":/")[0] or "OLD.h5ad",
         )
 

@@ -95,7 +95,7 @@ def open_matrix(
         if isinstance(error, OSError) and error.errno is not None:
             raise StorageError(f"{path} cannot be read: {error}") from error
         raise CorruptDataError(
-            f"{path}: its description of {key!r} cannot be read ({type(error).__name__}: {error}). The file is "
+            f"{path}: the metadata of {key!r} cannot be read ({type(error).__name__}: {error}). The file is "
             "corrupt; copy or download it again, or write it again from its source."
         ) from error
 

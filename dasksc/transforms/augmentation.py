@@ -143,8 +143,8 @@ class _Augmentation:
         if not isinstance(batch, dict) or not {"X", "index"} <= set(batch):
             parts = f"one with {', '.join(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
             raise InputError(
-                f"{name} takes a Batch with X and index; got {parts}. Give it to scDataset(transform=...), not as a "
-                "hook, only for one modality, and before a tokenizer"
+                f"{name} takes a Batch with X and index; got {parts}. Pass {name} to scDataset(transform=...) of a "
+                "single modality, before any tokenizer; it is not a hook"
             )
         made = Batch(batch)
         rows = batch["index"].numpy()

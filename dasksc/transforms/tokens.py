@@ -86,7 +86,7 @@ class _Tokens:
                 raise InputError(f"{name}={share!r} must be a share of the masked tokens, a number in [0, 1]")
         if random_replace_ratio + keep_ratio > 1:
             raise InputError(
-                f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} are more than 1 together"
+                f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} sum to more than 1"
             )
         if not isinstance(prepend_cls, bool):
             raise InputError(f"prepend_cls must be true or false; got {prepend_cls!r}")
@@ -429,8 +429,8 @@ def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[An
     """Return X as CSR: row starts, columns and values."""
     if not {"X", "index"} <= set(batch):
         raise InputError(
-            f"tokenizers take a Batch with X and index; got {type(batch).__name__}. Give the transform to "
-            "scDataset(transform=...), not as a hook"
+            f"tokenizers take a Batch with X and index; got {type(batch).__name__}. Pass the tokenizer to "
+            "scDataset(transform=...); it is not a hook"
         )
     X: torch.Tensor = batch["X"].detach()
     if X.shape[1] != n_genes:

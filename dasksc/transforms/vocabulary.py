@@ -110,9 +110,12 @@ class Vocabulary:
         Parameters
         ----------
         path
-            A JSON object of ids by name (``{"<pad>": 0, "CD4": 1}``), as distributed with scGPT; a pickled dict of
-            these (``.pkl``, ``.pickle``), as distributed with Geneformer, which is read without executing code; or,
-            with any other suffix, a text file with one name per line, numbered from 0.
+            Path of the file, whose suffix determines its format:
+
+            - ``.json``: an object of ids by name (``{"<pad>": 0, "CD4": 1}``), as distributed with scGPT
+            - ``.pkl``, ``.pickle``: a pickled dict of ids by name, as distributed with Geneformer; reading it executes
+              no code
+            - any other suffix: a text file with one name per line, numbered from 0
 
         Returns
         -------
@@ -199,7 +202,7 @@ class Vocabulary:
 def _unpickled(path: Path) -> dict[str, int]:
     """Return the dict of ids by name in a pickle. Other content is an error, since unpickling may execute code."""
     content = path.read_bytes()
-    what = f"{path} must hold a pickled dict of ids by name, whole numbers by strings"
+    what = f"{path} must hold a pickled dict that maps names (strings) to ids (whole numbers)"
     try:
         for opcode, argument, _ in pickletools.genops(content):
             # An index into the memo allocates a list of that length.

@@ -93,7 +93,7 @@ def test_the_error_without_cryptography_says_what_to_install(monkeypatch: pytest
         raise ImportError("no cryptography")
 
     monkeypatch.setattr(Security, "temporary", temporary)
-    with pytest.raises(dasksc.InputError, match=re.escape("pip install dasksc[cluster]")):
+    with pytest.raises(dasksc.InputError, match=re.escape("pip install 'dasksc[cluster]'")):
         dasksc.start_cluster(host=NOT_LOOPBACK)
 
 

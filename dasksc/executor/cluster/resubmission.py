@@ -96,7 +96,7 @@ class SentFetches:
         earliest fetch is therefore sent again, and so are the later ones if a worker has fallen silent.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
-            await self._watchdog.check()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
+            await self._watchdog.poll()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())
@@ -107,7 +107,7 @@ class SentFetches:
             ended.cancel()
             if k != min(self._futures) and not self._watchdog.others:
                 continue
-            workers, silent = await self._watchdog.check()
+            workers, silent = await self._watchdog.poll()
             is_alone = not any(worker["status"] == "running" for worker in workers.values())
             if is_alone and not self.closed:
                 self._watchdog.warn_no_worker(k, workers)
@@ -141,7 +141,7 @@ class SentFetches:
                     return await done.pop()
                 if k != min(self._futures) and not self._watchdog.others and not self.closed:
                     continue
-                _, silent = await self._watchdog.check()
+                _, silent = await self._watchdog.poll()
                 if not silent:
                     continue
                 addresses = await holders(self._client, future.key)

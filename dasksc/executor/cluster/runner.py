@@ -188,7 +188,7 @@ class ClusterRunner:
             taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:
                 while not (await asyncio.wait({taking}, timeout=STUCK_S))[0]:
-                    if (await self._watchdog.check())[1]:
+                    if (await self._watchdog.poll())[1]:
                         return  # A silent worker is not waited for.
                 await taking
             except (OSError, ValueError) as error:

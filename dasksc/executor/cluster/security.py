@@ -29,8 +29,8 @@ def temporary_certificates() -> Security:
         return Security.temporary()
     except ImportError as error:
         raise InputError(
-            "connections on a host other than loopback are encrypted, which needs the package cryptography: pip "
-            "install dasksc[cluster], or give security="
+            "connections on a host other than loopback are encrypted, but the package cryptography is not installed. "
+            "Run pip install 'dasksc[cluster]', or give certificates with security="
         ) from error
 
 

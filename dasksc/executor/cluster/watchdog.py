@@ -43,7 +43,7 @@ class Watchdog:
         self._has_warned_no_worker = False
         self._warned_silent: set[str] = set()
 
-    async def check(self) -> tuple[dict[str, Any], dict[str, float]]:
+    async def poll(self) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the workers by address, and the silence of each silent worker in seconds."""
         for is_sure in (False, True):
             self.checked_at = requested_at = perf_counter()
@@ -76,7 +76,7 @@ class Watchdog:
                 k,
                 address,
                 silence_s,
-                "Its fetches are sent to others. If its process hangs, end it."
+                "Its fetches are sent to other workers. If its process hangs, end it."
                 if self.others
                 else "No other worker runs: reading continues when this one answers, or another joins. If its process "
                 "hangs, end it.",

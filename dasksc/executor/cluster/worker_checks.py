@@ -1,4 +1,4 @@
-"""Checks of workers before their first task: visibility of its files, and location of the workers."""
+"""Checks of workers before their first task: visibility of the files, and location of the workers."""
 
 from __future__ import annotations
 

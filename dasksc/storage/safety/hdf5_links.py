@@ -108,9 +108,9 @@ def _refuse(path: str, name: str, other: str, folder: str | None) -> NoReturn:
     raise StorageError(
         f"{path}: /{name} lies in another file, {other!r}, which is not read: "
         + (
-            "links are followed within the folder of a file only."
+            "links are followed only within the folder of the file."
             if folder
-            else "the link would be followed on this machine."
+            else "the link of a remote file would lead to a file on this machine."
         )
         + " Open that file itself, or write the atlas as one file."
     )

@@ -91,7 +91,7 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
     last = steps.pop() if steps and names[-1] in DECOMPRESSED_SIZES else None
     of_objects = [name in _OF_OBJECTS for name in names[: len(steps)]]
     if any(name in DECOMPRESSED_SIZES for name in names[: len(steps)]):
-        refused = refused or "arrays that are compressed twice, or not at the end, are not read"
+        refused = refused or "arrays that are compressed twice, or filtered after compression, are not read"
     elif any(of_objects) and len(of_objects) > 1:
         refused = refused or "arrays of strings that have filters of other kinds are not read"
     if last is None and refused is None and not any(of_objects):
@@ -155,7 +155,7 @@ def _refusal_of(steps: Any) -> str | None:
             return "arrays that are compressed by LZMA without its header, or with filters, are not read"
         for key, value in config.items():
             if key in ("dtype", "astype", "encode_dtype", "decode_dtype") and np.dtype(value).itemsize > _NUMBER_BYTES:
-                return f"arrays that the filter {name!r} decodes to {value!r} are not read; numbers are"
+                return f"arrays that the filter {name!r} decodes to {value!r} are not read; a filter must yield numbers"
     return None
 
 

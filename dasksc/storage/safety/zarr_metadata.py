@@ -58,7 +58,7 @@ def safe_content(store: str, key: str, content: bytes) -> bytes:
         if not is_of_content(error):
             raise
         raise CorruptDataError(
-            f"{store}/{key}: its description of codecs cannot be read ({type(error).__name__}: {error}). Copy or "
+            f"{store}/{key}: the metadata of its codecs cannot be read ({type(error).__name__}: {error}). Copy or "
             "download it again."
         ) from error
     return content if bounded == document else json.dumps(bounded).encode()

@@ -163,7 +163,7 @@ def test_the_genome_of_a_10x_file_is_chosen(tmp_path):
         ("nowhere:function", (), "cannot be imported"),
         ("torch.nn:Linear", (), "or a module instance"),
         ("MODEL", ("--method", "embedd"), "has no method 'embedd'"),
-        ("MODEL", ("--key", "a/b"), "without '/'"),
+        ("MODEL", ("--key", "a/b"), "no '/'"),
     ],
 )
 def test_invalid_options_are_reported(atlas, tmp_path, model, options, message):

@@ -215,7 +215,7 @@ def test_sums_of_duplicates_that_their_type_cannot_hold_are_refused(tmp_path):
     for stored, values in (("int8", [-100, -100]), ("float32", [3e38, 3e38])):
         X = sp.csr_matrix((np.array(values, dtype=stored), np.array([1, 1]), np.array([0, 2])), shape=(1, 3))
         source = ad.AnnData(X=X, obs=pd.DataFrame(index=["a"]))
-        with pytest.raises(InputError, match=f"a sum of values at one place does not fit {stored}.*astype"):
+        with pytest.raises(InputError, match=f"a sum of duplicate entries cannot be represented in {stored}.*astype"):
             dasksc.convert(source, tmp_path / f"{stored}.zarr")
         assert not (tmp_path / f"{stored}.zarr").exists()
 
@@ -364,7 +364,7 @@ def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
 )
 def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, values, what):
     source = small(3, good=[1, 2, 3], bad=values)
-    with pytest.raises(InputError, match=f"obs column 'bad' {what}.*give obs column 'bad' one type"):
+    with pytest.raises(InputError, match=f"obs column 'bad' {what}.*convert obs column 'bad' to one type"):
         dasksc.convert(source, tmp_path / "out.zarr")
     source = small(3)
     source.uns["bad"] = object()

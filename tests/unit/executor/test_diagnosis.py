@@ -43,7 +43,7 @@ def figures(**changed: Any) -> dict[str, Any]:
         ({"decode_s": 8.0}, "limited by decoding: 38% waiting; raise block_size, or use more cores"),
         (
             {"fetch_s": 30.0},
-            "limited by looking up chunks and array code: 38% waiting; raise block_size or fetch_factor",
+            "limited by chunk lookup and array code: 38% waiting; raise block_size or fetch_factor",
         ),
         (
             {"transfer_s": 9.0, "wait_share": 1.0},
@@ -74,7 +74,7 @@ def figures(**changed: Any) -> dict[str, Any]:
         ),
         ({"n_batches": 0, "n_fetched": 0}, "starting: no batch has been read yet"),
         ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38% waiting for the first fetch"),
-        ({"n_fetched": 1}, "too short to read ahead: 38% waiting for the only fetch"),
+        ({"n_fetched": 1}, "the epoch is too short to read ahead: 38% waiting for its only fetch"),
     ],
 )
 def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sentence: str) -> None:

@@ -202,7 +202,7 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tokens.pkl").write_bytes(content)
-    with pytest.raises(InputError, match=r"tokens\.pkl must hold a pickled dict of ids by name"):
+    with pytest.raises(InputError, match=r"tokens\.pkl must hold a pickled dict that maps names"):
         Vocabulary.read("tokens.pkl")
     assert not Path("ran").exists()
 

@@ -112,7 +112,7 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
         (
             {"memory_limit": "1kB", "fetch_factor": None},
-            r"need .* \(\d+ bytes\) and .* of page cache, but .* \(1000 bytes\).* not even fetch_factor=1",
+            r"need .* \(\d+ bytes\) and .* of page cache, but .* \(1000 bytes\).* Even fetch_factor=1 exceeds",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},

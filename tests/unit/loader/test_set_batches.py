@@ -218,7 +218,7 @@ def test_check_counts_sets_and_controls(path: Path) -> None:
     adata = screen()
     adata.obs.loc[(adata.obs.gene == "ctrl") & (adata.obs.line == "K562"), "gene"] = "A"
     n_loose = int(((adata.obs.gene != "ctrl") & (adata.obs.line == "K562")).sum())
-    assert f"{n_loose} cells of 3 groups have controls that agree in fewer columns" in str(
+    assert f"{n_loose} cells of 3 groups have controls that agree with them in only some columns" in str(
         dasksc.check(dataset(adata, sets(unmatched="loosen")))
     )
     assert f"{n_loose} cells of 3 groups are never drawn" in str(dasksc.check(dataset(adata, sets(unmatched="drop"))))

@@ -304,7 +304,7 @@ def test_vocabulary_files_are_read_and_completed(tmp_path, name, text, ids):
         ("v.json", b"{", "is not JSON"),
         ("v.txt", b"a\nb\na\n", "names repeat: 'a'"),
         ("v.bin", b"\x80\x04\x95", "is not a text file"),
-        ("v.pkl", b"\x80\x04\x95", "pickled dict of ids by name"),
+        ("v.pkl", b"\x80\x04\x95", "pickled dict that maps names"),
     ],
 )
 def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, name, content, message):
@@ -341,7 +341,7 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
         ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
         ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
-        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6 and keep_ratio=0.5 are more than 1 together"),
+        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6 and keep_ratio=0.5 sum to more than 1"),
         ({"prepend_cls": "no"}, "prepend_cls must be true or false; got 'no'"),
         ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
         ({"padding": True}, "padding must be"),
