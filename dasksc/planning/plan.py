@@ -44,7 +44,7 @@ from dasksc.displays import constructor, html_table
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.planning.consumed_segments import ConsumedSegment, Deal
-from dasksc.planning.fetches import FetchPlan
+from dasksc.planning.fetches import FetchPlan, ascending
 from dasksc.planning.label_entropy import Diversity, diversity_of
 from dasksc.planning.rank_sequence import RankSequence
 from dasksc.planning.rank_sizes import RankSizes
@@ -338,10 +338,8 @@ class EpochPlan:
         rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
         if np.any(rows[1:] < rows[:-1]):
             # Read in ascending order, and yielded in the order of the draw.
-            by_row = np.argsort(rows, kind="stable")
-            position = np.empty_like(by_row)
-            position[by_row] = np.arange(len(rows))
-            rows, order = rows[by_row], position[order]
+            rows, positions = ascending(rows)
+            order = positions[order]
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:

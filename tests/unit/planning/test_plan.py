@@ -21,6 +21,7 @@ from scipy import stats
 import dasksc
 from dasksc import EpochPlan
 from dasksc.planning.consumed_segments import ConsumedSegment
+from dasksc.planning.fetches import ascending
 from dasksc.sampling.binding import bind
 from dasksc.sampling.block_order import BlockOrder
 
@@ -529,3 +530,13 @@ def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int,
         assert times.min() == 1, (n, n_batches)
         assert len(np.unique(completed)) == len(completed), (n, n_batches)
         assert times.sum() - n <= before.n_padded, (n, n_batches)
+
+
+@given(rows=st.lists(st.integers(0, 5) | st.integers(0, 2**40 - 1), max_size=50), dtype=st.sampled_from(["i4", "i8"]))
+def test_rows_are_sorted_as_by_a_stable_argsort(rows: list[int], dtype: str) -> None:
+    drawn = (np.array(rows, dtype=np.int64) % np.iinfo(dtype).max).astype(dtype)
+    found, positions = ascending(drawn)
+    order = np.argsort(drawn, kind="stable")
+    np.testing.assert_array_equal(found, drawn[order])
+    np.testing.assert_array_equal(positions[order], np.arange(len(rows)))
+    assert found.dtype == positions.dtype == np.int64
