@@ -311,6 +311,18 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
         assert run(path, *wrong).exit_code == 1
 
 
+def test_the_command_shows_progress(tmp_path):
+    pytest.importorskip("tqdm")
+    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
+    shown = run(path, "--by", "cell_type", "--progress")
+    assert shown.exit_code == 0, shown.output
+    assert "100%" in shown.stderr
+    assert "cells/s" in shown.stderr
+    assert "60 cells" in shown.stdout
+    for arguments in ([], ["--no-progress"]):  # the default shows a bar only on a terminal
+        assert "%" not in run(path, *arguments).stderr
+
+
 @pytest.mark.parametrize("n_groups", [1, 2])
 def test_a_pass_reads_every_row_once_in_order(tmp_path, n_groups, monkeypatch):
     adata = make_adata(60, 17)
