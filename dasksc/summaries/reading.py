@@ -125,15 +125,13 @@ class Pass:
         if filter is not None:
             self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs))
             self.rows.flags.writeable = False  # otherwise the strategy copies them
-        obs = self.adata.obs
-        columns_bytes = sum(obs[name].memory_usage(index=False, deep=True) for name in dict.fromkeys(wanted))
         self._results: list[str] = []
         self._results_bytes = 0
-        self._held_bytes = (
-            columns_bytes
-            + (obs.index.memory_usage(deep=True) if names else 0)
-            + (0 if self.rows is None else self.rows.nbytes)
-        )
+        obs = self.adata.obs
+        held = [obs[name].memory_usage(index=False, deep=True) for name in dict.fromkeys(wanted)]
+        held += [obs.index.memory_usage(deep=True)] if names else []
+        held += [] if self.rows is None else [self.rows.nbytes]
+        self._held_bytes = int(sum(held))
 
     @property
     def n_rows(self) -> int:
