@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 import dasksc
-from dasksc.cli._shared import Features, StorageOptions, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, can_show_progress, data_options, opened, print_json
 from dasksc.summaries.gene_statistics import check_destination, write_statistics
 
 __all__ = ["command"]
@@ -31,6 +31,7 @@ Examples:
     help="Per cell: share of these genes; repeatable.",
 )
 @click.option("--out", metavar="PATH", help="Write all statistics to this .h5ad file.")
+@click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")
 def command(
     paths: tuple[str, ...],
     join: str,
@@ -43,6 +44,7 @@ def command(
     layer: str | None,
     qc: tuple[str, ...],
     out: str | None,
+    progress: bool | None,
 ) -> None:
     """Compute statistics of genes, groups and cells in one pass.
 
@@ -66,7 +68,14 @@ def command(
             masks[name] = atlas.var[name].to_numpy()
         else:
             raise dasksc.InputError(f"--qc {name}: var has no column {name!r} of true and false; give {name}=PREFIX")
-    found = dasksc.statistics(atlas, by=list(by) or None, filter=filter, layer=layer, qc=masks or None)
+    found = dasksc.statistics(
+        atlas,
+        by=list(by) or None,
+        filter=filter,
+        layer=layer,
+        qc=masks or None,
+        progress=can_show_progress() if progress is None else progress,
+    )
     if out is not None:
         write_statistics(found, out)
     genes = found.genes

@@ -208,6 +208,12 @@ class MemoryProjection:
             may_map=2 * mappable_bytes < address_bytes,
         )
 
+    def least_demand(self, fetch_factor: int) -> Demand:
+        """Return the minimum memory of iteration with fetches of `fetch_factor` batches."""
+        model = self._model(fetch_factor)
+        depth = self._prefetch * model.n_parts(()) if self._prefetch else 1
+        return model.demand(depth=depth, n_threads=0 if self.is_interprocess else self.n_threads, unmapped=())
+
     def part_bytes(self, n_parts: int, unmapped: frozenset[str] | tuple[()] = ()) -> int:
         """Return the memory that one of `n_parts` parts of a fetch takes in this process, in bytes."""
         n_rows = self._batch_size * self.fetch_factor
@@ -251,27 +257,17 @@ class MemoryProjection:
         """Raise an error for sizes whose projection exceeds the limit; the message has sizes that fit."""
         if isinstance(self._source, IndexedSource):
             return
-        n_threads = 0 if self.is_interprocess else self.n_threads
-
-        def needed(factor: int) -> Demand:
-            model = self._model(factor)
-            depth = self._prefetch * model.n_parts(()) if self._prefetch else 1
-            return model.demand(depth=depth, n_threads=n_threads, unmapped=())
-
-        given = needed(self.fetch_factor)
+        given = self.least_demand(self.fetch_factor)
         if given.anonymous <= self.limit:
             return
         factor = self.fetch_factor
-        while factor > 1 and needed(factor).anonymous > self.limit:
+        while factor > 1 and self.least_demand(factor).anonymous > self.limit:
             factor //= 2
+        fits = self.least_demand(factor).anonymous <= self.limit
         raise InputError(
             f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 1} in flight, and their "
             f"batches need {format_bytes(given.anonymous)} of memory ({given.anonymous} bytes) and "
             f"{format_bytes(given.pages)} of page cache, but memory_limit is {format_bytes(self.limit)} ({self.limit} "
             f"bytes). Lower fetch_factor, batch_size or prefetch, or raise memory_limit. "
-            + (
-                f"fetch_factor={factor} fits the limit"
-                if needed(factor).anonymous <= self.limit
-                else f"Even fetch_factor={factor} exceeds the limit"
-            )
+            + (f"fetch_factor={factor} fits the limit" if fits else f"Even fetch_factor={factor} exceeds the limit")
         )

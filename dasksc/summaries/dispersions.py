@@ -44,12 +44,9 @@ def by_dispersion(
     """
     if is_there is None:
         return _of_batch(means[0], variances[0], flavor, n_top_genes)
-    batches = []
-    for mean, variance, there in zip(means, variances, is_there, strict=True):
-        columns = _of_batch(mean[there], variance[there], flavor, n_top_genes).astype(np.float64)
-        # Genes that a batch lacks count as 0.
-        batches.append(columns.set_axis(np.flatnonzero(there)).reindex(range(len(mean)), fill_value=0.0))
-    stacked = np.stack([one.to_numpy() for one in batches])
+    stacked = np.zeros((*means.shape, 4))  # genes that a batch lacks count as 0
+    for values, mean, variance, there in zip(stacked, means, variances, is_there, strict=True):
+        values[there] = _of_batch(mean[there], variance[there], flavor, n_top_genes)
     n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
     scores = _nan_mean(stacked[:, :, 2])
     found = pd.DataFrame(
@@ -58,7 +55,7 @@ def by_dispersion(
             "dispersions": _nan_mean(stacked[:, :, 1]),
             "dispersions_norm": scores,
             "highly_variable_nbatches": n_tops,
-            "highly_variable_intersection": n_tops == len(batches),
+            "highly_variable_intersection": n_tops == len(stacked),
         }
     )
     order = np.lexsort((-np.nan_to_num(scores, nan=-np.inf), -n_tops))

@@ -17,7 +17,7 @@ from dasksc.atlas.options import Openable
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
-from dasksc.summaries.reading import Groups, Moments, Pass, groups_of, refuse_too_large
+from dasksc.summaries.reading import MOMENT_BYTES, Groups, Moments, Pass, groups_of
 
 __all__ = ["Statistics", "check_destination", "statistics", "write_statistics"]
 
@@ -111,7 +111,7 @@ def statistics(
     Raises
     ------
     InputError
-        If an argument does not fit the atlas, or the statistics of groups or cells need more memory than
+        If an argument does not fit the atlas, or the statistics and the rows being read need more memory than
         ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
@@ -120,9 +120,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. Sums are computed in float64, of
-    the differences from the first value of each gene and group. Variances are therefore accurate even if means are
-    large.
+    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read take the
+    memory that the statistics leave of ``dasksc.memory-limit``. Sums are computed in float64, of the differences from
+    the first value of each gene and group. Variances are therefore accurate even if means are large.
 
     Examples
     --------
@@ -144,8 +144,8 @@ def statistics(
     # The last group holds the rows without a label, which count in the statistics over all cells.
     if n_others or not len(n_rows):
         n_rows = np.append(n_rows, n_others)
+    source.reserve_groups(len(n_rows), MOMENT_BYTES, groups)
     moments = Moments(n_rows, n_vars)
-    source.n_groups = len(n_rows)
     for rows in source:
         if groups is None:
             codes = np.zeros(len(rows.indptr) - 1, dtype=np.int64)
@@ -202,13 +202,13 @@ class _Cells:
         self._names = list(masks)
         # Totals and numbers of genes, and the columns of the table: two, and two for each set of genes.
         n_bytes = 8 * source.n_rows * (2 + len(masks) + 2 + 2 * len(masks))
-        refuse_too_large(f"statistics of {source.n_rows:,} cells", n_bytes, "Select cells with filter=")
+        source.reserve(f"statistics of {source.n_rows:,} cells", n_bytes, "Select cells with filter=")
         self._masks = np.zeros((len(masks), source.adata.n_vars), dtype=bool)
         for mask, one in zip(self._masks, masks.values(), strict=True):
             mask[:] = one
         self._index = source.obs.index
-        self._totals = np.empty((source.n_rows, 1 + len(masks)))
-        self._counts = np.empty(source.n_rows, dtype=np.int64)
+        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # written at once, as in Moments
+        self._counts = np.full(source.n_rows, 0)
 
     def add(self, rows: Any) -> None:
         """Compute the statistics of some rows."""

@@ -19,7 +19,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
 from dasksc.pushdown.reductions import add_reductions
-from dasksc.summaries.reading import Pass, refuse_too_large
+from dasksc.summaries.reading import Pass
 
 __all__ = ["normalize"]
 
@@ -58,7 +58,8 @@ def normalize(
     Raises
     ------
     InputError
-        If `target_sum` is not a positive number, or is None and no cell has a positive total.
+        If `target_sum` is not a positive number; or if it is None, and no cell has a positive total, or the totals and
+        the rows being read need more memory than ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks the layer.
 
@@ -105,7 +106,7 @@ def _is_total(value: Any) -> bool:
 
 def _median_total(source: Pass) -> float:
     # Totals, numbers of genes, a mask, and two copies for the median.
-    refuse_too_large(f"totals of {source.n_rows:,} cells", 33 * source.n_rows, "Give target_sum=")
+    source.reserve(f"totals of {source.n_rows:,} cells", 33 * source.n_rows, "Give target_sum=")
     totals, counts = np.empty((source.n_rows, 1)), np.empty(source.n_rows, dtype=np.int64)
     masks = np.zeros((0, source.adata.n_vars), dtype=bool)
     for places, indptr, columns, values in source:

@@ -22,19 +22,24 @@ from dasksc.atlas.opening import open as open_atlas
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader import scDataset
+from dasksc.loader.dataset import components_of
+from dasksc.loader.projection import MemoryProjection
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
+from dasksc.storage import buffers
 
-__all__ = ["Groups", "Moments", "Pass", "PassRows", "groups_of", "refuse_groups", "refuse_too_large"]
+__all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 
 _BATCH_BYTES = 2**21
 _FETCH_BATCHES = 16
+# Size of batches that are joined, and their copies in memory: batches, joined rows, rows in use, converted values.
+_JOINED_BYTES, _JOINED_COPIES = 2**25, 4
 # Minimum size of a row, in bytes, that the number of rows in a batch assumes.
 _LEAST_ROW_BYTES = 2**11
 # Number of rows whose groups are converted to int64 at a time.
 _PIECE_ROWS = 2**20
 # Bytes per group and gene while moments are summed: the moments, and the results computed from them.
-_MOMENT_BYTES = 4 * 8 + 4 * 8
+MOMENT_BYTES = 4 * 8 + 4 * 8
 
 
 class PassRows(NamedTuple):
@@ -91,6 +96,10 @@ class Pass:
     ------
     InputError
         If the atlas lacks the matrix.
+
+    Notes
+    -----
+    Results (`reserve`) and fetches share ``dasksc.memory-limit``: fetches take what the results leave.
     """
 
     def __init__(
@@ -115,6 +124,14 @@ class Pass:
         self.rows: NDArray[np.int64] | None = None
         if filter is not None:
             self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs))
+            self.rows.flags.writeable = False  # otherwise the strategy copies them
+        self._results: list[str] = []
+        self._results_bytes = 0
+        obs = self.adata.obs
+        held = [obs[name].memory_usage(index=False, deep=True) for name in dict.fromkeys(wanted)]
+        held += [obs.index.memory_usage(deep=True)] if names else []
+        held += [] if self.rows is None else [self.rows.nbytes]
+        self._held_bytes = int(sum(held))
 
     @property
     def n_rows(self) -> int:
@@ -126,51 +143,125 @@ class Pass:
         """The obs table of the rows to read."""
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
-    def __iter__(self) -> Iterator[PassRows]:
-        batches = self._batches()
-        if self.n_groups == 1:
-            yield from batches
-            return
-        # The moments of several groups exceed the processor's caches, so the rows of a group are added together. Large
-        # batches give more rows per group, but take more memory, since several batches are in memory at a time.
-        while together := list(itertools.islice(batches, _FETCH_BATCHES)):
-            yield _joined(together)
+    def reserve(self, results: str, n_bytes: int, remedy: str) -> None:
+        """Reserve memory for results, in addition to results for which it is already reserved.
 
-    def _batches(self) -> Iterator[PassRows]:
+        Parameters
+        ----------
+        results
+            Description of the results.
+        n_bytes
+            Memory that they need, in bytes.
+        remedy
+            Advice that reduces the memory, in the imperative.
+
+        Raises
+        ------
+        InputError
+            If all results and the smallest fetch need more than ``dasksc.memory-limit``.
+        """
+        self._results.append(results)
+        self._results_bytes += n_bytes
+        limit, least = config.memory_limit(None), self._held_bytes
+        if self.n_rows:
+            least += self._unlimited.least_demand(1).anonymous
+        if self._results_bytes + least > limit:
+            raise InputError(
+                f"{' and '.join(self._results)} need {format_bytes(self._results_bytes)} of memory "
+                f"({self._results_bytes} bytes), and reading the cells needs at least {format_bytes(least)}, but "
+                f"dasksc.memory-limit is {format_bytes(limit)} ({limit} bytes). {remedy}, or raise the limit: "
+                "dask.config.set({'dasksc.memory-limit': '8GiB'})"
+            )
+
+    def reserve_groups(self, n_groups: int, n_bytes: int, groups: Groups | None) -> None:
+        """Sum over `n_groups` groups; reserve `n_bytes` for each gene of each of them as `reserve` does."""
+        self.n_groups = n_groups
+        self._held_bytes += 0 if groups is None else groups.codes.nbytes
+        n_vars = self.adata.n_vars
+        self.reserve(f"{n_groups:,} groups of {n_vars:,} genes", n_groups * n_vars * n_bytes, "Group by fewer labels")
+
+    @property
+    def projected_bytes(self) -> int:
+        """Maximum anonymous memory of results and iteration, in bytes."""
+        joined_bytes, dataset = self._fetching()
+        fetching_bytes = dataset.projected_bytes or 0
+        return self._held_bytes + self._results_bytes + _JOINED_COPIES * joined_bytes + fetching_bytes
+
+    def __iter__(self) -> Iterator[PassRows]:
         if not self.n_rows:
             return
+        joined_bytes, dataset = self._fetching()
+        batches = _csr_rows(dataset)
+        # The moments of several groups exceed the processor's caches, so the rows of a group are added together. Large
+        # batches give more rows per group, but take more memory, since several batches are in memory at a time.
+        yield from iter(lambda: _joined(batches, joined_bytes), None)
+
+    def _fetching(self) -> tuple[int, scDataset]:
+        """Return the size of joined batches, and the data set that reads in the memory that the results leave."""
+        least = self._unlimited.least_demand
+        limit = config.memory_limit(None) - self._held_bytes - self._results_bytes
+        joined_bytes = 0
+        if self.n_groups > 1:  # at most half of what the smallest fetch leaves
+            joined_bytes = min(_JOINED_BYTES, max(0, limit - least(1).anonymous) // (2 * _JOINED_COPIES))
+        limit -= _JOINED_COPIES * joined_bytes
+        factor = _FETCH_BATCHES
+        while factor > 1 and least(factor).anonymous > limit:
+            factor //= 2
+        return joined_bytes, self._dataset(factor, limit)
+
+    @cached_property
+    def _unlimited(self) -> MemoryProjection:
+        return components_of(self._dataset(1, 2**62)).projection
+
+    def _dataset(self, fetch_factor: int, memory_limit: int) -> scDataset:
         row_bytes = max(_LEAST_ROW_BYTES, matrix_of(self.array).cost.row)
-        dataset = scDataset(
+        return scDataset(
             self.array,
             Streaming(indices=self.rows),
             batch_size=int(max(_BATCH_BYTES / row_bytes, 1)),
-            fetch_factor=_FETCH_BATCHES,
+            fetch_factor=fetch_factor,
             layout="csr",
             dtype=None,
             rank=0,
             world_size=1,
+            memory_limit=memory_limit,
             progress=self._progress,
         )
-        start = 0
-        for X in dataset:
-            stop = start + X.shape[0]
-            values = X.values()
-            if values.dtype.is_floating_point and values.dtype.itemsize < 4:
-                values = values.float()  # kernels do not support float16
-            data = values.numpy()
-            indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
-            yield PassRows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
-            start = stop
 
 
-def _joined(batches: Sequence[PassRows]) -> PassRows:
-    if len(batches) == 1:
-        return batches[0]
-    ends = itertools.accumulate((int(one.indptr[-1]) for one in batches), initial=0)
-    indptr = [one.indptr[:-1] + end for one, end in zip(batches, ends, strict=False)]
-    columns, values = (np.concatenate([getattr(one, name) for one in batches]) for name in ("columns", "values"))
-    places = slice(batches[0].places.start, batches[-1].places.stop)
+def _csr_rows(dataset: scDataset) -> Iterator[PassRows]:
+    start = 0
+    for X in dataset:
+        stop = start + X.shape[0]
+        values = X.values()
+        if values.dtype.is_floating_point and values.dtype.itemsize < 4:
+            values = values.float()  # kernels do not support float16
+        data = values.numpy()
+        indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
+        yield PassRows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
+        start = stop
+
+
+def _joined(batches: Iterator[PassRows], n_bytes: int) -> PassRows | None:
+    """Join the next batches, at least one, up to about `n_bytes`; return None if there are none."""
+    together: list[PassRows] = []
+    for rows in batches:
+        together.append(rows)
+        added = rows.indptr.nbytes + rows.columns.nbytes + rows.values.nbytes
+        n_bytes -= added
+        if n_bytes < added:
+            break
+    if len(together) < 2:
+        return together[0] if together else None
+    ends = itertools.accumulate((int(one.indptr[-1]) for one in together), initial=0)
+    indptr = [one.indptr[:-1] + end for one, end in zip(together, ends, strict=False)]
+    columns, values = (_concatenated([getattr(one, name) for one in together]) for name in ("columns", "values"))
+    places = slice(together[0].places.start, together[-1].places.stop)
     return PassRows(places, np.append(np.concatenate(indptr), len(columns)), columns, values)
+
+
+def _concatenated(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(parts, out=buffers.empty(sum(map(len, parts)), parts[0].dtype))
 
 
 class Moments:
@@ -192,9 +283,9 @@ class Moments:
     """
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
-        refuse_groups(len(n_rows), n_vars, _MOMENT_BYTES)
         self._n_rows = n_rows.astype(np.float64)[:, None]
-        self._sums = np.zeros((len(n_rows), n_vars, 4))
+        # Written at once, so that the loader does not count this memory as available.
+        self._sums = np.full((len(n_rows), n_vars, 4), 0.0)
 
     def add(self, rows: PassRows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
         """Add rows, which belong to `groups`; `values` replace their values if given."""
@@ -312,34 +403,3 @@ def _counts_of(codes: NDArray[np.signedinteger[Any]], n_groups: int) -> NDArray[
         piece = codes[start : start + _PIECE_ROWS]
         counts += np.bincount(piece[piece >= 0], minlength=n_groups)
     return counts
-
-
-def refuse_too_large(results: str, n_bytes: int, remedy: str) -> None:
-    """Raise an error for results that need more memory than the process may use.
-
-    Parameters
-    ----------
-    results
-        Description of the results.
-    n_bytes
-        Memory that they need, in bytes.
-    remedy
-        Advice that reduces the memory, in the imperative.
-
-    Raises
-    ------
-    InputError
-        If the results need more than ``dasksc.memory-limit``.
-    """
-    limit = config.memory_limit(None)
-    if n_bytes > limit:
-        raise InputError(
-            f"{results} need {format_bytes(n_bytes)} of memory ({n_bytes} bytes), but dasksc.memory-limit is "
-            f"{format_bytes(limit)} ({limit} bytes). {remedy}, or raise the limit: "
-            "dask.config.set({'dasksc.memory-limit': '8GiB'})"
-        )
-
-
-def refuse_groups(n_groups: int, n_vars: int, n_bytes: int) -> None:
-    """Refuse results of `n_bytes` for each gene of each group as `refuse_too_large` does."""
-    refuse_too_large(f"{n_groups:,} groups of {n_vars:,} genes", n_groups * n_vars * n_bytes, "Group by fewer labels")

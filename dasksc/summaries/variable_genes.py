@@ -27,7 +27,7 @@ from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.summaries.dispersions import by_dispersion
-from dasksc.summaries.reading import Groups, Moments, Pass, groups_of, refuse_groups
+from dasksc.summaries.reading import Groups, Moments, Pass, groups_of
 
 __all__ = ["highly_variable_genes"]
 
@@ -35,8 +35,8 @@ logger = logging.getLogger("dasksc.summaries")
 
 Flavor = Literal["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
 
-# Bytes for each gene of each batch in a second pass: results of the first pass, bounds, sums and scores.
-_SECOND_BYTES = 13 * 8
+# Bytes for each gene of each batch: moments, and the scores computed from them.
+_SCORE_BYTES = 13 * 8
 _SPAN = 0.3
 _THETA = 100.0
 
@@ -84,7 +84,7 @@ def highly_variable_genes(
     ------
     InputError
         If the flavor is unknown, a value or a batch is missing, or, for flavors that expect counts, a value is
-        negative.
+        negative; or if the sums and the rows being read need more memory than ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
     ImportError
@@ -126,9 +126,7 @@ def highly_variable_genes(
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
         _import_loess()
-    if expects_counts:
-        refuse_groups(len(batches.labels), source.adata.n_vars, _SECOND_BYTES)
-    source.n_groups = len(batches.labels)
+    source.reserve_groups(len(batches.labels), _SCORE_BYTES, batches)
     moments, kinds = _moments(source, batches, is_logarithm=flavor == "seurat")
     if kinds & kernels.NOT_A_NUMBER:
         raise InputError(f"{source.label} has missing values (NaN), so genes have no variance; fill them first")
@@ -197,30 +195,7 @@ def _import_loess() -> Any:
 
 
 def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
-    loess = _import_loess()
-    means, variances = moments.mean, _variance(moments)
-    deviations = np.ones_like(means)  # for a gene that does not vary
-    for name, mean, variance, deviation in zip(batches.labels.index, means, variances, deviations, strict=True):
-        varies = variance > 0
-        try:
-            model = loess(np.log10(mean[varies]), np.log10(variance[varies]), span=_SPAN, degree=2)
-            model.fit()
-        except ValueError as error:
-            raise InputError(
-                f"flavor='seurat_v3' fits variances to means of genes, which fails for batch {name!r} "
-                f"({int(varies.sum())} genes vary in it): {error}. Leave small batches out with filter=, or use "
-                "another flavor"
-            ) from error
-        deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
-    n_rows = batches.n_rows[:, None].astype(np.float64)
-    bounds = deviations * np.sqrt(n_rows) + means
-    sums = np.zeros((*means.shape, 2))
-    for rows in source:
-        codes = batches.codes[rows.places].astype(np.int64)
-        kernels.add_clipped(rows.indptr, rows.columns, rows.values, codes, bounds, sums)
-    total, squares = sums[:, :, 0], sums[:, :, 1]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        normed = (n_rows * means**2 + squares - 2 * total * means) / ((n_rows - 1) * deviations**2)
+    normed = _standardized_variances(source, batches, moments)
     n_batches, rank = _ranked(normed, n_top_genes)
     mean, over_all = moments.over_all()
     found = pd.DataFrame(
@@ -237,18 +212,36 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
     return _with_top(found, order, n_top_genes)
 
 
-def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
-    n_rows = batches.n_rows.astype(np.float64)
-    totals = moments.sum
-    shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
-    # scanpy clips all batches at the bound of the first one.
-    clip = float(np.sqrt(n_rows[0]))
-    sums = np.zeros((len(totals), 2, totals.shape[1]))
+def _standardized_variances(source: Pass, batches: Groups, moments: Moments) -> NDArray[np.float64]:
+    loess = _import_loess()
+    means = moments.mean
+    deviations = np.ones_like(means)  # for a gene that does not vary
+    names = batches.labels.index
+    for name, mean, variance, deviation in zip(names, means, _variance(moments), deviations, strict=True):
+        varies = variance > 0
+        try:
+            model = loess(np.log10(mean[varies]), np.log10(variance[varies]), span=_SPAN, degree=2)
+            model.fit()
+        except ValueError as error:
+            raise InputError(
+                f"flavor='seurat_v3' fits variances to means of genes, which fails for batch {name!r} "
+                f"({int(varies.sum())} genes vary in it): {error}. Leave small batches out with filter=, or use "
+                "another flavor"
+            ) from error
+        deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
+    n_rows = batches.n_rows[:, None].astype(np.float64)
+    bounds = deviations * np.sqrt(n_rows) + means
+    sums = np.full((*means.shape, 2), 0.0)  # written at once, as in Moments
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
-        kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
-    # Residuals have a mean near 0, so this difference loses little precision.
-    residuals = np.maximum(sums[:, 1] / n_rows[:, None] - (sums[:, 0] / n_rows[:, None]) ** 2, 0)
+        kernels.add_clipped(rows.indptr, rows.columns, rows.values, codes, bounds, sums)
+    total, squares = sums[:, :, 0], sums[:, :, 1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (n_rows * means**2 + squares - 2 * total * means) / ((n_rows - 1) * deviations**2)
+
+
+def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -> pd.DataFrame:
+    residuals = _residual_variances(source, batches, moments)
     n_batches, rank = _ranked(residuals, n_top_genes)
     mean, over_all = moments.over_all()
     found = pd.DataFrame(
@@ -263,6 +256,21 @@ def _by_residuals(source: Pass, batches: Groups, moments: Moments, n_top_genes: 
     )
     order = np.lexsort((np.nan_to_num(rank, nan=np.inf), -n_batches))
     return _with_top(found, order, n_top_genes)
+
+
+def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDArray[np.float64]:
+    n_rows = batches.n_rows.astype(np.float64)
+    totals = moments.sum
+    shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
+    # scanpy clips all batches at the bound of the first one.
+    clip = float(np.sqrt(n_rows[0]))
+    sums = np.full((len(totals), 2, totals.shape[1]), 0.0)  # written at once, as in Moments
+    for rows in source:
+        codes = batches.codes[rows.places].astype(np.int64)
+        kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
+    # Residuals have a mean near 0, so this difference loses little precision.
+    variances: NDArray[np.float64] = sums[:, 1] / n_rows[:, None] - (sums[:, 0] / n_rows[:, None]) ** 2
+    return np.maximum(variances, 0)
 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

@@ -4,8 +4,9 @@
     python tests/programs/limited_statistics.py atlas.h5ad
     python tests/programs/limited_statistics.py atlas.h5ad emb.zarr
 
-The last line is JSON: a digest of the results, sums over all genes, the peak increase of anonymous memory in bytes,
-and for predictions the projected memory.
+The last line is JSON: a digest of the results, sums over all genes, and the peak increase of anonymous memory and its
+projection, in bytes. Variable genes are found with a low memory limit, and statistics have many groups, so that their
+results are a large part of the projection.
 """
 
 from __future__ import annotations
@@ -19,23 +20,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 
 import dasksc
 
 
 def summarize(path: str) -> dict[str, Any]:
-    dasksc.statistics(path, filter="plate.str.endswith('1')")  # compiles
-    dasksc.highly_variable_genes(path, 100, "seurat_v3", filter="plate.str.endswith('1')")
-    with peak_beyond() as peak:
-        found = dasksc.statistics(path, by="cell_type")
+    for mmap in (True, False):  # compiles and imports, with so few cells that their memory is not reused
+        few = dasksc.open(path, obs=[], mmap=mmap)[::15, :2000][:2000].copy()
+        few.obs["half"] = np.resize(["a", "b"], 2000)
+        dasksc.statistics(few, by="half")
+        dasksc.highly_variable_genes(few, 100, "seurat_v3", "half")
+    del few
+    projected = noted_projections()
+    with dask.config.set({"dasksc.memory-limit": "120MB"}), peak_beyond() as of_genes:
         genes = dasksc.highly_variable_genes(path, 1000, "seurat_v3", "plate")
+    plates = list(dasksc.open(path, obs=["plate"]).obs["plate"].cat.categories[:4])
+    with peak_beyond() as of_groups:
+        found = dasksc.statistics(path, by=["cell_type", "plate"], filter=f"plate in {plates}")
     return {
         "sums": found.genes[["sum", "var", "count_nonzero"]].sum().tolist(),
-        "n": found.groups.n_obs,
+        "n_groups": found.groups.n_obs,
         "digest": digest(genes["highly_variable"].to_numpy()),
-        "peak": peak[0],
+        "peaks": [of_genes[0], of_groups[0]],
+        "projected": [max(projected[:2]), projected[2]],
     }
+
+
+def noted_projections() -> list[int]:
+    """Return a list to which every later pass appends its projected memory."""
+    from dasksc.summaries.reading import Pass
+
+    projected, read = [], Pass.__iter__
+
+    def noted(source: Pass) -> Iterator[Any]:
+        projected.append(source.projected_bytes)
+        return read(source)
+
+    Pass.__iter__ = noted
+    return projected
 
 
 def predict(path: str, out: str) -> dict[str, Any]:

@@ -49,9 +49,15 @@ def test_memory_is_flat_and_fits_a_group_of_a_gibibyte(atlas_of: Callable[..., P
     whole = found_in(large)
     assert limited["digest"] == whole["digest"]
     assert limited["sums"] == pytest.approx(whole["sums"], rel=1e-12)
-    # The sums take 64 bytes for each pair of group and gene: 65 MB. Rows in flight take the rest.
-    assert found_in(small)["peak"] <= 400 * MIB
-    assert whole["peak"] <= 400 * MIB
+    few = found_in(small)
+    for found in (limited, whole, few):
+        for peak, projected in zip(found["peaks"], found["projected"], strict=True):
+            assert peak <= projected
+        # Without the 64 bytes for each pair of gene and group, the projection would be too low.
+        assert found["projected"][1] - 64 * 200 * 20_000 < found["peaks"][1]
+        assert found["n_groups"] == 200
+    for peak, of_few in zip(whole["peaks"], few["peaks"], strict=True):
+        assert peak <= of_few + 64 * MIB
 
 
 def test_predictions_are_within_the_projection_in_a_group_of_a_gibibyte(

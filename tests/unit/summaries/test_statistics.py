@@ -208,7 +208,7 @@ def test_groups_that_need_more_memory_than_there_may_be_are_refused():
 
 def test_results_per_cell_that_exceed_the_memory_limit_are_refused():
     adata = make_adata(600, 17)
-    said = r"statistics of 600 cells need .*\(33600 bytes\).*30000 bytes.* filter="
+    said = r"statistics of 600 cells need .*\(33600 bytes\), and reading .*30000 bytes.* filter="
     with dask.config.set({"dasksc.memory-limit": "30kB"}), pytest.raises(InputError, match=said):
         dasksc.statistics(adata, qc={"first": list(adata.var_names[:3])})
     with dask.config.set({"dasksc.memory-limit": "19kB"}):
@@ -311,15 +311,84 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
         assert run(path, *wrong).exit_code == 1
 
 
+def test_the_command_shows_progress(tmp_path):
+    pytest.importorskip("tqdm")
+    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
+    shown = run(path, "--by", "cell_type", "--progress")
+    assert shown.exit_code == 0, shown.output
+    assert "100%" in shown.stderr
+    assert "cells/s" in shown.stderr
+    assert "60 cells" in shown.stdout
+    for arguments in ([], ["--no-progress"]):  # the default shows a bar only on a terminal
+        assert "%" not in run(path, *arguments).stderr
+
+
 @pytest.mark.parametrize("n_groups", [1, 2])
 def test_a_pass_reads_every_row_once_in_order(tmp_path, n_groups, monkeypatch):
     adata = make_adata(60, 17)
     monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._BATCH_BYTES // 2)
     monkeypatch.setattr(reading, "_FETCH_BATCHES", 7)
+    monkeypatch.setattr(reading, "_JOINED_BYTES", 700)  # a batch of two rows has about 100 bytes
     source = reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None)
     source.n_groups = n_groups
     parts = list(source)
-    assert len(parts) == (30 if n_groups == 1 else 5)
+    assert len(parts) == (30 if n_groups == 1 else 4)
     assert [part.places.start for part in parts] == [0, *[part.places.stop for part in parts[:-1]]]
     found = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 17)) for p in parts])
     np.testing.assert_array_equal(found.toarray(), dense(adata.X))
+
+
+# --- Memory ---------------------------------------------------------------------------------------------
+
+
+def a_pass(n_bytes: int, *, filter: str | None = None) -> reading.Pass:
+    """Return a pass over two groups that reserves memory for results."""
+    source = reading.Pass(make_adata(600, 1_000), layer=None, filter=filter)
+    source.n_groups = 2
+    source.reserve("results", n_bytes, "Use less")
+    return source
+
+
+def test_results_and_fetches_together_stay_within_the_memory_limit():
+    n_bytes = 200 * 2**20
+    least = a_pass(0)._unlimited.least_demand(1).anonymous
+    values = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in a_pass(0)])
+    projected = []
+    for more in (0, 2**20, 2**25, 2**27, 2**29, 2**31):
+        with dask.config.set({"dasksc.memory-limit": n_bytes + least + more}):
+            source = a_pass(n_bytes)
+            projected.append(source.projected_bytes)
+            assert n_bytes < projected[-1] <= n_bytes + least + more
+            found = [sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in source]
+            assert (sp.vstack(found) != values).nnz == 0
+    # Fetches and joined batches take more memory if more is left.
+    assert projected == sorted(projected)
+    assert projected[-1] > projected[0] + reading._JOINED_COPIES * reading._JOINED_BYTES // 2
+    said = rf"results need 200.00 MiB of memory \({n_bytes} bytes\), and reading the cells needs at least .* Use less"
+    with dask.config.set({"dasksc.memory-limit": n_bytes + least - 1}), pytest.raises(InputError, match=said):
+        a_pass(n_bytes)
+
+
+def test_results_add_up_and_rows_of_a_filter_count():
+    source = a_pass(100 * 2**20)
+    with dask.config.set({"dasksc.memory-limit": "300MiB"}):
+        before = source.projected_bytes
+        source.reserve("other results", 50 * 2**20, "Use less")
+        assert source.projected_bytes <= 300 * 2**20
+    assert before > 150 * 2**20
+    with pytest.raises(InputError, match=r"results and other results and further results need 2.15 GiB of memory"):
+        source.reserve("further results", 2**31, "Use less")
+    all_rows, some_rows = a_pass(0), a_pass(0, filter="int64 > -1e9")
+    assert some_rows.n_rows == 600
+    assert some_rows.projected_bytes - all_rows.projected_bytes == 600 * (8 + 8)  # row numbers, and the column
+
+
+def test_a_low_memory_limit_changes_no_results():
+    adata = make_adata(600, 1_000)
+    expected = dasksc.statistics(adata, by="cell_type", qc=[])
+    with dask.config.set({"dasksc.memory-limit": "60MiB"}):
+        found = dasksc.statistics(adata, by="cell_type", qc=[])
+    pd.testing.assert_frame_equal(found.genes, expected.genes)
+    pd.testing.assert_frame_equal(found.cells, expected.cells)
+    for name in NAMES:
+        np.testing.assert_array_equal(found.groups.layers[name], expected.groups.layers[name])

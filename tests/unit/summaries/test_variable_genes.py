@@ -144,13 +144,17 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
     assert_same(dasksc.highly_variable_genes(adata, 100, flavor, batch_key), theirs)
 
 
-@pytest.mark.parametrize("n_top_genes", [100, 400, 700])
-def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
-    # Many genes with few counts per batch have identical variances, as in an atlas of all genes.
+def sparse_counts() -> ad.AnnData:
+    """Return an atlas in which many genes with few counts per batch have identical scores, as in one of all genes."""
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.lognormal(-2, 1.3, 2_000), (900, 2_000)).astype(np.float32)
     obs = pd.DataFrame({"batch": pd.Categorical(np.arange(900) % 3)}, index=np.arange(900).astype(str))
-    adata = ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
+    return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
+
+
+@pytest.mark.parametrize("n_top_genes", [100, 400, 700])
+def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
+    adata, obs = sparse_counts(), sparse_counts().obs
     theirs = of_scanpy(adata, n_top_genes, "seurat_v3", "batch")
     ours = dasksc.highly_variable_genes(adata, n_top_genes, "seurat_v3", "batch")
     if not hasattr(importlib.import_module("scanpy.preprocessing._highly_variable_genes"), "aggregate"):
@@ -173,6 +177,48 @@ def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
     # A gene without ties can differ only if it replaces a tied gene.
     assert (differs & ~is_tied).sum() <= (differs & is_tied).sum()
     assert differs.sum() <= 0.02 * n_top_genes
+
+
+def residual_variances(adata: ad.AnnData, batches: Any) -> np.ndarray:
+    """Compute the variances of Pearson residuals in float64, in each batch."""
+    clip, found = None, []
+    for batch in np.unique(batches):
+        X = adata.X[np.flatnonzero(batches == batch)].toarray().astype(np.float64)
+        clip = np.sqrt(len(X)) if clip is None else clip  # scanpy clips all batches at the bound of the first one
+        mean = X.sum(axis=1, keepdims=True) * X.sum(axis=0) / X.sum()
+        with np.errstate(invalid="ignore"):
+            residuals = np.nan_to_num((X - mean) / np.sqrt(mean + mean**2 / 100))
+        found.append(residuals.clip(-clip, clip).var(axis=0))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("batch_key", ["batch", "depth", "uneven"])
+@pytest.mark.parametrize("name", ["made up", "pbmc_5k_protein_v3", "pbmc_10k_protein_v3", "brainlarge_dataset_test"])
+def test_ranks_of_residuals_are_those_of_scanpy_except_for_ties(name, batch_key):
+    adata = sparse_counts() if name == "made up" else real(name)
+    totals = np.asarray(adata.X.sum(axis=1)).reshape(-1)
+    adata.obs["depth"] = pd.qcut(totals, 4, labels=list("abcd"))
+    adata.obs["uneven"] = pd.Categorical(np.where(np.arange(adata.n_obs) % 9 == 0, "a", "b"))
+    scores = residual_variances(adata, adata.obs[batch_key].to_numpy())
+    # The first and the last rank that a gene can have, if scores that agree to 1e-6 are tied.
+    ordered = np.sort(scores, axis=1)
+    pairs = list(zip(ordered, scores, strict=True))
+    first = np.stack([len(all_) - np.searchsorted(all_, own * (1 + 1e-6), side="right") for all_, own in pairs])
+    last = np.stack([len(all_) - np.searchsorted(all_, own * (1 - 1e-6), side="left") - 1 for all_, own in pairs])
+    for n_top_genes in (100, 300, 400, 700, 1000, 2000):
+        theirs = of_scanpy(adata, n_top_genes, "pearson_residuals", batch_key)
+        ours = dasksc.highly_variable_genes(adata, n_top_genes, "pearson_residuals", batch_key)
+        assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()
+        is_top, may_be_top = last < n_top_genes, first < n_top_genes
+        certain = (is_top == may_be_top).all(axis=0)
+        ranked = certain & is_top.any(axis=0)
+        assert ranked.sum() >= min(n_top_genes, adata.n_vars) / 2
+        low, high = (np.nanmedian(np.where(is_top, rank, np.nan)[:, ranked], axis=0) for rank in (first, last))
+        for found in (ours, theirs):
+            np.testing.assert_array_equal(found["highly_variable_nbatches"][certain], is_top.sum(axis=0)[certain])
+            rank = found["highly_variable_rank"].to_numpy(float)
+            assert ((low <= rank[ranked]) & (rank[ranked] <= high)).all()
+            assert np.isnan(rank[certain & ~ranked]).all()
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
