@@ -1,5 +1,5 @@
 """Access to private or unstable parts of other libraries, in one module per library.
 
-A module imports only its own library, and none that other packages import lazily. `dasksc._compat.unsupported` defines
-the behavior if a version lacks something.
+Each module imports only the library that it is named after. Libraries that the rest of dasksc imports lazily are
+imported lazily here, too. `dasksc._compat.unsupported` defines the behavior if a version lacks something.
 """

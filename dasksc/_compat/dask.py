@@ -96,7 +96,7 @@ def shuffled_index(value: Any) -> Any:
         If the value is not a pair.
     """
     if not isinstance(value, tuple) or len(value) != 2:
-        raise UnsupportedVersionError("dask", "shuffle task of the known format")
+        raise UnsupportedVersionError("dask", "shuffle task of the expected format")
     return value[1]
 
 

@@ -1,4 +1,4 @@
-"""Private methods of fsspec file systems, which all implementations have; each function raises if one is missing."""
+"""Private methods that all file systems of fsspec share; each function raises an error if its method is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private flags of SciPy sparse matrices. Their public counterparts compute unknown values."""
+"""Private flags of SciPy sparse matrices. The public properties compute a flag that is not known yet."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def check_training(version: str) -> None:
         Before 2.9.
     """
     if tuple(map(int, version.split(".")[:2])) < (2, 9):
-        raise UnsupportedVersionError("torch", "FSDP and checkpoints as in 2.9")
+        raise UnsupportedVersionError("torch", "FSDP and checkpoints of torch 2.9 or later")
 
 
 def default_store(distributed: Any) -> Any:

@@ -74,7 +74,8 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
         with naming_errors(where), root_of(where, options) as root:
             if group not in root:
                 raise MissingKeyError(
-                    f"attach= requests {key!r} of {where}, which has no {group}. Give another store, or leave it out"
+                    f"attach= requests {key!r} of {where}, which has no {group}. Give another store, or leave out this "
+                    "key"
                 )
             held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
             stored = root[group][require_key(f"{group} of {where}", name, held)]

@@ -43,7 +43,7 @@ def check_fill_value(fill_value: Any, join: str) -> None:
         raise InputError(f"fill_value={fill_value!r} must be a number, such as 0")
     if join != "outer":
         raise InputError(
-            f"fill_value={fill_value!r} replaces variables that an atlas lacks, but join='inner' keeps only common "
+            f"fill_value={fill_value!r} fills in variables that an atlas lacks, but join='inner' keeps only common "
             "variables. Give join='outer', or leave fill_value out"
         )
 
@@ -121,7 +121,7 @@ def concatenated(
         _warn_of_types(parts, joined, names, label)
         if joined.n_missing():
             logger.warning(
-                "%s of %d atlases is NaN in %d of %d columns, for cells of atlases without these columns. Give "
+                "%s of %d atlases has NaN in %d of %d columns, for cells of atlases that lack the column. Give "
                 "fill_value=0 for zeros, or join='inner' for the columns common to all",
                 *(label, len(names), joined.n_missing(), joined.shape[1]),
             )
@@ -329,7 +329,7 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
         warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
         warnings.warn(
-            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, because some atlases lack columns, "
-            "whose fill value this type can represent; fill_value=0 or join='inner' keeps the type",
+            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, which can represent the fill value "
+            "of the columns that some atlases lack; fill_value=0 or join='inner' keeps the type",
             stacklevel=2,
         )

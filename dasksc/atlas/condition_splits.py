@@ -202,8 +202,8 @@ class ConditionRequest:
             seen[own[:n_seen]] = True
         if not seen.any():
             raise InputError(
-                f"few_shot={self.few_shot} keeps nothing for training: every held-out context has fewer than two "
-                "conditions. Give fewer values in hold_out="
+                f"few_shot={self.few_shot} keeps nothing for training: no context has more than one held-out "
+                "condition. Hold out more conditions of a context, or leave few_shot out"
             )
         return seen
 

@@ -91,7 +91,8 @@ def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
         root = getattr(stored.store, "root", None)
         if root is None:
             raise InputError(
-                f"{label} is a Zarr array in {stored.store}; Zarr stores are read from a local directory only"
+                f"{label} is a Zarr array in {stored.store}, but the Zarr arrays of an AnnData must be in a local "
+                "directory. Give dasksc.open the path or URL of the store instead"
             )
         return stored_matrix(os.path.abspath(root), stored.path, options)
     if sp.issparse(array) or (isinstance(array, np.ndarray) and _is_numeric_matrix(array)):

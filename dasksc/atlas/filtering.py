@@ -28,8 +28,8 @@ __all__ = ["columns_of", "holds", "obs_of", "rows_where"]
 
 ALLOWED = (
     "columns of obs (`in backticks` where the name is not a Python name), numbers, 'strings', lists, comparisons, in, "
-    "not in, and, or, not, &, |, ~, arithmetic, and of a column .isna(), .notna(), .isin([...]), .between(low, high), "
-    ".str.startswith('...'), .str.endswith('...'), .str.contains('...')"
+    "not in, and, or, not, &, |, ~, arithmetic, and the methods .isna(), .notna(), .isin([...]), .between(low, high), "
+    ".str.startswith('...'), .str.endswith('...') and .str.contains('...') of a column"
 )
 _SYNTAX = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.Invert, ast.USub, ast.UAdd),

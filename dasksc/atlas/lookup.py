@@ -65,6 +65,6 @@ def nothing_at(path: str) -> str:
     """Return the message for a path that does not exist, with similar names."""
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
-        return f"there is nothing at {path}, nor is {folder} a directory"
+        return f"there is nothing at {path}: {folder} is not a directory"
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
     return f"there is nothing at {path}" + (f"; near it: {', '.join(near)}" if near else "")

@@ -79,7 +79,7 @@ def open(
           ``**`` stands for folders of any depth. Both may be URLs, except on web servers, which do not list files. A
           pattern or directory with a single atlas opens that atlas.
         - store of ``dataset_*`` groups, as written by annbatch
-        - `AnnCollection` of AnnData, whose obs is used
+        - `AnnCollection` of AnnData; the obs of the collection is used
 
         Files are not rewritten: columns are renumbered while the rows of a batch are gathered.
     obs
@@ -110,8 +110,8 @@ def open(
         With ``join="outer"``, value of the variables, layers and entries of obsm that an atlas lacks. Default: 0 in
         sparse matrices, which support no other value, and NaN in dense ones, with a warning.
     raw
-        If True, open the content of ``raw`` instead: its X, var and varm with obs, obsm and uns, without layers, obsp
-        and varp. For several atlases, the raw of each is joined in the same way as X.
+        If True, open ``raw`` instead of X: the X, var and varm of ``raw`` with the obs, obsm and uns of the atlas,
+        without layers, obsp and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
         Options for URLs: credentials, region and endpoint. Their names are those of obstore's stores or, for other
         URLs, of fsspec's file systems. Options that are not given come from the environment (``AWS_...``,

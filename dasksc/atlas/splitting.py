@@ -74,8 +74,8 @@ def split(
         fractions of the number of *donors*. Default: rows are assigned one by one.
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
-        part. In contrast to `by`, `fractions` refer to the number of rows. Several columns (and `by`) apply together:
-        with ``groups=["donor", "batch"]``, all donors of a batch and all batches of a donor are in one part.
+        part. `fractions` are then fractions of the number of rows, unlike with `by`. Several columns (and `by`) apply
+        together: with ``groups=["donor", "batch"]``, all donors of a batch and all batches of a donor are in one part.
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
@@ -86,9 +86,10 @@ def split(
         Seed of the split, an integer in [0, 2**64). The same seed, data and arguments give the same parts.
     conditions
         Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
-        in one part. A context is a combination of all columns but the last, such as a cell line. Without `hold_out`,
-        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`, `groups` and
-        `stratify`.
+        in one part. A context, such as a cell line, is a combination of the columns that `hold_out` names. If
+        `hold_out` names all columns or is not given, it is a combination of all columns but the last. Without
+        `hold_out`, the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
+        `groups` and `stratify`.
     hold_out
         Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
         (zero-shot). A condition is held out if each given column has one of the given values. With a list of mappings,

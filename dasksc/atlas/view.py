@@ -86,9 +86,9 @@ class AnnDataView:
         return self.table[require_key("obs", name, self.table)]
 
     def name_pieces(self) -> Iterator[list[str]] | None:
-        """Yield the names of cells in pieces. The names in a single file or store are never all in memory.
+        """Return an iterator over pieces of the names of cells, or None if the cells have no names.
 
-        None if the cells have no names.
+        The names in a single file or store are never all in memory.
         """
         if self.path is not None:
             return path_names(self.path)

@@ -57,7 +57,9 @@ class NamedTensors(_Named):
 
     n_classes: Mapping[str, int] = MappingProxyType({})
     _kind = "this part of the batch"
-    _advice = "Request it when creating the data set: scDataset(..., obs=[{key!r}]), layers=[{key!r}] or obsm=[{key!r}]"
+    _advice = (
+        "Request it when creating the data set, with obs=[{key!r}], layers=[{key!r}] or obsm=[{key!r}] of scDataset"
+    )
 
 
 class Categories(_Named):

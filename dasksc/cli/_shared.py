@@ -101,7 +101,7 @@ def url_options(command: Command) -> Command:
         help="Option for URLs, e.g. skip_signature=true.",
     )
     kept = click.option(
-        "--cache", type=click.Path(file_okay=False), metavar="DIR", help="Cache blocks of URLs in this directory."
+        "--cache", type=click.Path(file_okay=False), metavar="DIR", help="Cache remote data in this directory."
     )
     return stored(kept(wrapper))
 

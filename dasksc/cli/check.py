@@ -52,7 +52,7 @@ Examples:
 @click.option(
     "--block-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rows kept together."
 )
-@click.option("--label-key", metavar="COLUMN", help="obs column to count, or to balance.")
+@click.option("--label-key", metavar="COLUMN", help="obs column of classes to count or balance.")
 @click.option("--filter", "expression", metavar="EXPRESSION", help="Rows to use, such as 'n_genes > 500'.")
 @click.option(
     "--world-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Number of ranks."
@@ -90,8 +90,8 @@ def command(
 ) -> None:
     """Summarize an epoch without reading X.
 
-    The summary has the rows and batches of each rank, the mix of classes, memory, and warnings. PATH is as for `dasksc
-    info`. For several modalities, columns are named with their modality: --label-key rna:cell_type.
+    The summary gives the rows and batches of each rank, the mix of classes, memory, and warnings. PATH is as for
+    `dasksc info`. For several modalities, columns are named with their modality: --label-key rna:cell_type.
 
     Strategies: `shuffle` draws blocks in random order, `stream` reads rows as they are stored, `balance` draws the
     classes of --label-key evenly. With --fetch-factor 0, fetches are as large as --memory-limit allows.

@@ -78,7 +78,7 @@ Examples:
     help="For absent genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory beyond the tables.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory besides obs and var.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options
@@ -126,9 +126,11 @@ def command(
     lacks are refused, written as columns of zeros, or dropped (--genes-missing). Columns of the same gene are refused
     or added up (--genes-repeated).
 
-    With several inputs, --label adds an obs column with their names, which --keys a,b sets. --merge keeps columns of
-    var and arrays of varm that are the same in all inputs, have a unique value, are in the first one, or are in only
-    one. --fill-value needs --join outer.
+    With several inputs, --label adds an obs column with their names, which --keys a,b sets. --fill-value needs
+    --join outer.
+
+    --merge selects the columns of var and arrays of varm to keep: those that are the same in all inputs (same), have
+    one value in the inputs that have them (unique), the first of each name (first), or those of a single input (only).
     """
     chosen: Any = features
     report = dasksc.convert(

@@ -20,9 +20,9 @@ Examples:
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def command(folder: str, overwrite: bool) -> None:
-    """Write the files that the guides read to FOLDER.
+    """Write the example files of the guides to FOLDER.
 
-    The files are small atlases of raw counts, about 5 MB together, the same on every call. The guides are pages of the
+    The files are small atlases of raw counts, about 5 MB in total, the same on every call. The guides are pages of the
     documentation.
     """
     from dasksc.datasets import demo_data

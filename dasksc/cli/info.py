@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Describe the content, storage and reading speed of an atlas.
 
-    The description has cells, obs, chunks, codecs, measured speeds, and recommendations. PATH is an .h5ad file, a 10x
-    .h5 file, a Zarr store (zipped or not), a directory of these, or a pattern in quotes; several are joined. For an
+    The description covers cells, obs, chunks, codecs, measured speeds, and recommendations. PATH is an .h5ad file, a
+    10x .h5 file, a Zarr store (zipped or not), a directory of these, or a pattern in quotes; several are joined. For an
     .h5mu file or Zarr store of a MuData, the modalities are listed. Four tests of reading speed take --seconds each;
     with 0, no matrix is read.
     """

@@ -156,7 +156,7 @@ def convert(
     overwrite
         If True, replace a store at `target`, and discard an unfinished conversion to it with other arguments.
     verify
-        If True, read the store again and compare all rows with the input (lengths, sums and checksums), and obs.
+        If True, read the store again, and compare all rows (lengths, sums and checksums) and obs with the input.
     progress
         If True, show a progress bar (requires tqdm).
     storage_options, cache

@@ -268,7 +268,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], nam
             if not is_of_content(error):
                 raise
             raise CorruptDataError(
-                f"{store}: obs cannot be read as it was written ({type(error).__name__}: {error}). The disk or memory "
+                f"{store}: obs cannot be read back ({type(error).__name__}: {error}). The disk or memory "
                 "may be failing. The written data are removed; convert again."
             ) from error
     if differing or columns != list(expected.columns):

@@ -1,16 +1,16 @@
 """Predictions for every cell of an atlas, written during inference.
 
-Rows are divided into units of whole batches (`dasksc.inference.work`): a shard of every output and a marker. The rows
-of a unit and of a batch depend on the number of cells and the batch size, not on ranks. Units are kept in a folder
-named by the digest of a plan (model, data and options), so any process can find the missing units.
+Rows are divided into units of whole batches (`dasksc.inference.work`). A unit is stored as a shard of every output and
+a marker. The rows of a unit and of a batch depend on the number of cells and the batch size, not on ranks. Units are
+kept in a folder named by the digest of a plan (model, data and options), so any process can find the missing units.
 
 Each rank
 
-1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units. It
-   holds a lock during this step only.
-2. predicts and writes the missing units of its range. Memory holds batches that are read ahead, and a chunk of each
-   output.
-3. publishes the result if all units are complete, under the lock: it writes the metadata and renames
+1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units, under
+   a lock.
+2. predicts and writes the missing units of its range, without the lock. Memory holds batches that are read ahead, and a
+   chunk of each output.
+3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames
    (`dasksc.inference.targets`). A reader sees a key complete or not at all.
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
    call returns. A rank that fails leaves a note, and the other ranks fail with it.
@@ -187,7 +187,8 @@ def predict(
         predictions are of another model, other data or other options; or if the model returns an unexpected shape or
         type, or NaN.
     StorageError
-        If the disk is full, another rank failed, or another process predicts the same cells. Complete units are kept.
+        If the disk is full, another rank failed, or another process predicts the same cells. Finished predictions are
+        kept.
 
     Notes
     -----
@@ -418,7 +419,7 @@ class Predictions:
         try:
             yield
         except KeyboardInterrupt as error:
-            error.add_note(f"Complete units are kept in {work.folder}. Run the same command again to resume.")
+            error.add_note(f"Finished predictions are kept in {work.folder}. Run the same command again to resume.")
             raise
         except (OSError, RuntimeError) as error:
             # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.

@@ -233,7 +233,7 @@ class RankStatus:
                 note = store.get(f"rank {rank}").decode()
                 if note != "done":
                     raise StorageError(
-                        f"rank {rank} {note}. Complete units are kept in {work.folder}. Run the same command "
+                        f"rank {rank} {note}. Finished predictions are kept in {work.folder}. Run the same command "
                         "again to resume, on any number of ranks"
                     )
                 waiting.discard(rank)

@@ -65,8 +65,8 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
         ):
             yield (
                 f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
-                f"{chunk_rows:,.0f} rows are transferred whole, and {'blocks' if sets is None else 'runs'} have "
-                f"{run_rows:,.0f}. " + _advice_on_runs(sets)
+                f"{chunk_rows:,.0f} rows are transferred whole, but {'blocks' if sets is None else 'runs'} "
+                f"have only {run_rows:,.0f} row{'' if round(run_rows) == 1 else 's'}. " + _advice_on_runs(sets)
             )
 
 

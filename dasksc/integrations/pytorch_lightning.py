@@ -1,7 +1,7 @@
 """`LightningDataModule` of an atlas and a callback that writes predictions, for trainers of ``pytorch_lightning``.
 
 Requires ``pip install pytorch-lightning``.
-The class is that of `dasksc.integrations.lightning`, with the base class of this package.
+The classes are those of `dasksc.integrations.lightning`, with the base classes of ``pytorch_lightning``.
 """
 
 from __future__ import annotations

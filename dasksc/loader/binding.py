@@ -57,7 +57,7 @@ def bound(
     if sampler.n_controls and isinstance(source, IndexedSource):
         raise InputError(
             "CellSets(control=) needs an atlas and cannot be combined with fetch or batch hooks, because batches "
-            "would then lack batch.control. Replace the hooks by a function transform=, which receives the batch"
+            "would then lack batch.control. Instead of hooks, give transform=, a function that receives the batch"
         )
     return strategy, sampler
 

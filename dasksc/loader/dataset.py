@@ -143,9 +143,9 @@ class scDataset(IterableDataset[Any]):
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Data type of the values. None keeps the data type of ``adata.X``, in which its Dask array is computed. A batch
-        with a value that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True for
-        nonzeros.
+        Data type of the values. None keeps the data type of ``adata.X``, which may be wider than the stored one. A
+        batch with a value that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True
+        for nonzeros.
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
@@ -372,7 +372,7 @@ class scDataset(IterableDataset[Any]):
         """Pages in the page cache that iteration uses at the same time, in bytes; None as for `projected_bytes`.
 
         For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They
-        are not memory of this process, but a control group, such as that of a Slurm job or a container, counts them.
+        are not part of the memory of this process. The control group of a Slurm job or a container counts them, though.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 

@@ -253,5 +253,5 @@ class GeneRequest:
             require_key(matched_by, missing[0], places)
         except MissingKeyError as error:
             more = f"{len(missing):,} of {n_wanted:,} genes are missing. " if len(missing) > 1 else ""
-            advice = f"{more}genes_missing='zero' makes missing genes columns of zeros, 'drop' leaves them out"
+            advice = f"{more}genes_missing='zero' fills in zeros for missing genes, 'drop' leaves them out"
             raise MissingKeyError(with_advice(str(error), advice)) from None

@@ -182,8 +182,8 @@ def parse_state(
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state
         raise InputError(
-            f"the state has version {version!r}; this dasksc reads version {STATE_VERSION}, as state_dict() returns "
-            "it. Load another checkpoint, or resume with the version of dasksc that saved this one"
+            f"the state has version {version!r}; this dasksc reads version {STATE_VERSION}, which its "
+            "state_dict() returns. Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
     position, its_seed = _parsed(state)
     was = dict(state["fingerprint"])

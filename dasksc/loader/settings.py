@@ -1,4 +1,4 @@
-"""Settings of a data set as short text, with which errors list differences from a state or between ranks."""
+"""Settings of a data set as short text, for errors that list differences from a state or between ranks."""
 
 from __future__ import annotations
 

@@ -227,8 +227,8 @@ class StoreWorkFolder(WorkFolder):
         """
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
-                f"{self.target} appeared while it was being written, and is not replaced. The written data are kept in "
-                f"{self.folder}. Move {self.target} away and run the same conversion again"
+                f"{self.target} was created by another process during the conversion, and is not replaced. The written "
+                f"data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
         # Killed tasks leave partial files.

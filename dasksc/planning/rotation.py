@@ -1,4 +1,4 @@
-"""Rotation of positions, after which rows are equally likely to be dropped."""
+"""Rotation of positions, which makes all rows equally likely to be dropped."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 `to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with
 `csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the
-`Matrix` behind an array that `to_dask` made, and fetches read it directly. Array code on top of such
-an array that treats every row independently runs on the fetched rows alone (`RowLocalMatrix`). Any
+`Matrix` behind an array that `to_dask` made, and fetches read it directly. Array code on such an
+array runs on the fetched rows alone (`RowLocalMatrix`) if it treats every row independently. Any
 other Dask array becomes a `DaskMatrix`, which computes whole row chunks and therefore costs more.
 """
 

@@ -73,8 +73,9 @@ _REDUCTIONS = frozenset(
 class row_local:
     """Declare that a function of blocks computes every row from that row alone.
 
-    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. Without the declaration whole
-    chunks are computed, since dasksc cannot tell whether `f` mixes rows.
+    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. By default, functions of NumPy, SciPy, Dask,
+    scanpy and numba need no declaration. For other functions without it, whole chunks are computed, since dasksc cannot
+    tell whether they mix rows.
 
     Parameters
     ----------

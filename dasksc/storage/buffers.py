@@ -2,7 +2,7 @@
 
 The operating system clears new memory page by page, which costs as much as filling it. While a
 `Recycling` exists, arrays from `empty` use memory that returns to a pool when the last object that
-shares it is freed, such as a view, a tensor or a tensor saved by autograd. Memory in use is therefore
+shares it (such as a view, a tensor or a tensor saved by autograd) is freed. Memory in use is therefore
 never overwritten.
 
 The pool serves pageable memory only. A copy to a GPU may still read a pinned buffer after Python has

@@ -111,8 +111,8 @@ class DenseRowBuffer(Rows):
             missing[0] = value
         if dtype.kind != "f" and missing[0] != value and (sources == NOWHERE).any():
             raise InputError(
-                f"{self.label} is filled with {value} where parts lack columns, but {dtype} cannot hold this value. "
-                "Request a float dtype, or open the parts with fill_value=0"
+                f"{self.label} is filled with {value} where atlases lack columns, but {dtype} cannot hold this "
+                "value. Request a float dtype, or open the atlases with fill_value=0"
             )
         return missing
 

@@ -193,14 +193,14 @@ def why_not_finite(dataset: Any) -> str:
     least = values.min(initial=0)
     if least < 0:
         return (
-            f"X holds negative values, down to {least:.3g}, as scaled or centered data does; models expect counts. "
-            "Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw"
+            f"X holds negative values, down to {least:.3g}, as scaled or centered data does; the built-in models "
+            "expect counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw"
         )
     if (values % 1 != 0).any():
         return (
-            f"X holds no whole numbers, but normalized or scaled values up to {values.max():.3g}; models expect "
-            "counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw. If the model "
-            f"expects such values, {_LOWER}"
+            f"X holds fractional values, as normalized or scaled data does (maximum {values.max():.3g}); the built-in "
+            "models expect counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw. "
+            f"If your model expects such values, {_LOWER}"
         )
     return (
         f"The first {rows.shape[0]:,} rows of X hold no NaN and no negative values, so the learning rate is probably "

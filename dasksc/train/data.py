@@ -118,10 +118,11 @@ class EpochLoader:
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])
         world = [self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers]
         if inside and ("read_by" in state or self._n_workers) and state.get("read_by") != world:
+            how = f"with {state['read_by']}" if "read_by" in state else "without workers"
             raise InputError(
-                f"the checkpoint was saved during an epoch that was read by {state.get('read_by', 'no workers')} "
-                f"(ranks, batch_size, fetch_factor, num_workers), but this run has {world}. With data.num_workers=0 an "
-                "epoch resumes on any number of ranks; with workers, use a checkpoint from the end of an epoch"
+                f"the checkpoint was saved during an epoch that was read {how}, but this run has {world} (ranks, "
+                "batch_size, fetch_factor, num_workers). With data.num_workers=0 an epoch resumes on any number of "
+                "ranks; with workers, use a checkpoint from the end of an epoch"
             )
         self.dataset.load_state_dict(state["dataset"])
         if self._n_workers:
@@ -433,7 +434,7 @@ def _check_length(config: Config, tokens: Any, n_genes: int) -> None:
     longest = min(tokens.max_genes, n_genes) + tokens.prepend_cls
     room = config.model.arguments.get("max_seq_len")
     if isinstance(room, int) and room < longest:
-        note = " in addition to the cell token" if tokens.prepend_cls else ""
+        note = ", not counting the cell token" if tokens.prepend_cls else ""
         raise InputError(
             f"model.max_seq_len={room}, but cells may have {longest} tokens. Raise it, or set tokenizer.max_genes to "
             f"{room - tokens.prepend_cls}{note}"

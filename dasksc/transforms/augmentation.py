@@ -154,8 +154,9 @@ class _Augmentation:
         layers = batch.get("layers") or {}
         if self.layer not in layers:
             raise InputError(
-                f"{name}(layer={self.layer!r}): the batch has {', '.join(map(repr, layers)) or 'no'} layers; request "
-                f"the missing one: scDataset(layers=[{self.layer!r}])"
+                f"{name}(layer={self.layer!r}): the batch has "
+                f"{'the layers ' + ', '.join(map(repr, layers)) if layers else 'no layers'}; request the missing one: "
+                f"scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = type(layers)({**layers, self.layer: self._values(layers[self.layer], rows)})
         return made

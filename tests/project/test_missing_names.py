@@ -263,7 +263,7 @@ def test_page_names_need_the_list_or_no_dashboard_at_all(monkeypatch: pytest.Mon
 def test_an_index_of_a_shuffle_is_one_of_a_pair() -> None:
     assert dask.shuffled_index(("wrapped", [2, 0])) == [2, 0]
     for other in ([2, 0], ([2, 0],)):
-        with pytest.raises(UnsupportedVersionError, match=r"^dask \d.* has no shuffle task of the known format"):
+        with pytest.raises(UnsupportedVersionError, match=r"^dask \d.* has no shuffle task of the expected format"):
             dask.shuffled_index(other)
 
 

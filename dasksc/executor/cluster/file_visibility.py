@@ -1,6 +1,6 @@
 """Verification that the workers of a cluster see the files that a rank has opened.
 
-A rank computes fingerprints of the files behind its task while pickling it. Each worker compares them with
+A rank computes fingerprints of the files behind a task while it pickles the task. Each worker compares them with
 the files at the same paths on its machine.
 """
 

@@ -2,7 +2,7 @@
 
 Each fetch is one task and one future. As soon as it has finished, its result is transferred to this process
 by the Client's own event loop, even while the consumer is busy. The future is then released, so that a worker holds
-a result only until it has sent it.
+a result only until the transfer is complete.
 """
 
 from __future__ import annotations

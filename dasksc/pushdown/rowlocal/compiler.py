@@ -208,8 +208,9 @@ class Compiler:
         axes = output_indices(layer)
         if not axes or axes[0] in new_axes(layer):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} does not return one row for each input row, as a reduction or a new axis "
-                "does. Keep rows as the first axis, and compute reductions over cells first, with .compute()"
+                f"layer {layer_of(key)!r} does not return one row for each input row: it reduces rows, or adds "
+                "an axis before them. Keep rows as the first axis, and compute reductions over cells first, with "
+                ".compute()"
             )
         row = axes[0]
         by_name: dict[Key, bool] = {}

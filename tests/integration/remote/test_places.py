@@ -245,7 +245,7 @@ def test_a_small_useful_share_of_network_reads_causes_a_warning(tmp_path: Path) 
     with serving(tmp_path) as server:
         url = f"{server.url}/atlas.zarr"
         (warning,) = dasksc.check(dataset(url, 8)).warnings
-        assert "chunks of about 100 rows are transferred whole, and blocks have 8" in warning
+        assert "chunks of about 100 rows are transferred whole, but blocks have only 8 rows" in warning
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
         # The mean over twelve fetches deviates by half a percentage point.

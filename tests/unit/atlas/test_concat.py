@@ -368,7 +368,7 @@ def test_filling_with_nan_causes_a_warning_on_opening_and_in_a_loader(
 ) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], layout="dense", has=[]) for i in range(2)]
     opened = dasksc.open(parts, join="outer", index_unique="-")
-    assert "X of 2 atlases is NaN in 10 of 25 columns" in caplog.text
+    assert "X of 2 atlases has NaN in 10 of 25 columns" in caplog.text
     assert "fill_value=0" in caplog.text
 
     def loaded(adata: AnnData, **options: Any) -> str:
@@ -404,7 +404,7 @@ def test_types_stay_as_narrow_as_their_fill_values_allow(dtype: str, fill_value:
     refused = dasksc.scDataset(got, dasksc.Streaming(), 4, dtype="uint8", rank=0, world_size=1)
     if fill_value:
         with pytest.raises(
-            InputError, match=f"is filled with {fill_value} where parts lack columns, but uint8 cannot hold"
+            InputError, match=f"is filled with {fill_value} where atlases lack columns, but uint8 cannot hold"
         ):
             next(iter(refused))
     else:

@@ -213,7 +213,7 @@ HOLD = {"line": ["K562"]}
         ),
         (
             {"conditions": ["line"], "hold_out": HOLD, "few_shot": 0.5, "control": CONTROL},
-            "every held-out context has fewer than two",
+            "no context has more than one held-out condition",
         ),
         ({"conditions": BY, "seed": -1}, "seed must be"),
     ],

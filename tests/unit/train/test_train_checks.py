@@ -198,7 +198,7 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
         (np.array([[0.0, 7.0]]), "the learning rate is probably too high"),
         (sp.csr_matrix((1, 2)), "the learning rate is probably too high"),
         (da.from_array(np.array([[-3.0, 2.0]])), "X holds negative values, down to -3"),
-        (np.array([[0.0, 3.25]]), "X holds no whole numbers, but normalized or scaled values up to 3.25"),
+        (np.array([[0.0, 3.25]]), "X holds fractional values, as normalized or scaled data does (maximum 3.25)"),
         (None, "Look for NaN in the data, lower training.optimizer.lr"),
     ],
 )
