@@ -627,7 +627,7 @@ def test_a_target_created_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, m
 
     with monkeypatch.context() as patched:
         patched.setattr(converting, "write_tables", meanwhile)
-        with pytest.raises(InputError, match=r"out.zarr appeared .*out.zarr.partial. Move .*overwrite=True"):
+        with pytest.raises(InputError, match=r"created by another process .*out.zarr.partial. Move .*overwrite=True"):
             dasksc.convert(gzipped, target)
     assert contents(target) == before
     # The complete partial store is then put in place; no shard is written again.
