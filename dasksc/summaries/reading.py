@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -23,17 +22,16 @@ from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader import scDataset
 from dasksc.loader.dataset import components_of
-from dasksc.loader.projection import MemoryProjection
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
-from dasksc.storage import buffers
 
 __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 
-_BATCH_BYTES = 2**21
-_FETCH_BATCHES = 16
-# Size of batches that are joined, and their copies in memory: batches, joined rows, rows in use, converted values.
-_JOINED_BYTES, _JOINED_COPIES = 2**25, 4
+# Maximum and minimum size of a fetch, and batches in it. The moments of several groups exceed the processor's caches.
+# The rows of a group in a batch are added together, so large batches load the moments fewer times.
+_FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_BATCHES = 2**25, 2**21, 2
+# Copies of a batch that the computation makes: converted values, and values in another order.
+_BATCH_COPIES = 2
 # Minimum size of a row, in bytes, that the number of rows in a batch assumes.
 _LEAST_ROW_BYTES = 2**11
 # Number of rows whose groups are converted to int64 at a time.
@@ -89,8 +87,6 @@ class Pass:
         Matrix of cells by genes.
     rows
         Numbers of the rows to read; None: all.
-    n_groups
-        Number of groups over which rows are summed. Batches are larger if there are several groups.
 
     Raises
     ------
@@ -120,7 +116,6 @@ class Pass:
             raise InputError(f"{self.label} is a {type(array).__name__}, not a numeric matrix")
         self.array = array
         self._progress = progress
-        self.n_groups = 1
         self.rows: NDArray[np.int64] | None = None
         if filter is not None:
             self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs))
@@ -164,7 +159,7 @@ class Pass:
         self._results_bytes += n_bytes
         limit, least = config.memory_limit(None), self._held_bytes
         if self.n_rows:
-            least += self._unlimited.least_demand(1).anonymous
+            least += _demand_bytes(self._dataset(_LEAST_FETCH_BYTES))
         if self._results_bytes + least > limit:
             raise InputError(
                 f"{' and '.join(self._results)} need {format_bytes(self._results_bytes)} of memory "
@@ -174,8 +169,7 @@ class Pass:
             )
 
     def reserve_groups(self, n_groups: int, n_bytes: int, groups: Groups | None) -> None:
-        """Sum over `n_groups` groups; reserve `n_bytes` for each gene of each of them as `reserve` does."""
-        self.n_groups = n_groups
+        """Reserve `n_bytes` for each gene of `n_groups` groups, as `reserve` does."""
         self._held_bytes += 0 if groups is None else groups.codes.nbytes
         n_vars = self.adata.n_vars
         self.reserve(f"{n_groups:,} groups of {n_vars:,} genes", n_groups * n_vars * n_bytes, "Group by fewer labels")
@@ -183,43 +177,31 @@ class Pass:
     @property
     def projected_bytes(self) -> int:
         """Maximum anonymous memory of results and iteration, in bytes."""
-        joined_bytes, dataset = self._fetching()
-        fetching_bytes = dataset.projected_bytes or 0
-        return self._held_bytes + self._results_bytes + _JOINED_COPIES * joined_bytes + fetching_bytes
+        copies_bytes, dataset = self._fetching()
+        return self._held_bytes + self._results_bytes + copies_bytes + (dataset.projected_bytes or 0)
 
     def __iter__(self) -> Iterator[PassRows]:
-        if not self.n_rows:
-            return
-        joined_bytes, dataset = self._fetching()
-        batches = _csr_rows(dataset)
-        # The moments of several groups exceed the processor's caches, so the rows of a group are added together. Large
-        # batches give more rows per group, but take more memory, since several batches are in memory at a time.
-        yield from iter(lambda: _joined(batches, joined_bytes), None)
+        if self.n_rows:
+            yield from _csr_rows(self._fetching()[1])
 
     def _fetching(self) -> tuple[int, scDataset]:
-        """Return the size of joined batches, and the data set that reads in the memory that the results leave."""
-        least = self._unlimited.least_demand
+        """Return the data set that reads in the memory that the results leave, and the size of copies of a batch."""
         limit = config.memory_limit(None) - self._held_bytes - self._results_bytes
-        joined_bytes = 0
-        if self.n_groups > 1:  # at most half of what the smallest fetch leaves
-            joined_bytes = min(_JOINED_BYTES, max(0, limit - least(1).anonymous) // (2 * _JOINED_COPIES))
-        limit -= _JOINED_COPIES * joined_bytes
-        factor = _FETCH_BATCHES
-        while factor > 1 and least(factor).anonymous > limit:
-            factor //= 2
-        return joined_bytes, self._dataset(factor, limit)
+        fetch_bytes = _FETCH_BYTES
+        dataset = self._dataset(fetch_bytes)
+        while fetch_bytes > _LEAST_FETCH_BYTES and _demand_bytes(dataset) > limit:
+            fetch_bytes //= 2
+            dataset = self._dataset(fetch_bytes)
+        copies_bytes = _copies_bytes(dataset)
+        return copies_bytes, self._dataset(fetch_bytes, limit - copies_bytes)
 
-    @cached_property
-    def _unlimited(self) -> MemoryProjection:
-        return components_of(self._dataset(1, 2**62)).projection
-
-    def _dataset(self, fetch_factor: int, memory_limit: int) -> scDataset:
+    def _dataset(self, fetch_bytes: int, memory_limit: int = 2**62) -> scDataset:
         row_bytes = max(_LEAST_ROW_BYTES, matrix_of(self.array).cost.row)
         return scDataset(
             self.array,
             Streaming(indices=self.rows),
-            batch_size=int(max(_BATCH_BYTES / row_bytes, 1)),
-            fetch_factor=fetch_factor,
+            batch_size=int(max(fetch_bytes / _FETCH_BATCHES / row_bytes, 1)),
+            fetch_factor=_FETCH_BATCHES,
             layout="csr",
             dtype=None,
             rank=0,
@@ -227,6 +209,15 @@ class Pass:
             memory_limit=memory_limit,
             progress=self._progress,
         )
+
+
+def _demand_bytes(dataset: scDataset) -> int:
+    """Return the smallest memory in which a data set reads, including copies of a batch, in bytes."""
+    return components_of(dataset).projection.least_demand(_FETCH_BATCHES).anonymous + _copies_bytes(dataset)
+
+
+def _copies_bytes(dataset: scDataset) -> int:
+    return int(_BATCH_COPIES * components_of(dataset).projection.batch_bytes)
 
 
 def _csr_rows(dataset: scDataset) -> Iterator[PassRows]:
@@ -240,28 +231,6 @@ def _csr_rows(dataset: scDataset) -> Iterator[PassRows]:
         indptr, columns = X.crow_indices().numpy(), X.col_indices().numpy()
         yield PassRows(slice(start, stop), indptr, columns, data.view(np.uint8) if data.dtype == bool else data)
         start = stop
-
-
-def _joined(batches: Iterator[PassRows], n_bytes: int) -> PassRows | None:
-    """Join the next batches, at least one, up to about `n_bytes`; return None if there are none."""
-    together: list[PassRows] = []
-    for rows in batches:
-        together.append(rows)
-        added = rows.indptr.nbytes + rows.columns.nbytes + rows.values.nbytes
-        n_bytes -= added
-        if n_bytes < added:
-            break
-    if len(together) < 2:
-        return together[0] if together else None
-    ends = itertools.accumulate((int(one.indptr[-1]) for one in together), initial=0)
-    indptr = [one.indptr[:-1] + end for one, end in zip(together, ends, strict=False)]
-    columns, values = (_concatenated([getattr(one, name) for one in together]) for name in ("columns", "values"))
-    places = slice(together[0].places.start, together[-1].places.stop)
-    return PassRows(places, np.append(np.concatenate(indptr), len(columns)), columns, values)
-
-
-def _concatenated(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts, out=buffers.empty(sum(map(len, parts)), parts[0].dtype))
 
 
 class Moments:

@@ -36,7 +36,7 @@ def summarize(path: str) -> dict[str, Any]:
     projected = noted_projections()
     with dask.config.set({"dasksc.memory-limit": "120MB"}), peak_beyond() as of_genes:
         genes = dasksc.highly_variable_genes(path, 1000, "seurat_v3", "plate")
-    plates = list(dasksc.open(path, obs=["plate"]).obs["plate"].cat.categories[:4])
+    plates = list(dasksc.open(path, obs=["plate"]).obs["plate"].cat.categories[:8])
     with peak_beyond() as of_groups:
         found = dasksc.statistics(path, by=["cell_type", "plate"], filter=f"plate in {plates}")
     return {

@@ -323,16 +323,12 @@ def test_the_command_shows_progress(tmp_path):
         assert "%" not in run(path, *arguments).stderr
 
 
-@pytest.mark.parametrize("n_groups", [1, 2])
-def test_a_pass_reads_every_row_once_in_order(tmp_path, n_groups, monkeypatch):
+def test_a_pass_reads_every_row_once_in_order(tmp_path, monkeypatch):
     adata = make_adata(60, 17)
-    monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._BATCH_BYTES // 2)
+    monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._FETCH_BYTES // 14)
     monkeypatch.setattr(reading, "_FETCH_BATCHES", 7)
-    monkeypatch.setattr(reading, "_JOINED_BYTES", 700)  # a batch of two rows has about 100 bytes
-    source = reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None)
-    source.n_groups = n_groups
-    parts = list(source)
-    assert len(parts) == (30 if n_groups == 1 else 4)
+    parts = list(reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None))
+    assert len(parts) == 30  # batches of two rows
     assert [part.places.start for part in parts] == [0, *[part.places.stop for part in parts[:-1]]]
     found = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 17)) for p in parts])
     np.testing.assert_array_equal(found.toarray(), dense(adata.X))
@@ -342,16 +338,15 @@ def test_a_pass_reads_every_row_once_in_order(tmp_path, n_groups, monkeypatch):
 
 
 def a_pass(n_bytes: int, *, filter: str | None = None) -> reading.Pass:
-    """Return a pass over two groups that reserves memory for results."""
+    """Return a pass that reserves memory for results."""
     source = reading.Pass(make_adata(600, 1_000), layer=None, filter=filter)
-    source.n_groups = 2
     source.reserve("results", n_bytes, "Use less")
     return source
 
 
 def test_results_and_fetches_together_stay_within_the_memory_limit():
     n_bytes = 200 * 2**20
-    least = a_pass(0)._unlimited.least_demand(1).anonymous
+    least = reading._demand_bytes(a_pass(0)._dataset(reading._LEAST_FETCH_BYTES))
     values = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in a_pass(0)])
     projected = []
     for more in (0, 2**20, 2**25, 2**27, 2**29, 2**31):
@@ -361,9 +356,9 @@ def test_results_and_fetches_together_stay_within_the_memory_limit():
             assert n_bytes < projected[-1] <= n_bytes + least + more
             found = [sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in source]
             assert (sp.vstack(found) != values).nnz == 0
-    # Fetches and joined batches take more memory if more is left.
+    # Fetches take more memory if more is left.
     assert projected == sorted(projected)
-    assert projected[-1] > projected[0] + reading._JOINED_COPIES * reading._JOINED_BYTES // 2
+    assert projected[-1] > projected[0] + reading._FETCH_BYTES
     said = rf"results need 200.00 MiB of memory \({n_bytes} bytes\), and reading the cells needs at least .* Use less"
     with dask.config.set({"dasksc.memory-limit": n_bytes + least - 1}), pytest.raises(InputError, match=said):
         a_pass(n_bytes)
