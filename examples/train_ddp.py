@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-Under mpirun or srun, set MASTER_ADDR to the name of a node, and MASTER_PORT to a free port on it. All cell types are
-drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
+Under mpirun or srun, set MASTER_ADDR to the name of a node, and MASTER_PORT to a free port on that node. All cell types
+are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> None:
             print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
             for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
                 print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
-    time.sleep(0.2)  # destroy_process_group holds the GIL, which Gloo's thread may still need
+    time.sleep(0.2)  # destroy_process_group holds the GIL while it waits for a thread of Gloo that needs it
     dist.destroy_process_group()
 
 
