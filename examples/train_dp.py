@@ -4,7 +4,8 @@
     python train_dp.py atlas.h5ad
 
 DistributedDataParallel (train_ddp.py) is faster, even on one machine. This example is for programs
-that already use DataParallel, which splits the cells of each batch among the GPUs.
+that already use DataParallel. The program passes whole batches to the model, and DataParallel splits
+the cells of each batch among the GPUs.
 """
 
 from __future__ import annotations
