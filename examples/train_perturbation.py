@@ -4,11 +4,11 @@
     torchrun --nproc_per_node=2 train_perturbation.py
     torchrun --nproc_per_node=2 train_perturbation.py screen.h5ad --by cell_line gene --control non-targeting
 
-Without a file, the program simulates a screen in which a perturbation affects its genes only in cell lines that express
-them. Half of the perturbations are held out in one cell line. The controls of this line remain in the training data.
-The model embeds a set of control cells, adds an embedding of the perturbation, and applies attention across the cells.
-On the held-out conditions, the program compares the model with two baselines: the mean effect of all perturbations, and
-the mean effect of the same perturbation in the other cell lines.
+Without a file, the program simulates a screen with known effects. A perturbation affects its genes only in cell lines
+that express them. Half of the perturbations are held out in one cell line. The controls of this line remain in the
+training data. The model embeds a set of control cells, adds an embedding of the perturbation, and applies attention
+across the cells. On the held-out conditions, the program compares the model with two baselines: the mean effect of all
+perturbations, and the mean effect of the same perturbation in the other cell lines.
 """
 
 from __future__ import annotations
