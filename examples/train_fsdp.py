@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
 Parameters, gradients and optimizer states are sharded. All ranks gather each layer together, so they need the same
-number of batches, which dasksc guarantees. All ranks write one checkpoint, and any number of ranks can load it.
+number of batches, which dasksc guarantees. All ranks write into one folder, and any number of ranks can load it.
 """
 
 from __future__ import annotations
