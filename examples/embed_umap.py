@@ -5,8 +5,8 @@
     python embed_umap.py atlas.h5ad --color cell_type
     python embed_umap.py                                # on a synthetic atlas
 
-The program writes the embedding to ``emb.zarr`` next to the figure. `dasksc.open` attaches it to the atlas, and only
-the rows of the sampled cells are read back.
+The program writes the embedding to ``emb.zarr`` next to the figure. `dasksc.open` attaches the embedding to the atlas.
+For the UMAP, the program reads only the rows of the sampled cells.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dasksc.train.models import MLPClassifier
 
 
 def train(path: Path, *, label: str, width: int, n_epochs: int, device: torch.device) -> MLPClassifier:
-    """Train a classifier on shuffled blocks of 16 consecutive cells; its last hidden layer is the embedding."""
+    """Train a classifier on shuffled blocks of 16 cells; the last hidden layer is the embedding."""
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(16), batch_size=256, seed=0, obs=[label], device=device)
     torch.manual_seed(0)
     n_genes, n_labels = dasksc.open(path, obs=[], names=False).n_vars, len(dataset.categories[label])
@@ -54,7 +54,7 @@ def drawn(path: Path, emb: Path, *, color: str, n_cells: int) -> anndata.AnnData
 
 
 def draw(cells: anndata.AnnData, figure: Path, *, color: str) -> None:
-    """Draw a UMAP, and print the share of neighbors with the same label."""
+    """Draw a UMAP, and print the fraction of neighbors that share a label."""
     warnings.filterwarnings("ignore")
     import matplotlib as mpl
 

@@ -3,8 +3,9 @@
 
     python incremental_fit.py atlas.h5ad --cluster
 
-`dataset.to_dask()` returns a shuffled epoch as one lazy Dask array, with rows in the order in which the data set yields
-them. On a cluster, two chunks are computed ahead of the fit. Memory holds no other chunks.
+`dataset.to_dask()` returns a shuffled epoch as one lazy Dask array. Its rows have the order in which the data set
+yields them. On a cluster, the next two chunks are computed while the model is fitted to the current one. No other
+chunks are in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import dasksc
 
 
 def chunks(epoch: Any, n_ahead: int) -> Iterator[Any]:
-    """Compute the chunks of an epoch in order; on a cluster, `n_ahead` of them in advance."""
+    """Yield the computed chunks of an epoch in order; on a cluster, compute `n_ahead` of them in advance."""
     delayed = epoch.to_delayed().ravel().tolist()
     try:
         from distributed import default_client

@@ -5,9 +5,9 @@
     python make_atlas.py --cells 1000000 --compression gzip --out atlas-gzip.h5ad
     python make_atlas.py --cells 100000 --zarr --out atlas.zarr
 
-`dasksc.datasets.synthetic` simulates the atlas, with 50 cell types that have few marker genes, and 14 plates. Counts
-are integers stored as float32, each cell expresses about 1,450 of 20,000 genes, and cells are sorted by type. The file
-depends only on the arguments. Memory holds a few chunks of cells at a time.
+`dasksc.datasets.synthetic` simulates the atlas. It has 14 plates and 50 cell types with few marker genes each. Counts
+are integers stored as float32. Each cell expresses about 1,450 of 20,000 genes. Cells are sorted by type. The file
+depends only on the arguments. Only a few chunks of cells are in memory at a time.
 """
 
 from __future__ import annotations

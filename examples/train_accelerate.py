@@ -39,7 +39,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(adata.n_vars, len(dataset.categories[args.label]))
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    # Do not prepare the data set, nor a DataLoader around it: Accelerate would shard the sharded batches again.
+    # Do not pass the data set or its DataLoader to prepare: Accelerate would shard the sharded batches again.
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(dataset)
     if args.resume:
@@ -59,8 +59,8 @@ def main() -> None:
         accelerator.print(
             f"{n_cells:.0f} cells on {accelerator.num_processes} processes: accuracy {right / n_cells:.1%}"
         )
-    # A thread of Gloo releases the tensors of a collective a moment after it ends, and may need the GIL to do so.
-    # Without this pause, end_training can deadlock: it holds the GIL while it waits for that thread.
+    # A thread of Gloo releases tensors a moment after a collective operation ends, and may need the GIL to do so.
+    # Without this pause, end_training can deadlock, because it holds the GIL while it waits for that thread.
     time.sleep(0.2)
     accelerator.end_training()
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier with DDP on the GPUs (NCCL) or in CPU processes (Gloo) of any number of nodes.
+"""Train a cell-type classifier with DDP on the GPUs (NCCL) or CPUs (Gloo) of any number of nodes.
 
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-Under mpirun or srun, set MASTER_ADDR to the name of a node, and MASTER_PORT to a free port of it. All cell types are
-drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
+Under mpirun or srun, set MASTER_ADDR to the name of a node, and MASTER_PORT to a free port on that node. All cell types
+are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -102,16 +102,16 @@ def main() -> None:
         elapsed_s = time.perf_counter() - start
         save()
         model.eval()
-        with torch.no_grad():  # the bare model does not synchronize, so ranks may have unequally many batches
+        with torch.no_grad():  # the bare model does not synchronize, so batch counts of ranks may differ
             held = sum((scored(model.module, batch, args)[1] for batch in validation), torch.zeros_like(trained))
         sums = torch.stack([trained, held])
-        dist.all_reduce(sums)  # sums, not means: every cell counts once
+        dist.all_reduce(sums)  # sums rather than means: every cell has the same weight
         if world.rank == 0:
             speed = sums[0, 2] / elapsed_s
             print(f"epoch {epoch}: {speed:,.0f} cells/s on {world.world_size} ranks ({args.device.type})")
             for name, (loss, right, n_cells) in zip(("training", "validation"), sums.tolist(), strict=True):
                 print(f"  {name:10}  loss {loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
-    time.sleep(0.2)  # Gloo's thread may still need the GIL, which destroy_process_group holds while waiting for it
+    time.sleep(0.2)  # destroy_process_group holds the GIL while it waits for a thread of Gloo that needs it
     dist.destroy_process_group()
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier with DataParallel, in one process on all its GPUs (or the CPU).
+"""Train a cell-type classifier with DataParallel, in one process on all GPUs (or the CPU).
 
     python train_dp.py atlas.h5ad
 
-DistributedDataParallel (train_ddp.py) is faster, also on one machine. This example is for programs
-that already use DataParallel. The model receives a whole batch, which DataParallel splits by cells.
+DistributedDataParallel (train_ddp.py) is faster, even on one machine. This example is for programs
+that already use DataParallel. The program passes whole batches to the model, and DataParallel splits
+the cells of each batch among the GPUs.
 """
 
 from __future__ import annotations

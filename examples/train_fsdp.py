@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Train a cell-type classifier sharded across all GPUs (NCCL), or across CPU processes (Gloo), with FSDP2.
+"""Train a cell-type classifier with FSDP2, sharded across GPUs (NCCL) or CPU processes (Gloo).
 
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are sharded. Layers are gathered as they run, so ranks need equally many
-batches, as dasksc guarantees. All ranks write a checkpoint into one folder, and any number of ranks can load it.
+Parameters, gradients and optimizer states are sharded. All ranks gather each layer together, so they need the same
+number of batches, which dasksc guarantees. All ranks write into one folder, and any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--checkpoint", help="folder for the checkpoints of each epoch and of the last step")
-    parser.add_argument("--resume", action="store_true", help="resume from the latest checkpoint; any number of ranks")
+    parser.add_argument("--resume", action="store_true", help="resume the latest checkpoint, on any number of ranks")
     args = parser.parse_args()
 
     on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # from the variables of torchrun, mpirun or srun
@@ -78,7 +78,7 @@ def main() -> None:
 
     if args.resume:
         saved = state()
-        # A checkpoint with metadata is complete, since metadata is written last.
+        # A checkpoint that has metadata is complete, because the metadata are written last.
         latest = max(Path(args.checkpoint).glob("*/.metadata"), key=lambda file: int(file.parent.name)).parent
         dcp.load(saved, checkpoint_id=latest)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
@@ -111,7 +111,7 @@ def main() -> None:
             print(f"  training  loss {total_loss / n_cells:.3f}  accuracy {right / n_cells:.1%}", flush=True)
         if args.checkpoint:
             dcp.save(state(), checkpoint_id=Path(args.checkpoint) / str(done["steps"]))
-    time.sleep(0.2)  # Gloo's thread may still need the GIL, which destroy_process_group holds while waiting for it
+    time.sleep(0.2)  # destroy_process_group holds the GIL while it waits for a thread of Gloo that needs it
     dist.destroy_process_group()
 
 

@@ -5,8 +5,8 @@
     python train_lightning.py atlas.h5ad --devices 2 --resume last
     python train_lightning.py atlas.h5ad --devices 2 --fsdp --precision bf16-mixed --accumulate 2 --clip 1.0
 
-Checkpoints are written every 50 steps and for the best epochs. They contain the position in the epoch: a resumed run
-continues with the next batch, also on another number of devices.
+Checkpoints are written every 50 steps and for the best epochs. They contain the position in the epoch, so a resumed
+run continues with the next batch, even on a different number of devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Classifier(pl.LightningModule):
         self.scores = torch.nn.Linear(n_genes, n_labels)
 
     def configure_model(self) -> None:
-        """Shard the layer under --fsdp; Lightning calls this before each of fit, validate and predict."""
+        """Shard the layer if --fsdp is given; Lightning calls this method before fit, validate and predict."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.scores, FSDPModule):
             fully_shard(self.scores, mesh=self.device_mesh["data_parallel"])
 
@@ -80,7 +80,7 @@ def main() -> None:
     adata = dasksc.open(args.atlas, obs=[args.label])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1  # identical in every process
     validation = np.flatnonzero(held_out)
-    validation = validation[: len(validation) // args.devices * args.devices]  # FSDP: equal batch counts
+    validation = validation[: len(validation) // args.devices * args.devices]  # FSDP needs equal batch counts
     data = scDataModule(
         adata,
         batch_size=args.batch_size,

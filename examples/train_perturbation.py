@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Predict the effects of perturbations in unmeasured conditions, from sets of cells and matched controls.
+"""Predict the effects of perturbations in held-out conditions, from sets of cells and matched controls.
 
     torchrun --nproc_per_node=2 train_perturbation.py
     torchrun --nproc_per_node=2 train_perturbation.py screen.h5ad --by cell_line gene --control non-targeting
 
-Without a file, the program simulates a screen with known effects: a perturbation shifts its genes only where the cell
-line expresses them. Half of the perturbations are held out in one cell line; the controls of this line remain in the
+Without a file, the program simulates a screen with known effects. A perturbation affects its genes only in cell lines
+that express them. Half of the perturbations are held out in one cell line. The controls of this line remain in the
 training data. The model embeds a set of control cells, adds an embedding of the perturbation, and applies attention
-across the cells. On the held-out conditions, it is compared with two baselines: the mean effect of all perturbations,
-and the mean effect of the same perturbation in the other cell lines.
+across the cells. On the held-out conditions, the program compares the model with two baselines: the mean effect of all
+perturbations, and the mean effect of the same perturbation in the other cell lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SetModel(nn.Module):
 
 
 def log_normalised(counts: torch.Tensor) -> torch.Tensor:
-    """Return log1p of the counts, normalized to 1,000 per cell."""
+    """Normalize the counts to 1,000 per cell, and return their log1p."""
     return torch.log1p(1e3 * counts / counts.sum(dim=1, keepdim=True).clamp(min=1))
 
 
@@ -133,7 +133,7 @@ def main() -> dict[str, float]:
             print(f"epoch {epoch}: loss {total / len(training):.3f}  {rate:,.0f} cells/s", flush=True)
 
     model.eval()
-    with torch.no_grad():  # the bare model, since batch counts may differ between ranks
+    with torch.no_grad():  # the bare model does not synchronize, so batch counts of ranks may differ
         true = mean_effects(testing, codes_of(testing), adata.n_vars)
         predicted = mean_effects(testing, codes_of(testing), adata.n_vars, predict=model.module)
         whole = dasksc.scDataset(adata, replace(sets, replace=False), equal_ranks=False, **common)
@@ -146,8 +146,8 @@ def main() -> dict[str, float]:
         print(f"{len(true)} conditions held out, error of their mean effects:")
         for name, error in errors.items():
             print(f"  {name:31} {error:.3f}", flush=True)
-    # A thread of Gloo releases the tensors of a collective a moment after it ends, and may need the GIL to do so.
-    # Without this pause, destroy_process_group can deadlock: it holds the GIL while it waits for that thread.
+    # A thread of Gloo releases tensors a moment after a collective operation ends, and may need the GIL to do so.
+    # Without this pause, destroy_process_group can deadlock, because it holds the GIL while it waits for that thread.
     time.sleep(0.2)
     dist.destroy_process_group()
     return errors

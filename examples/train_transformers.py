@@ -22,7 +22,7 @@ from dasksc.integrations.transformers import scTrainer
 
 
 class Classifier(torch.nn.Module):
-    """Linear map from log counts to one score per label, with the loss in its output as the Trainer requires."""
+    """Linear map from log counts to one score per label; its output includes the loss, which the Trainer requires."""
 
     def __init__(self, n_genes: int, n_labels: int, label: str) -> None:
         super().__init__()

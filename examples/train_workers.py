@@ -4,8 +4,8 @@
     python train_workers.py atlas.h5ad --stop-after 20
     python train_workers.py atlas.h5ad --resume
 
-Workers pay off only if Python hooks take much of the time. Otherwise, training without workers is faster, and
-`dataset.state_dict()` suffices to save the position.
+DataLoader workers are worthwhile only if Python hooks take much of the time. Otherwise, training without workers is
+faster, and `dataset.state_dict()` suffices to save the position.
 """
 
 from __future__ import annotations
