@@ -88,7 +88,7 @@ def test_the_caption_of_the_chart_has_the_settings_of_its_results(page):
     assert results["block"] == results["batch"]
     assert f"blocks and batches of {results['batch']}, fetches of {results['fetch']:,}" in text
     assert (results["machine"]["cpus"], results["rounds"]) == (2, 5)
-    assert "two cores; medians and ranges of five rounds" in text
+    assert "two cores. Bars show medians and lines show ranges over five rounds" in text
 
 
 @pytest.mark.parametrize("page", [page for page in TUTORIALS if page not in RECORDED], ids=lambda page: page.name)
