@@ -3,12 +3,12 @@
 
     python benchmarks/epochs.py --cells 600000
 
-The start and the end of an epoch take a larger share of a short epoch. The program measures the cells per second of
-whole epochs over a subset of a store, and over the whole store. By default, the store is a compressed store
+Starting and finishing take a larger share of a short epoch than of a long one. The program measures the cells per
+second of whole epochs over a subset of a store, and over the whole store. By default, the store is a compressed store
 written by `dasksc.convert`. One subset, the first cells, represents a smaller store. The other consists of blocks
-spread over the whole store, which share as few chunks as the blocks of the long epoch. The first epoch of each
-process compiles kernels, opens files and allocates memory, and is reported separately. The exit status is 1 if a
-target is missed.
+spread over the whole store, which share as few chunks as the blocks of the long epoch. The first epoch of each process
+compiles kernels, opens files and allocates memory, and is reported separately. The exit status is 1 if a target is
+missed.
 """
 
 from __future__ import annotations

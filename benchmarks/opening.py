@@ -5,9 +5,9 @@
     python benchmarks/opening.py --cells 100000000 --rounds 1
 
 The atlas has names, obs columns and row offsets for the full number of cells. X is nearly empty, so only costs that
-grow with the number of cells are measured. Each measurement runs in a new process, after imports and after a small
-atlas that compiles the kernels. Memory is the peak of anonymous memory (RssAnon) beyond that baseline. Contenders run
-alternately, and the program reports medians.
+grow with the number of cells are measured. Each measurement runs in a new process, after imports and after the same
+work on a small atlas, which compiles the kernels. Memory is the peak of anonymous memory (RssAnon) beyond the memory at
+that point. Contenders run alternately, and the program reports medians.
 """
 
 from __future__ import annotations
