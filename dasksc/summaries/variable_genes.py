@@ -83,8 +83,9 @@ def highly_variable_genes(
     Raises
     ------
     InputError
-        If the flavor is unknown, a value or a batch is missing, or, for flavors that expect counts, a value is
-        negative; or if the sums and the rows being read need more memory than ``dasksc.memory-limit``.
+        If the flavor is unknown; if a value or a batch is missing; if a value is negative (flavors that expect counts)
+        or infinite, or too large for its exponential (flavors that expect logarithms); or if the sums and the rows
+        being read need more memory than ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
     ImportError
@@ -137,6 +138,13 @@ def highly_variable_genes(
         )
     if expects_counts and kinds & kernels.FRACTIONS:
         logger.warning("flavor=%r expects counts, but %s has fractional values", flavor, source.label)
+    if not (expects_counts or kinds & (kernels.FRACTIONS | kernels.NEGATIVE)):
+        logger.warning(
+            "flavor=%r expects log-normalized values, but %s has only whole numbers, such as counts; normalize the "
+            "atlas first with dasksc.normalize, or use flavor='seurat_v3'",
+            flavor,
+            source.label,
+        )
     has_batches = batch_key is not None
     if flavor == "seurat_v3":
         found = _by_fit(source, batches, moments, n_top_genes)
@@ -144,6 +152,11 @@ def highly_variable_genes(
         found = _by_residuals(source, batches, moments, n_top_genes)
     else:
         is_there = moments.n_nonzero > 0
+        if not (np.isfinite(moments.sum).all() and np.isfinite(moments.squares).all()):
+            raise InputError(
+                f"{source.label} has values that are infinite or too large for flavor={flavor!r}, which expects "
+                "log-normalized values; normalize the counts first with dasksc.normalize, or use flavor='seurat_v3'"
+            )
         found = by_dispersion(
             moments.mean, _variance(moments), is_there if has_batches else None, flavor=flavor, n_top_genes=n_top_genes
         )
@@ -176,7 +189,8 @@ def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Mome
         kinds |= kernels.kinds_of(values)
         if is_logarithm:
             # In the data type of the values, as in scanpy.
-            values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
+            with np.errstate(over="ignore"):  # refused once all rows are added
+                values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
     return moments, kinds
 

@@ -304,6 +304,18 @@ def test_what_cannot_be_compared_is_refused(caplog):
             dasksc.highly_variable_genes(fractions, 50, flavor)
         assert "fractional values" in caplog.text
         caplog.clear()
+    large, infinite = adata.copy(), adata.copy()
+    large.X.data[5], infinite.X.data[5] = 2_000, np.inf
+    for flavor, refused in (("seurat", [large, infinite]), ("cell_ranger", [infinite])):
+        for one in refused:
+            with pytest.raises(InputError, match=f"X has values that are infinite or too large for flavor='{flavor}'"):
+                dasksc.highly_variable_genes(one, 50, flavor)
+        with caplog.at_level(logging.WARNING, "dasksc.summaries"):
+            dasksc.highly_variable_genes(adata, 50, flavor)
+        assert "expects log-normalized values" in caplog.text
+        caplog.clear()
+        dasksc.highly_variable_genes(dasksc.normalize(adata), 50, flavor)
+        assert not caplog.text
     small = adata[:3].copy()
     with pytest.raises(InputError, match="which fails for batch 'all'"):
         dasksc.highly_variable_genes(small, 50, "seurat_v3")
