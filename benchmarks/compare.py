@@ -280,13 +280,12 @@ def table(report: dict[str, Any]) -> str:
     lines += [
         "",
         f"One thread copies {limit['memcpy_bytes_per_s'] / 1e9:.1f} GB/s: {limit['memcpy_cells_per_s']:,.0f} "
-        f"cells/s of {limit['yielded_bytes_per_cell']:,.0f} bytes as yielded.",
+        f"cells/s of {limit['yielded_bytes_per_cell']:,.0f} bytes each as yielded.",
     ]
     if limit["disk_bytes_per_s"] is not None:
         lines.append(
             f"The disk reads {limit['disk_bytes_per_s'] / 1e9:.1f} GB/s: {limit['disk_cells_per_s']:,.0f} "
-            f"cells/s of {limit['stored_bytes_per_cell']:,.0f} bytes as stored (measured warm, from the "
-            "page cache)."
+            f"cells/s of {limit['stored_bytes_per_cell']:,.0f} bytes as stored. The loaders read from the page cache."
         )
     return "\n".join(lines)
 
