@@ -32,6 +32,9 @@ indptr, columns, values
 dense
     C-contiguous dense rows of the batch, shape (n, n_vars). Their nonzeros are changed in place, a few rows at a time,
     so that scratch memory is small and rows stay in the L1 cache of a core.
+source
+    CSR rows in memory, as in `dasksc.kernels.csr`: ``(positions, lengths, data_at, indices_at, n_vars, like_data,
+    like_indices)``. They are copied, changed and written into `dense` a few rows at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.csr import _count_bits, _list_bits, put, squeeze
+from dasksc.kernels.csr import _count_bits, _list_bits, copy_rows_csr, densify, put, squeeze
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
 from dasksc.kernels.vectors import N_STEPS, hash_columns, hashed, n_below, n_sums_below, sum_of, thin_small
@@ -53,10 +56,13 @@ __all__ = [
     "binomial_table",
     "downsample",
     "downsample_dense",
+    "downsample_scattered",
     "mask",
     "mask_dense",
+    "mask_scattered",
     "sample",
     "sample_dense",
+    "sample_scattered",
     "steps_of",
     "word",
 ]
@@ -82,8 +88,8 @@ _N_SHARES = 2**_SHARE_BITS
 _FEW = 8
 # Number of values in a block. A search uses the sums of blocks, so it looks at the values of only one.
 _BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
-# Number of elements of dense rows that are changed at a time; more if a row has more.
-_DENSE_AT_ONCE = 2**14
+# Number of elements of dense rows, and of nonzeros of CSR rows, that are changed at a time; more if a row has more.
+_DENSE_AT_ONCE, _NONZEROS_AT_ONCE = 2**14, 2**13
 _WORD_BITS, _WORDS, _WORD_SHIFT, _WORD_MASK = 64, np.uint64(64), np.uint64(6), np.uint64(63)
 # Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
 _STIRLING = np.array(
@@ -403,6 +409,43 @@ def _room(dense):
 
 
 @kernel
+def _room_of(source, dense):
+    # Return arrays for CSR rows of `source` that are changed at a time.
+    positions, lengths = source[0], source[1]
+    size = _NONZEROS_AT_ONCE
+    for i in range(len(positions)):
+        size = max(size, lengths[positions[i]])
+    return np.empty(len(positions) + 1, np.int64), np.empty(size, np.int32), np.empty(size, dense.dtype)
+
+
+@kernel
+def _copy_next(source, first, indptr, columns, values):
+    # Copy rows of `source` from `first` on, as many as fit. Return the row after the last of them, or -1 if columns are
+    # out of range or not ascending.
+    positions, lengths, data_at, indices_at, n_vars, like_data, like_indices = source
+    stop, n = first, np.int64(0)
+    indptr[0] = 0
+    while stop < len(positions) and n + lengths[positions[stop]] <= len(columns):
+        n += lengths[positions[stop]]
+        stop += 1
+        indptr[stop - first] = n
+    bad = copy_rows_csr(
+        positions[first:stop],
+        lengths,
+        data_at,
+        indices_at,
+        n_vars,
+        indptr,
+        columns,
+        values,
+        like_data,
+        like_indices,
+        False,
+    )
+    return stop if bad == -1 else np.int64(-1)
+
+
+@kernel
 def _flat_position(first, n_vars, indptr, columns, bad):
     # Return the flat position in `dense` of the CSR value `bad`, for CSR rows that begin at dense row `first`.
     row = 0
@@ -435,6 +478,27 @@ def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
             return _flat_position(first, dense.shape[1], indptr, columns, bad)
         put(indptr, columns, values, some)
     return np.int64(-1)
+
+
+@kernel
+def downsample_scattered(key, number, rows, source, dense, p, table, heads):
+    """Write the rows of `source` into `dense` and downsample them as `downsample` does.
+
+    Return False if a value is not a count, or columns of `source` are out of range or not ascending.
+    """
+    keys = _keys_of(key, number, rows)
+    indptr, columns, values = _room_of(source, dense)
+    first = np.int64(0)
+    while first < len(dense):
+        stop = _copy_next(source, first, indptr, columns, values)
+        if stop < 0:
+            return False
+        starts = indptr[: stop - first + 1]
+        if _downsample(keys, first, starts, columns, values[: starts[-1]], p, table, heads) >= 0:
+            return False
+        densify(starts, columns, values, dense[first:stop])
+        first = stop
+    return True
 
 
 @kernel
@@ -521,6 +585,24 @@ def sample_dense(key, number, rows, first_row, dense, target):
             return _flat_position(first, dense.shape[1], indptr, columns, bad)
         put(indptr, columns, values, some)
     return np.int64(-1)
+
+
+@kernel
+def sample_scattered(key, number, rows, source, dense, target):
+    """Write the rows of `source` into `dense` and sample them as `sample` does; see `downsample_scattered`."""
+    keys = _keys_of(key, number, rows)
+    indptr, columns, values = _room_of(source, dense)
+    first = np.int64(0)
+    while first < len(dense):
+        stop = _copy_next(source, first, indptr, columns, values)
+        if stop < 0:
+            return False
+        starts = indptr[: stop - first + 1]
+        if _sample(keys, first, starts, columns, values[: starts[-1]], target) >= 0:
+            return False
+        densify(starts, columns, values, dense[first:stop])
+        first = stop
+    return True
 
 
 @kernel
@@ -618,6 +700,23 @@ def mask_dense(key, number, rows, first_row, dense, p):
         squeeze(some, indptr, columns, values)
         _mask(keys, first_row + first, indptr[: len(some) + 1], columns, values, p)
         put(indptr, columns, values, some)
+
+
+@kernel
+def mask_scattered(key, number, rows, source, dense, p):
+    """Write the rows of `source` into `dense` and mask them as `mask` does; see `downsample_scattered`."""
+    keys = _keys_of(key, number, rows)
+    indptr, columns, values = _room_of(source, dense)
+    first = np.int64(0)
+    while first < len(dense):
+        stop = _copy_next(source, first, indptr, columns, values)
+        if stop < 0:
+            return False
+        starts = indptr[: stop - first + 1]
+        _mask(keys, first, starts, columns, values, p)
+        densify(starts, columns, values, dense[first:stop])
+        first = stop
+    return True
 
 
 @kernel

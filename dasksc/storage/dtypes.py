@@ -41,8 +41,13 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     the type of `out`, or if `out` has an integer type that may not represent all values. Floats represent all values
     within their precision, and booleans mark nonzero values.
     """
-    wraps = out.dtype.kind in "iu" and not np.can_cast(source, out.dtype, "safe")
-    return np.empty(out.shape, dtype=source) if wraps or not has_kernel_dtype(out.dtype) else out
+    return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
+
+
+def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if the kernels can write values of the `source` type as `dtype`; see `kernel_target`."""
+    wraps = dtype.kind in "iu" and not np.can_cast(source, dtype, "safe")
+    return not wraps and has_kernel_dtype(dtype)
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:

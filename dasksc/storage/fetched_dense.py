@@ -142,6 +142,9 @@ class DenseRowBuffer(Rows):
             self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
+    def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> None:
+        """Return None: kernels change dense rows in place; see `RowBuffer.source`."""
+
     def compact(self) -> DenseRowBuffer:
         """Copy the rows into a block of their own, in the stored data type; return self if they have one already."""
         if self._block is not None:

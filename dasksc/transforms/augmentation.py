@@ -8,7 +8,6 @@ draws twice is augmented differently each time.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from numbers import Integral, Real
 from typing import Any, Self
@@ -63,7 +62,7 @@ class _Augmentation:
         epoch
             Number of the epoch. `scDataset` calls this method for each epoch.
         """
-        same = copy.copy(self)
+        same = self._with()
         same._set_keys(epoch)
         return same
 
@@ -75,20 +74,20 @@ class _Augmentation:
         number
             Number of the batch in its epoch, over all ranks. `scDataset` calls this method for each batch.
         """
-        same = object.__new__(type(self))  # copy.copy would take as long as changing a small batch
-        same.__dict__.update(self.__dict__, _number=number)
-        return same
+        return self._with(_number=number)
 
     def owning(self) -> Self:
         """Return this transform for batches without other references, whose values it may change in place."""
-        same = copy.copy(self)
-        same._owns = True
-        return same
+        return self._with(_owns=True)
 
     def of_controls(self) -> Self:
         """Return this transform for the control cells of a batch."""
-        same = copy.copy(self)
-        same._key_index = _CONTROLS
+        return self._with(_key_index=_CONTROLS)
+
+    def _with(self, **attributes: Any) -> Self:
+        """Return a copy with other attributes."""
+        same = object.__new__(type(self))  # copy.copy would take as long as changing a small batch
+        same.__dict__.update(self.__dict__, **attributes)
         return same
 
     def refuse_beside(self, others: Sequence[Any]) -> None:
@@ -222,12 +221,37 @@ class _Augmentation:
         with _as_treated(dense) as treated:
             self._change_dense((self._keys[self._key_index], self._number, rows, first_row), treated)
 
+    def scatter(self, rows: NDArray[np.int64], source: tuple[Any, ...], dense: NDArray[Any]) -> bool:
+        """Write CSR rows into dense rows of a batch, with changed values.
+
+        Parameters
+        ----------
+        rows
+            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+        source
+            CSR rows of the batch in memory, for kernels.
+        dense
+            Rows to write, shape (n_rows, n_vars), C-contiguous.
+
+        Returns
+        -------
+        bool
+            False if `change` must do this instead, because it supports more data types or reports an error.
+        """
+        if dense.dtype in _TREATED_AS:
+            return False
+        return bool(self._scatter((self._keys[self._key_index], self._number, rows), source, dense))
+
     def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         """Implement `change` for values of a data type that the kernels support."""
         raise NotImplementedError
 
     def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
         """Implement `change_dense` for values of a data type that the kernels support."""
+        raise NotImplementedError
+
+    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+        """Implement `scatter` for values of a data type that the kernels support."""
         raise NotImplementedError
 
 
@@ -319,6 +343,11 @@ class Downsample(_Augmentation):
             row, column = divmod(bad, dense.shape[1])
             self._refuse(dense[row, column], which, row, column)
 
+    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+        if self.target_counts is not None:
+            return kernels.sample_scattered(*which, source, dense, self.target_counts)
+        return kernels.downsample_scattered(*which, source, dense, self.fraction, *self._steps)
+
     def _refuse(self, value: Any, which: _BatchRows, position: int, column: int) -> None:
         _, _, rows, first_row = which
         name = "X" if self.layer is None else f"layer {self.layer!r}"
@@ -381,6 +410,9 @@ class MaskGenes(_Augmentation):
 
     def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
         kernels.mask_dense(*which, dense, self.p)
+
+    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+        return kernels.mask_scattered(*which, source, dense, self.p)
 
 
 @contextlib.contextmanager

@@ -221,6 +221,74 @@ def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
         assert n_vars == 1 or (dense != given).any()
 
 
+class Source:
+    """CSR rows at addresses in memory, some of them repeated, empty, or longer than the room for nonzeros."""
+
+    def __init__(self, n_vars: int, dtype: str, index_dtype: str) -> None:
+        rng = np.random.default_rng(n_vars)
+        given = rng.integers(1, 100, (30, n_vars)) * (rng.random((30, n_vars)) < 0.1)
+        given[5], given[7] = 0, rng.integers(1, 100, n_vars)
+        self.matrix = sp.csr_matrix(given.astype(dtype))
+        self.indices = self.matrix.indices.astype(index_dtype)
+        self.positions = rng.integers(0, 30, 40)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        matrix, starts = self.matrix, self.matrix.indptr[:-1].astype(np.uint64)
+        values_at, columns_at = matrix.data.ctypes.data, self.indices.ctypes.data
+        return (
+            self.positions,
+            np.diff(matrix.indptr).astype(np.int64),
+            np.uint64(values_at) + starts * np.uint64(matrix.data.itemsize),
+            np.uint64(columns_at) + starts * np.uint64(self.indices.itemsize),
+            matrix.shape[1],
+            matrix.data[:0],
+            self.indices[:0],
+        )
+
+
+@pytest.mark.parametrize("n_vars", [1, 70, 700, 20_000])
+@pytest.mark.parametrize(("dtype", "index_dtype", "to"), [("f4", "i4", "f4"), ("u1", "u2", "f8")])
+def test_rows_changed_while_they_are_made_dense_are_those_changed_before(n_vars, dtype, index_dtype, to):
+    source = Source(n_vars, dtype, index_dtype)
+    rows, key = np.random.default_rng(1).integers(0, 30, 40), np.uint64(3)
+    steps = augment.steps_of(0.4)
+    for kernel, scatter, arguments in (
+        (augment.downsample, augment.downsample_scattered, (0.4, *steps)),
+        (augment.sample, augment.sample_scattered, (30,)),
+        (augment.mask, augment.mask_scattered, (0.3,)),
+    ):
+        expected = source.matrix[source.positions].astype(to)
+        kernel(key, 2, rows, 0, expected.indptr, expected.indices, expected.data, *arguments)
+        dense = np.full((40, n_vars), 77, to)
+        assert scatter(key, 2, rows, source.arguments, dense, *arguments)
+        np.testing.assert_array_equal(dense, expected.toarray())
+
+
+def test_rows_that_cannot_be_changed_while_they_are_made_dense_are_refused():
+    rows, key, steps = np.arange(40), np.uint64(3), augment.steps_of(0.4)
+    kernels = (
+        (augment.downsample_scattered, (0.4, *steps)),
+        (augment.sample_scattered, (5,)),
+        (augment.mask_scattered, (0.3,)),
+    )
+
+    def refused(source: Source) -> list[bool]:
+        dense = np.empty((40, 700), "f4")
+        return [not scatter(key, 2, rows, source.arguments, dense, *arguments) for scatter, arguments in kernels]
+
+    assert refused(Source(700, "f4", "i4")) == [False, False, False]
+    outside, unordered, fraction = (Source(700, "f4", "i4") for _ in range(3))
+    for source in (outside, unordered, fraction):
+        source.positions[-1] = 7
+    last = outside.matrix.indptr[8] - 1
+    outside.indices[last] = 700
+    unordered.indices[last], unordered.indices[last - 1] = unordered.indices[last - 1], unordered.indices[last]
+    fraction.matrix.data[last] = 0.5
+    assert refused(outside) == refused(unordered) == [True, True, True]
+    assert refused(fraction) == [True, True, False]  # any value can be masked
+
+
 @pytest.mark.parametrize("n_vars", [65, 1_000, 20_000])
 def test_the_first_bad_value_of_dense_rows_is_found_among_all_elements(n_vars):
     for row, column in ((0, 0), (37, 64), (39, n_vars - 1)):

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import anndata as ad
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 import dasksc
 from dasksc import Batch, InputError, WrongTypeError
 from dasksc.planning.consumed_segments import ConsumedSegment
+from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.tokens import RankTokens
 from dasksc.transforms import Downsample, MaskGenes
 
@@ -215,14 +217,26 @@ def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
             assert dense(made.control.X).equal(dense(expected.control.X))
 
 
-def test_rows_made_dense_some_at_a_time_are_the_same(adata, monkeypatch):
+def test_rows_made_dense_in_two_passes_and_some_at_a_time_are_the_same(adata, monkeypatch):
     expected = [listed(epoch_of(adata, transform)) for transform in KINDS]
+    monkeypatch.setattr(CSRRowBuffer, "source", lambda *_, **__: None)
+    assert [listed(epoch_of(adata, transform)) for transform in KINDS] == expected
     monkeypatch.setattr("dasksc.batches.batch._CHANGED_BYTES", 3 * 8 * N_VARS)
     assert [listed(epoch_of(adata, transform)) for transform in KINDS] == expected
     counts = adata.X.copy()
     counts.data[counts.indptr[13]] = 0.5
     with pytest.raises(InputError, match="X has 0.5 in row 13"):
         listed(epoch_of(ad.AnnData(counts), KINDS[0], dasksc.Streaming()))
+
+
+def test_single_changes_of_plain_csr_rows_take_one_pass(adata, monkeypatch):
+    two_passes = mock.Mock(side_effect=AssertionError("two passes"))
+    monkeypatch.setattr(CSRRowBuffer, "gather_csr", two_passes)
+    for transform in KINDS:
+        assert len(listed(epoch_of(adata, transform))) > 0
+        for options in ({"genes": ["1", "0"]}, {"dtype": "float16"}):
+            with pytest.raises(AssertionError, match="two passes"):
+                listed(epoch_of(adata, transform, **options))
 
 
 # --- Keys -----------------------------------------------------------------------------------------------
