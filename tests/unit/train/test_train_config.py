@@ -81,7 +81,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ),
         ({"training": {"precision": "bf16"}}, "training.precision='bf16': did you mean 'bf16-mixed'?"),
         ({"training": {"strategy": "fsdb"}}, "training.strategy='fsdb': did you mean 'fsdp'?"),
-        ({"training": {"strategy": "horovod"}}, "training.strategy='horovod': known are ddp, dp, fsdp, single"),
+        ({"training": {"strategy": "horovod"}}, "training.strategy='horovod': expected one of ddp, dp, fsdp, single"),
         ({"training": {"logger": "tensorbord"}}, "training.logger='tensorbord': did you mean 'tensorboard'?"),
         ({"training": {"logger": ["csv", "std"]}}, "training.logger.1='std': did you mean 'stdout'?"),
         (
