@@ -333,7 +333,7 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
             )
         return [str(i) for i in range(len(names))]
     if are_given:
-        raise InputError("keys= cannot be used with a dict, whose keys are the names already; leave keys= out")
+        raise InputError("keys= cannot be used with a dict, whose keys are already the names; leave keys= out")
     if isinstance(keys, str) or len(keys) != len(names):
         raise InputError(
             f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"

@@ -509,7 +509,7 @@ def test_scdataset_takes_several_paths(three: list[Path]) -> None:
         ([atlas(0, 3)], {"join": "left"}, InputError, "neither 'inner' nor 'outer'"),
         ([atlas(0, 3)], {"merge": "all"}, InputError, "merge='all' is none of 'same', 'unique', 'first', 'only'"),
         ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
-        ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose keys are the names already"),
+        ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose keys are already the names"),
         ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "Give join='outer', or leave fill_value out"),
         ([atlas(0, 3)], {"join": "outer", "fill_value": "0"}, InputError, "fill_value='0' must be a number"),
         ([atlas(0, 3), atlas(1, 3)], {"join": "outer", "fill_value": 1}, InputError, "is sparse.*Give fill_value=0"),
