@@ -33,7 +33,7 @@ class Writer:
     Attributes
     ----------
     report
-        Report of the last ``trainer.predict``; None before.
+        Report of the last ``trainer.predict``; None before the first.
 
     Examples
     --------
@@ -92,7 +92,7 @@ class Writer:
         data.predict_by(lambda dataset: self._batches(pl_module, dataset))
 
     def _batches(self, pl_module: Any, dataset: Any) -> Any:
-        """Begin the predictions; called when the parameters are loaded."""
+        """Begin the predictions, after Lightning has loaded the parameters."""
         self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
         self._status = notes = RankStatus(run.world)
         self._n_done, self._begun = 0, time.perf_counter()
