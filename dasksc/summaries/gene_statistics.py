@@ -111,7 +111,7 @@ def statistics(
     Raises
     ------
     InputError
-        If an argument does not fit the atlas, or the statistics and the rows being read need more memory than
+        If an argument does not fit the atlas, or if the statistics and the rows being read need more memory than
         ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
@@ -120,9 +120,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read take the
-    memory that the statistics leave of ``dasksc.memory-limit``. Sums are computed in float64, of the differences from
-    the first value of each gene and group. Variances are therefore accurate even if means are large.
+    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read use
+    the part of ``dasksc.memory-limit`` that the statistics do not need. The differences from the first value of each
+    gene and group are summed in float64, so variances are accurate even if means are large.
 
     Examples
     --------
@@ -262,12 +262,12 @@ def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
 
 
 def check_destination(path: str | os.PathLike[str]) -> str:
-    """Return the path for the statistics, if it can be written.
+    """Return the path as a string, if statistics can be written to it.
 
     Raises
     ------
     InputError
-        If the path exists, its folder is missing, or its name has another ending.
+        If the path exists, its folder is missing, or its name does not end in ``.h5ad``.
     """
     name = os.fspath(path)
     if not name.endswith(".h5ad"):

@@ -51,8 +51,8 @@ def normalize(
     Returns
     -------
     AnnData
-        AnnData as from `dasksc.open`, with a normalized X or layer of floating-point values. They are computed from the
-        stored values whenever rows are read, both for Dask chunks and for batches. ``uns["log1p"]`` records the
+        AnnData as from `dasksc.open`, with a normalized X or layer of floating-point values. These are computed from
+        the stored values whenever rows are read, both for Dask chunks and for batches. ``uns["log1p"]`` records the
         logarithm. `adata` does not change.
 
     Raises
@@ -111,14 +111,14 @@ def _median_total(source: Pass) -> float:
     masks = np.zeros((0, source.adata.n_vars), dtype=bool)
     for places, indptr, columns, values in source:
         kernels.add_rows(indptr, columns, values, masks, totals[places], counts[places])
-    some = totals[totals > 0]
-    if not len(some):
+    positive = totals[totals > 0]
+    if not len(positive):
         raise InputError(f"no cell has a total of {source.label} above 0, so there is no median; give target_sum=")
-    return float(np.median(some))
+    return float(np.median(positive))
 
 
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
-    """Return rows scaled to the total `target`, CSR or dense as given."""
+    """Scale rows to the total `target`; the result is CSR or dense, as `block` is."""
     if sp.issparse(block):
         made = sp.csr_matrix(block, dtype=dtype, copy=True)
         factors = _factors(np.asarray(made.sum(axis=1, dtype=np.float64)).reshape(-1), target)

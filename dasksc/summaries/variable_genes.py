@@ -8,7 +8,7 @@ flavor                   passes  sums
 ``"seurat"``             1       moments of ``expm1(X)``
 ``"cell_ranger"``        1       moments of X
 ``"seurat_v3"``          2       moments of X; values clipped at a bound from a fit to the moments
-``"pearson_residuals"``  2       moments of X; residuals, which zeros have, too
+``"pearson_residuals"``  2       moments of X; residuals, including those of zeros
 =======================  ======  =========================================================================
 """
 
@@ -121,7 +121,7 @@ def highly_variable_genes(
     columns = [] if batch_key is None else [batch_key]
     source = Pass(adata, layer=layer, columns=columns, filter=filter, progress=progress)
     if not source.n_rows:
-        raise InputError("there are no cells to find variable genes in; the filter leaves none")
+        raise InputError("there are no cells to find variable genes in; the filter selects none")
     batches = _batches(source, batch_key)
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
@@ -143,9 +143,13 @@ def highly_variable_genes(
     elif flavor == "pearson_residuals":
         found = _by_residuals(source, batches, moments, n_top_genes)
     else:
-        is_there = moments.n_nonzero > 0
+        is_expressed = moments.n_nonzero > 0
         found = by_dispersion(
-            moments.mean, _variance(moments), is_there if has_batches else None, flavor=flavor, n_top_genes=n_top_genes
+            moments.mean,
+            _variance(moments),
+            is_expressed if has_batches else None,
+            flavor=flavor,
+            n_top_genes=n_top_genes,
         )
     if not has_batches:
         found = found.drop(columns=[name for name in found if name.startswith("highly_variable_n") or "inter" in name])
@@ -175,14 +179,14 @@ def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Mome
         values = rows.values
         kinds |= kernels.kinds_of(values)
         if is_logarithm:
-            # In the data type of the values, as in scanpy.
+            # Computed in the data type of the values, as in scanpy.
             values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
     return moments, kinds
 
 
 def _variance(moments: Moments) -> NDArray[np.float64]:
-    """Return variances of genes in batches; as in scanpy, 0 for a batch of one cell."""
+    """Return the variances of genes in batches; 0 for a batch of one cell, as in scanpy."""
     return np.nan_to_num(moments.variance(), nan=0.0)
 
 
@@ -207,7 +211,7 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
             "variances_norm": normed.mean(axis=0),
         }
     )
-    # By rank, then by the number of batches, then in the order of genes.
+    # Genes are sorted by rank, then by the number of batches, then by their position.
     order = np.lexsort((-n_batches, np.nan_to_num(rank, nan=np.inf)))
     return _with_top(found, order, n_top_genes)
 
@@ -274,8 +278,8 @@ def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDAr
 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the number of batches in which each gene is among the top ones, and the median of its ranks in these."""
-    # NumPy's default sort orders tied genes as in scanpy, which does not choose a stable one.
+    """Return the number of batches that have each gene among their top genes, and the median of its ranks in these."""
+    # Tied genes are ordered as in scanpy, which uses NumPy's default sort, not a stable one.
     ranks = np.argsort(np.argsort(-scores, axis=1), axis=1).astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)
     median = np.full(ranks.shape[1], np.nan)
