@@ -67,7 +67,7 @@ class _Collector(logging.Handler):
         self.groups.setdefault(str(record.msg), []).append(record)
 
     def print(self) -> None:
-        """Print the first warning of each group on stderr, with the number of different others in the group."""
+        """Print the first warning of each group on stderr, with the number of other messages in the group."""
         for line in self._lines():
             click.echo(folded(f"dasksc: {line}", indent=2), err=True)
         self.groups.clear()
