@@ -108,7 +108,7 @@ def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: 
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):
         return ZipArchive.of(path).stored_bytes(array.path for array in arrays)
-    # Counting the bytes behind a URL would need a request for each chunk.
+    # At a URL, counting the stored bytes would need a request for each chunk.
     return enough if isinstance(path, RemoteLocation) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 
 

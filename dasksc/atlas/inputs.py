@@ -231,7 +231,7 @@ def _urls_at(location: RemoteLocation) -> list[str] | None:
 
 
 def _urls_in(location: RemoteLocation) -> list[str] | None:
-    """Return the atlases in a folder behind a URL, as `_paths_in` does for paths."""
+    """Return the atlases in a folder at a URL, as `_paths_in` does for paths."""
     if location.key.endswith(HDF5_ENDINGS):
         return None
     if location.is_zarr():

@@ -417,7 +417,7 @@ def _parts_of_groups(
     first = columns[0][0]
     unit_of_value = _joined([codes for codes, _ in columns])
     counts = _counted(first, classes, n_classes, unit_of_value)
-    is_there = counts.sum(axis=1) > 0
+    occurs = counts.sum(axis=1) > 0
     if counts_values:
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
@@ -426,7 +426,7 @@ def _parts_of_groups(
             by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
-    units = np.flatnonzero(is_there)
+    units = np.flatnonzero(occurs)
     if len(units) < len(shares):
         raise InputError(
             f"grouping by {what} gives too few separate groups ({len(units)}) for {len(shares)} non-empty parts. Give "

@@ -1,4 +1,4 @@
-"""Files and stores at paths and behind URLs: location, root group, and error messages with the path."""
+"""Files and stores at paths and URLs: location, root group, and error messages with the path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
 def holds_modalities(path: str) -> bool:
     """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities.
 
-    The store may be zipped. A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
+    The store may be zipped. A URL is recognized by its suffix only; a store at a URL is checked when it is opened.
     """
     location = RemoteLocation.of(path) if is_url(path) else None
     if location is not None and location.local is None:

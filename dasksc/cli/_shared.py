@@ -110,8 +110,8 @@ def options_of(given: Sequence[str]) -> dict[str, str | bool]:
     """Parse ``NAME=VALUE`` options into a dict; true and false become booleans."""
     options: dict[str, str | bool] = {}
     for one in given:
-        name, is_there, value = one.partition("=")
-        if not is_there:
+        name, equals, value = one.partition("=")
+        if not equals:
             raise click.UsageError(f"--storage-option {one} has no value; give it as NAME=VALUE")
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     return options

@@ -13,7 +13,7 @@ Each rank
 3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames
    (`dasksc.inference.targets`). A reader sees a key complete or not at all.
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
-   call returns. A rank that fails leaves a note, and the other ranks fail with it.
+   call returns. A rank that fails records its error, and the other ranks then fail as well.
 
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
@@ -287,33 +287,33 @@ class Predictions:
         hooks = model_digest(
             [getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")]
         )
-        made = model_digest([dataset.batch_transform, dataset.transform])
+        transforms = model_digest([dataset.batch_transform, dataset.transform])
         original = self.target.original
         if isinstance(source, MatrixSource):
             read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
             if original is not None:  # publishing replaces the file, and thereby changes the tokens of its matrices
                 read = [original, *sorted(source.matrices)]
-            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))
+            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
         # Names of Dask arrays over data in memory differ between processes. Other collections cannot be distinguished.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read
-        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, made))
+        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))
 
     # --- Steps ----------------------------------------------------------------------------------------
 
     def run(self, *, shown: bool = False) -> PredictionReport:
         """Predict the missing units, and publish the result if it is complete."""
         begun = time.perf_counter()
-        notes = RankStatus(self.world)
-        with notes.recording_failure(), self.explaining():
+        status = RankStatus(self.world)
+        with status.recording_failure(), self.explaining():
             share = self.begin()
             n_done = 0
             if share is not None:
                 n_done = self._loop(share, shown=shown)
                 self.publish()
-            notes.await_others(self.work)
+            status.await_others(self.work)
         return self.report(n_done, time.perf_counter() - begun)
 
     def begin(self) -> Share | None:

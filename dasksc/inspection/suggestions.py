@@ -112,7 +112,7 @@ def suggest_parameters(
     target_ram_fraction
         Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with threads of its own.
+        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with its own threads.
     verbose
         If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform

@@ -72,7 +72,7 @@ class scTrainer(Trainer):
         self.add_callback(_SaveState(self))
 
     def _refuse_separate_ranks(self) -> None:
-        """Raise an error if every rank would train a model of its own on its share of the cells."""
+        """Raise an error if every rank would train a separate model on its share of the cells."""
         n_ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if n_ranks > 1 and self.args.world_size == 1:
             raise InputError(

@@ -62,16 +62,16 @@ class Statistics:
             ``uns["cells"]``.
         """
         if self.groups is not None:
-            made = self.groups.copy()
-            made.var = self.genes
+            adata = self.groups.copy()
+            adata.var = self.genes
         else:
             layers = {name: self.genes[[name]].to_numpy().T for name in ("sum", "mean", "var", "count_nonzero")}
             n_obs = self.genes["n"].to_numpy()[:1]
             obs = pd.DataFrame({"n_obs_aggregated": n_obs if len(n_obs) else [0]}, index=["all"])
-            made = AnnData(obs=obs, var=self.genes, layers=layers)
+            adata = AnnData(obs=obs, var=self.genes, layers=layers)
         if self.cells is not None:
-            made.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
-        return made
+            adata.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
+        return adata
 
 
 def statistics(
@@ -207,7 +207,7 @@ class _Cells:
         for mask, one in zip(self._masks, masks.values(), strict=True):
             mask[:] = one
         self._index = source.obs.index
-        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # written at once, as in Moments
+        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # filled immediately, as in Moments
         self._counts = np.full(source.n_rows, 0)
 
     def add(self, rows: Any) -> None:

@@ -87,13 +87,13 @@ def normalize(
     scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
     is_sparse = sp.issparse(meta_of(array))
     meta = sp.csr_matrix((0, 0), dtype=dtype) if is_sparse else np.empty((0, 0), dtype=dtype)
-    made: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
+    normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     if is_sparse:
-        add_reductions(made)
+        add_reductions(normalized)
     if layer is None:
-        atlas.X = made
+        atlas.X = normalized
     else:
-        atlas.layers[layer] = made
+        atlas.layers[layer] = normalized
     if log1p:
         atlas.uns["log1p"] = {"base": None}
     return atlas
@@ -120,16 +120,16 @@ def _median_total(source: Pass) -> float:
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
     """Scale rows to the total `target`; the result is CSR or dense, as `block` is."""
     if sp.issparse(block):
-        made = sp.csr_matrix(block, dtype=dtype, copy=True)
-        factors = _factors(np.asarray(made.sum(axis=1, dtype=np.float64)).reshape(-1), target)
-        made.data *= np.repeat(factors, np.diff(made.indptr)).astype(dtype)
-        values = made.data
+        result = sp.csr_matrix(block, dtype=dtype, copy=True)
+        factors = _factors(np.asarray(result.sum(axis=1, dtype=np.float64)).reshape(-1), target)
+        result.data *= np.repeat(factors, np.diff(result.indptr)).astype(dtype)
+        values = result.data
     else:
-        values = made = np.array(block, dtype=dtype)
-        values *= _factors(made.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
+        values = result = np.array(block, dtype=dtype)
+        values *= _factors(result.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
     if log1p:
         np.log1p(values, out=values)
-    return made
+    return result
 
 
 def _factors(totals: NDArray[np.float64], target: float) -> NDArray[np.float64]:

@@ -253,7 +253,7 @@ class Moments:
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
         self._n_rows = n_rows.astype(np.float64)[:, None]
-        # Written at once, so that the loader does not count this memory as available.
+        # Filled immediately, so that the loader does not count this memory as available.
         self._sums = np.full((len(n_rows), n_vars, 4), 0.0)
 
     def add(self, rows: PassRows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
@@ -267,10 +267,10 @@ class Moments:
     @cached_property
     def _finished(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         shape = self._sums.shape[:2]
-        made = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
-        kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *made)
+        results = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
+        kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *results)
         del self._sums  # frees memory for computations on the results
-        return made
+        return results
 
     @property
     def n_nonzero(self) -> NDArray[np.int64]:

@@ -235,7 +235,7 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments) -> 
         deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
     n_rows = batches.n_rows[:, None].astype(np.float64)
     bounds = deviations * np.sqrt(n_rows) + means
-    sums = np.full((*means.shape, 2), 0.0)  # written at once, as in Moments
+    sums = np.full((*means.shape, 2), 0.0)  # filled immediately, as in Moments
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_clipped(rows.indptr, rows.columns, rows.values, codes, bounds, sums)
@@ -268,7 +268,7 @@ def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDAr
     shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
     # scanpy clips all batches at the bound of the first one.
     clip = float(np.sqrt(n_rows[0]))
-    sums = np.full((len(totals), 2, totals.shape[1]), 0.0)  # written at once, as in Moments
+    sums = np.full((len(totals), 2, totals.shape[1]), 0.0)  # filled immediately, as in Moments
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
@@ -283,8 +283,8 @@ def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.i
     ranks = np.argsort(np.argsort(-scores, axis=1), axis=1).astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)
     median = np.full(ranks.shape[1], np.nan)
-    some = n_batches > 0
-    median[some] = np.nanmedian(np.where(ranks < n_top_genes, ranks, np.nan)[:, some], axis=0)
+    is_top = n_batches > 0
+    median[is_top] = np.nanmedian(np.where(ranks < n_top_genes, ranks, np.nan)[:, is_top], axis=0)
     return n_batches, median
 
 

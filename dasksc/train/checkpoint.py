@@ -374,16 +374,16 @@ def _check_fits(
 
 def _tensor_mismatches(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
-    here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
-    there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
-    mismatches = [f"{name} is not in the checkpoint" for name in here if name not in there]
+    current = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
+    saved = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
+    mismatches = [f"{name} is not in the checkpoint" for name in current if name not in saved]
     if is_all:
-        mismatches += [f"{name} is only in the checkpoint" for name in there if name not in here]
+        mismatches += [f"{name} is only in the checkpoint" for name in saved if name not in current]
     return [
         *(
-            f"{name} has shape {list(size)} and had {list(there[name])}"
-            for name, size in here.items()
-            if name in there and there[name] != size
+            f"{name} has shape {list(size)} and had {list(saved[name])}"
+            for name, size in current.items()
+            if name in saved and saved[name] != size
         ),
         *mismatches,
     ]
@@ -400,15 +400,15 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mismatch_message(
-    path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], mismatches: list[str]
+    path: Path, section: str, state: Mapping[str, Any], current: Mapping[str, Any], mismatches: list[str]
 ) -> str:
     """Return the error message that lists arguments and tensors in which a checkpoint and this run differ."""
-    there = state.get(section.rpartition(".")[2])
-    differences = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
+    saved = state.get(section.rpartition(".")[2])
+    differences = [] if saved is None else _different_arguments(section, saved, json.loads(json.dumps(current)))
     if not differences:
         differences = [
             "the arguments are the same, so the code or the data differ"
-            if there
+            if saved
             else "the checkpoint has no arguments to compare"
         ]
     if mismatches:
@@ -420,11 +420,11 @@ def _mismatch_message(
     )
 
 
-def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def _different_arguments(section: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Describe each argument that differs; if the names differ, describe only these."""
-    if there["name"] != here["name"]:
-        return [f"{section}.name is {here['name']!r} and was {there['name']!r}"]
-    before, now = there["arguments"], here["arguments"]
+    if saved["name"] != current["name"]:
+        return [f"{section}.name is {current['name']!r} and was {saved['name']!r}"]
+    before, now = saved["arguments"], current["arguments"]
     differences = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:

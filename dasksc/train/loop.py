@@ -436,7 +436,7 @@ def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the model: those of the configuration, and facts from the data that it accepts."""
+    """Return the arguments of the model: those of the configuration, and the `facts` that its constructor accepts."""
     model_class = find(config.model.name, BUILT_IN, what="model.name")
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)) and not callable(model_class):
         raise InputError(f"model.name={config.model.name!r} is not a torch.nn.Module; got {model_class!r}")

@@ -80,8 +80,8 @@ class Take:
         chosen = tuple(node._chosen(need, run) for node, need in zip(nodes, needs, strict=True))
         if all(map(operator.is_, chosen, needs)):
             chosen = needs
-        taken = run.value(tuple(node.child for node in nodes), chosen)
-        return taken[(slice(None), *self.rest)] if self.rest else taken
+        selected = run.value(tuple(node.child for node in nodes), chosen)
+        return selected[(slice(None), *self.rest)] if self.rest else selected
 
     def _chosen(self, need: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
         # A Take of all rows returns the same object, so that values cached under its id are found.
