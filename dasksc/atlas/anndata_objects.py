@@ -31,7 +31,7 @@ def open_anndata(
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
     if obs is not None:
-        table = table[known_columns(obs, table.columns, "the AnnData given", may_lack=options.may_lack)]
+        table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:
         path = os.path.abspath(adata.filename)
@@ -73,21 +73,21 @@ def layers_of(adata: AnnData) -> dict[str, Any]:
 
 
 def _in_memory(table: Any) -> pd.DataFrame:
-    """Return a new frame that shares the columns; AnnData may hold lazy tables and views of tables."""
+    """Return a table as a new DataFrame that shares its columns; a lazy table is read."""
     return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
 
 
 def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | Unwrapped | None:
-    """Return X of a backed AnnData, read with dasksc; for a view, its rows and columns only."""
+    """Return the lazy X of a backed AnnData; for a view, only its rows and columns."""
     if "X" not in adata.file:
         return None
     # A modality of a MuData is a group of the file.
     stored = stored_matrix(path, adata.file["X"].name, options)
     if not adata.is_view:
         return stored
-    # Uses the indices that AnnData keeps for a view, since names may repeat.
+    # Select by the indices that AnnData keeps for a view, since names may repeat.
     array = to_dask(stored.matrix)
     n_obs, n_vars = array.shape
     rows, columns = selected_rows_and_columns(adata)
-    taken: da.Array = array[np.arange(n_obs)[rows], :][:, np.arange(n_vars)[columns]]
-    return taken
+    selected: da.Array = array[np.arange(n_obs)[rows], :][:, np.arange(n_vars)[columns]]
+    return selected

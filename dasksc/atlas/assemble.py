@@ -1,4 +1,4 @@
-"""Construction of AnnData objects from matrices that are not read."""
+"""Construction of AnnData objects from lazy matrices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assemble(
     options: OpenOptions,
 ) -> AnnData:
     """Build an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
-    # Checked before the matrices become Dask arrays, whose number of chunks grows with the number of rows.
+    # Checked first, since a Dask array of a corrupt number of rows could have a huge number of chunks.
     for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
         if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
             raise CorruptDataError(
@@ -91,7 +91,7 @@ def without_genes(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions)
 
 
 def raw_of(adata: AnnData, name: str) -> AnnData:
-    """Return an AnnData of raw with the obs, obsm and uns of `adata`; error messages use `name`."""
+    """Return raw as an AnnData with the obs, obsm and uns of `adata`; `name` is that of `adata` in error messages."""
     if adata.raw is None:
         raise MissingKeyError(f"{name} has no raw; leave out raw=True")
     return AnnData(

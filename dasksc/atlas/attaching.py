@@ -24,7 +24,7 @@ from dasksc.pushdown import to_dask
 __all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of", "path_names"]
 
 _GROUPS = ("obsm", "obs")
-# Attribute of the root of a store: the digest of the names of its cells, null if they have none.
+# Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.
 NAMES_ATTRIBUTE = "dasksc-names"
 
 
@@ -61,7 +61,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
     Raises
     ------
     InputError
-        If `adata` has the key, or the store has another number of cells or other names.
+        If `adata` already has the key, or the cells of the store differ in number or names.
     MissingKeyError
         If the store lacks the key.
     """
@@ -69,13 +69,13 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
     for key, path in attach.items():
         group, _, name = key.partition("/")
         if name in getattr(adata, group):
-            raise InputError(f"attach= has {key!r}, which the atlas has already. Leave it out of attach=")
+            raise InputError(f"attach= has {key!r}, which the atlas already has. Leave it out of attach=")
         where = where_of(os.fspath(path), options)
         with naming_errors(where), root_of(where, options) as root:
             if group not in root:
                 raise MissingKeyError(
-                    f"attach= requests {key!r} of {where}, which has no {group}. Give another store, or leave out this "
-                    "key"
+                    f"attach= requests {key!r} from {where}, which has no {group}. Give another store, or leave out "
+                    "this key"
                 )
             held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
             stored = root[group][require_key(f"{group} of {where}", name, held)]
@@ -84,8 +84,8 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 value = to_dask(value.matrix, token=value.token)
             if len(value) != adata.n_obs:
                 raise InputError(
-                    f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells: it was made from "
-                    "another atlas, or from a subset of this one. Compute it for this atlas"
+                    f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells. The store belongs "
+                    "to another atlas, or to a subset of this one. Compute it for this atlas"
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
@@ -93,7 +93,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 if other not in (None, digest):
                     raise InputError(
                         f"{where} has as many cells as the atlas ({adata.n_obs}), but their names or their order "
-                        "differ: it was made from another atlas. Compute it for this atlas"
+                        "differ. The store belongs to another atlas. Compute it for this atlas"
                     )
         if isinstance(value, pd.DataFrame):
             value = value.set_axis(adata.obs.index)
@@ -104,10 +104,10 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
 
 
 def names_digest_of(root: Any, where: Any) -> str | None:
-    """Return the digest of the names of the cells in a store, recorded or computed; None without names."""
+    """Return the recorded or computed digest of the cell names in a store; None if the cells have no names."""
     if NAMES_ATTRIBUTE in root.attrs:
-        noted = root.attrs[NAMES_ATTRIBUTE]
-        return None if noted is None else str(noted)
+        recorded = root.attrs[NAMES_ATTRIBUTE]
+        return None if recorded is None else str(recorded)
     if "obs" not in root:
         return None
     pieces = stored_names(root["obs"], where)
@@ -121,7 +121,8 @@ def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[s
     options = OpenOptions() if options is None else options
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
-        if matrices := cell_ranger_matrices(root):  # a file of several has no names without a choice of one
+        # A file with several matrices cannot be opened by its path alone, so the first matrix is the only one.
+        if matrices := cell_ranger_matrices(root):
             yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
             return
         pieces = stored_names(root["obs"], where)

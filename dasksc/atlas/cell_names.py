@@ -69,7 +69,7 @@ def any_repeat(names: pd.Index[Any]) -> bool:
 
 
 def any_equal(numbers: NDArray[np.int64]) -> bool:
-    """Sort numbers in place; return True if two of them are equal."""
+    """Return True if two of the numbers are equal; the numbers are sorted in place."""
     numbers.sort()
     return bool((numbers[1:] == numbers[:-1]).any())
 
@@ -120,7 +120,7 @@ def _pieces_of(array: Any, n: int, first: int = 0) -> Iterator[list[str]]:
 
 
 def digest_names(pieces: Iterable[Sequence[str]]) -> str:
-    """Return a digest of names and their order, 32 hexadecimal digits, the same for any pieces."""
+    """Return a digest of names in order, 32 hexadecimal digits; it does not depend on how the names are divided."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         # Surrogates stand for bytes that are not UTF-8.

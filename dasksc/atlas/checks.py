@@ -25,13 +25,13 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# Maximum excess of the size of a chunk, which is decoded as a whole, over that of its array. Tables and uns of up to
-# this size are read without comparison with their stored bytes.
+# A chunk, which is decoded as a whole, may be larger than its array by this much. Tables and uns of up to this size are
+# read without comparing their size with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
 def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
-    """Return the elements that opening reads as a whole, by group: all except matrices and columns not requested."""
+    """Return the elements that opening reads as a whole, by group: all but matrices and unrequested columns."""
     whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
     whole["obs"] = items_of_table(root["obs"], obs, options)
     for name in ("X", "layers", "obsm", "obsp"):
@@ -46,7 +46,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the elements of a table to read: its index and `columns`, or the table itself if all of it is read."""
+    """Return the parts of a table to read: its index and `columns`, or the table itself if all of it is read."""
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -108,7 +108,7 @@ def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: 
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):
         return ZipArchive.of(path).stored_bytes(array.path for array in arrays)
-    # Behind a URL, each chunk would need a request.
+    # At a URL, counting the stored bytes would need a request for each chunk.
     return enough if isinstance(path, RemoteLocation) else zarr_guard.stored_bytes(path, arrays, enough=enough)
 
 

@@ -50,7 +50,7 @@ def check_fill_value(fill_value: Any, join: str) -> None:
 
 @contextmanager
 def collecting_dropped() -> Iterator[list[str]]:
-    """Collect the elements that joining leaves out in this context, by path in a store: ``raw``, ``layers/counts``."""
+    """Collect the paths of the elements that concatenation leaves out, such as ``raw`` or ``layers/counts``."""
     dropped: list[str] = []
     token = _dropped.set(dropped)
     try:
@@ -86,7 +86,7 @@ def concatenated(
     if without and len(without) < len(adatas):
         raise InputError(
             f"{', '.join(without[:5])} has no X, but other atlases do. Leave out the atlases without X, or use layers "
-            "that all have"
+            "that all atlases have"
         )
     for name, adata in zip(names, adatas, strict=True):
         if not adata.var_names.is_unique:
@@ -97,7 +97,7 @@ def concatenated(
             )
     result = _tables(adatas, join=join, fill_value=fill_value, **options)
     if not result.n_vars:
-        _refuse_nothing_common(adatas, names)
+        _refuse_no_common_variable(adatas, names)
     sizes = [adata.n_obs for adata in adatas]
     maps = _maps([adata.var_names for adata in adatas], result.var_names, fill_value)
 
@@ -147,12 +147,12 @@ def concatenated(
     result.raw = _joined_raw(adatas, names, join=join, fill_value=fill_value, **{**options, "merge": None})
     dropped = _dropped.get()
     if dropped is not None:
-        kept = _held(result)
-        dropped += dict.fromkeys(key for adata in adatas for key in _held(adata) if key not in kept)
+        kept = _element_paths(result)
+        dropped += dict.fromkeys(key for adata in adatas for key in _element_paths(adata) if key not in kept)
     return result
 
 
-def _refuse_nothing_common(adatas: Sequence[AnnData], names: Sequence[str]) -> None:
+def _refuse_no_common_variable(adatas: Sequence[AnnData], names: Sequence[str]) -> None:
     """Raise an error for atlases without common variables, with example names from two of them."""
     first = next((i for i, adata in enumerate(adatas) if adata.n_vars), None)
     if first is None:
@@ -165,8 +165,8 @@ def _refuse_nothing_common(adatas: Sequence[AnnData], names: Sequence[str]) -> N
     ]
     raise InputError(
         f"{len(adatas)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
-        "Give all of them names of one kind, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
-        "join='outer' to keep the variables of each"
+        "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
+        "give join='outer' to keep the variables of each"
     )
 
 
@@ -194,8 +194,8 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, 
         return concatenated(of_raw, [f"raw of {name}" for name in names], join=join, **options)
 
 
-def _held(adata: AnnData) -> dict[str, None]:
-    """Return the elements of an AnnData other than X, by path in a store."""
+def _element_paths(adata: AnnData) -> dict[str, None]:
+    """Return the paths of the elements of an AnnData other than X, in order."""
     groups = {name: getattr(adata, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns")}
     groups["layers"] = _layers(adata)
     held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
@@ -236,7 +236,7 @@ def _nameless_obs(
 ) -> pd.DataFrame | None:
     """Concatenate obs without names; None if there are names, which `anndata.concat` joins.
 
-    `anndata.concat` numbers the atlas of each cell in 8 bytes.
+    `anndata.concat` would need 8 bytes per cell for the number of its atlas.
     """
     alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
     unified = unified_dtypes(tables) if alike and index_unique is None else None
@@ -265,7 +265,7 @@ def _maps(
 ) -> ColumnMaps | None:
     """Map the variables of each atlas to the common ones; None if all atlases have these in the same order.
 
-    The entry of an atlas that lacks the matrix is None.
+    An entry of `var_names` is None if its atlas lacks the matrix.
     """
     distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
     positions = []
@@ -293,7 +293,7 @@ def _widths(widths: Sequence[int], fill_value: float | None, *, join: Join) -> C
 def _joined(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
 ) -> dict[str, list[da.Array | None]]:
-    """Return the matrices in all atlases, or in any, with None for missing ones; log which others are left out."""
+    """Return the matrices of a group to concatenate, None where an atlas lacks one; log those that are left out."""
     joined: dict[str, list[da.Array | None]] = {}
     for key in dict.fromkeys(key for held in groups for key in held):
         arrays = [held.get(key) for held in groups]
@@ -310,7 +310,7 @@ def _joined(
 
 
 def _log_dropped(what: str, without: Sequence[str]) -> None:
-    logger.warning("%s is left out: %s has none", what, ", ".join(without[:3]))
+    logger.warning("%s is left out: missing in %s", what, ", ".join(without[:3]))
 
 
 def _layers(adata: AnnData) -> dict[str, Any]:

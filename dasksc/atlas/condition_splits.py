@@ -58,7 +58,7 @@ class Conditions:
     table
         Codes of each condition, shape (n_conditions, n_columns), int64.
     of_row
-        Number of the condition of each row, shape (n,), int32.
+        Index of the condition of each row in `table`, shape (n,), int32.
     """
 
     columns: tuple[str, ...]
@@ -118,7 +118,10 @@ class Conditions:
         return found
 
     def contexts(self, columns: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-        """Return the number of each condition's combination of `columns`, shape (n_conditions,), and the names."""
+        """Return the context of each condition as an index, shape (n_conditions,), and the names of the contexts.
+
+        A context is a combination of values of `columns`.
+        """
         where = [self.columns.index(name) for name in columns]
         if not where:
             return np.zeros(len(self.table), dtype=np.int64), ["all"]
@@ -141,7 +144,7 @@ class ConditionRequest:
     hold_out
         Mappings of columns to the values held out.
     few_shot
-        Share of the held-out conditions of each context that is trained on nevertheless; 0 for none.
+        Share of the held-out conditions of each context that is used for training; 0 for none.
     control
         Control rows: values by column, or an expression over obs; None for no controls.
     """
@@ -186,10 +189,10 @@ class ConditionRequest:
         return contexts if contexts and len(contexts) < len(self.columns) else self.columns[:-1]
 
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
-        """Return a mask of the held-out conditions that are trained on nevertheless, shape (n_conditions,).
+        """Return a mask of the held-out conditions that are used for training, shape (n_conditions,).
 
-        In each context their share is `few_shot`, rounded: at least one condition if there are two or more, and
-        never all.
+        Their share of each context is `few_shot`, rounded: at least one condition if there are two or more, and never
+        all.
         """
         seen = np.zeros_like(held)
         if not self.few_shot:
@@ -261,7 +264,7 @@ def table_of(
     conditions
         Conditions of the rows that are split.
     contexts, names
-        Number of the context of each condition, and the names of contexts.
+        Index of the context of each condition, and the names of the contexts.
     parts
         Rows of each part, as positions among the rows that are split.
     control
@@ -287,9 +290,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32], list[Any]]:
-    """Return codes of the values of a column, shape (n,), int32, -1 if missing; and the values.
+    """Return codes of the values of a column, shape (n,), int32, -1 if missing, and the values.
 
-    Values are sorted by their text, so that a split depends neither on the order of categories nor on that of rows.
+    Values are sorted as text, so that a split depends neither on the order of categories nor on that of rows.
     """
     column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):

@@ -1,4 +1,4 @@
-"""Elements of a file or store: numeric matrices stay on disk until they are fetched, other elements are read."""
+"""Elements of a file or store: numeric matrices are opened lazily, and other elements are read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _is_numeric_matrix(array: Any) -> bool:
 
 
 def lazy_element(path: str | RemoteLocation, stored: Any, options: OpenOptions) -> Any:
-    """Return a stored matrix lazily; read an element that is not a numeric matrix."""
+    """Open a stored numeric matrix lazily, or read any other element."""
     if is_null(stored):
         return None
     return stored_matrix(_path_of(stored, path), stored.name, options) if is_lazy_matrix(stored) else read_elem(stored)
@@ -102,8 +102,8 @@ def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
 
 
 def stored_matrix(path: str | RemoteLocation, key: str, options: OpenOptions) -> Unwrapped:
-    """Return a matrix of a file or store lazily."""
-    cache = options.cache_of_places() if isinstance(path, RemoteLocation) else None
+    """Open a matrix of a file or store lazily."""
+    cache = options.remote_cache() if isinstance(path, RemoteLocation) else None
     return Unwrapped(matrix=open_matrix(path, key.strip("/"), use_mmap=options.mmap, cache=cache))
 
 

@@ -3,8 +3,9 @@
 pandas evaluates an expression after a check of its syntax tree. Only the listed syntax is permitted, so an expression
 from a configuration file can compare columns but not run code.
 
-Missing values follow pandas, with one addition that makes all its versions and text types agree: the result of ``.str``
-on a missing text is unknown, and so is its negation. A row for which the whole expression is unknown is not selected.
+Missing values follow pandas, with one addition that makes all versions and text types of pandas agree: the result of
+``.str`` on missing text is unknown, and so is its negation. A row for which the whole expression is unknown is not
+selected.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SYNTAX = (
     *(ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple),
 )
 _METHODS = ("isna", "notna", "isin", "between")
-# Number of arguments up to which a method call does not specify the result for missing text.
+# Maximum number of arguments of a call that does not specify the result for missing text.
 _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 # Matches a string, which may contain backticks, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")
@@ -126,11 +127,11 @@ def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
     for start in range(0, max(len(table), 1), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
         try:
-            asked, answered = _with_text_results(safe, table.iloc[piece])
-            result = answered.eval(asked, engine="python")
+            rewritten, extended = _with_text_results(safe, table.iloc[piece])
+            result = extended.eval(rewritten, engine="python")
         except (MemoryError, ImportError, AssertionError):
             raise
-        # pandas may raise any error if the columns do not suit the expression.
+        # pandas may raise any error if the expression does not suit the types of the columns.
         except Exception as error:
             dtypes = ", ".join(f"{name} is {obs[name].dtype}" for name in names.values())
             raise InputError(f"the filter {expression!r} cannot be evaluated ({dtypes}): {error}") from error
@@ -167,20 +168,20 @@ def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFram
     prefix = "_answer"
     while prefix in safe:
         prefix += "_"
-    text, answers = safe.encode(), {}  # offsets of the syntax tree count bytes
+    text, results = safe.encode(), {}  # offsets of the syntax tree count bytes
     for i, call in enumerate(sorted(calls, key=lambda call: -call.col_offset)):
         method_call = _method_call(call)
         if method_call is not None and method_call.is_of_text:
             name = f"{prefix}{i}"
-            answers[name] = _text_result(table[method_call.column], method_call.method, call.args)
+            results[name] = _text_result(table[method_call.column], method_call.method, call.args)
             text = text[: call.col_offset] + name.encode() + text[call.end_col_offset :]
-    return text.decode(), table.assign(**answers)
+    return text.decode(), table.assign(**results)
 
 
 def _text_result(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
     """Evaluate a method such as ``.str.startswith('...')`` on a column; the result is missing for missing text."""
-    answer = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
-    return answer.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else answer
+    result = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
+    return result.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else result
 
 
 class _MethodCall(NamedTuple):
@@ -192,7 +193,7 @@ class _MethodCall(NamedTuple):
 
 
 def _method_call(call: ast.Call) -> _MethodCall | None:
-    """Return the permitted method call that a call represents, or None."""
+    """Parse a call of a permitted method of a column; return None for any other call."""
     method = call.func
     if isinstance(method, ast.Attribute):
         of = method.value

@@ -23,7 +23,7 @@ __all__ = ["AtlasInput", "is_anncollection", "atlas_inputs", "quoted", "stem_of"
 
 logger = logging.getLogger("dasksc.parts")
 
-# Suffixes by which atlases in a directory are found.
+# Suffixes of atlases in a directory.
 ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 
@@ -77,7 +77,7 @@ def is_anncollection(data: Any) -> bool:
 
 
 def quoted(data: Any) -> str:
-    """Return the input as quoted in error messages."""
+    """Return a short text for the input in error messages, without the secrets of a URL."""
     return f"{redact_url(data) if isinstance(data, str) and is_url(data) else data!r:.100}"
 
 
@@ -126,22 +126,22 @@ def _of_collection(collection: Any) -> Iterator[AtlasInput]:
     for number, (adata, start, stop) in enumerate(zip(collection.adatas, [0, *stops], stops, strict=False)):
         table = own.iloc[start:stop].copy()
         for name in table.columns.intersection(adata.obs.columns):
-            table[name] = _categories_again(table[name], adata.obs[name])
+            table[name] = _restored_categories(table[name], adata.obs[name])
         if viewed:
             table = pd.concat([adata.obs[viewed].set_axis(table.index), table], axis=1)
         yield AtlasInput(data=adata, name=keys[number] if keys else "", obs=table)
 
 
-def _categories_again(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
+def _restored_categories(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
     """Restore the categories of a column of a part, since an AnnCollection joins unequal categories as strings."""
     if not isinstance(stored.dtype, pd.CategoricalDtype) or isinstance(column.dtype, pd.CategoricalDtype):
         return column
-    again = column.astype(stored.dtype)
-    return column if (again.isna() & column.notna()).any() else again
+    restored = column.astype(stored.dtype)
+    return column if (restored.isna() & column.notna()).any() else restored
 
 
 def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
-    """Return the keys of an AnnCollection, stored only in the column that `label` created; None without it."""
+    """Return the keys of an AnnCollection from the column that `label` created; None without that column."""
     codes = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
     for column in (obs[name] for name in obs):
         is_one = isinstance(column.dtype, pd.CategoricalDtype) and len(column.cat.categories) == len(stops)
@@ -173,9 +173,9 @@ def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
         for depth in range(max(map(len, folders)) + 1):
             ends = ["/".join([*folder[len(folder) - min(depth, len(folder)) :], name])
                     for folder, name in zip(folders, last, strict=True)]  # fmt: skip
-            how_many = Counter(ends)
+            counts = Counter(ends)
             for i, end in enumerate(ends):
-                if how_many[end] == 1:
+                if counts[end] == 1:
                     chosen.setdefault(i, end)
             if len(chosen) == len(texts):
                 return [chosen[i] for i in range(len(texts))]
@@ -197,7 +197,7 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     if not glob.has_magic(path):
         return None
     found = [(one, _paths_in(one)) for one in matching(path)]
-    return _joined(path, found) or _nothing_fits(path)
+    return _joined(path, found) or _refuse_no_match(path)
 
 
 def _paths_in(path: str) -> list[str] | None:
@@ -221,17 +221,17 @@ def _urls_at(location: RemoteLocation) -> list[str] | None:
         return None
     if is_pattern:
         found = [(one.url, _urls_in(one)) for one in location.matching()]
-        return _joined(location.key, found) or _nothing_fits(str(location))
+        return _joined(location.key, found) or _refuse_no_match(str(location))
     if location.is_on_web:
         raise MissingPathError(
-            f"there is nothing at {location}. If it is a folder: web servers do not list folders, so give the URLs of "
-            "the atlases as a list"
+            f"there is nothing at {location}. If it is a folder, give the URLs of its atlases as a list, since web "
+            "servers do not list folders"
         )
     return _urls_in(location) or None
 
 
 def _urls_in(location: RemoteLocation) -> list[str] | None:
-    """Return the atlases in a folder behind a URL, as `_paths_in` does for paths."""
+    """Return the atlases in a folder at a URL, as `_paths_in` does for paths."""
     if location.key.endswith(HDF5_ENDINGS):
         return None
     if location.is_zarr():
@@ -270,7 +270,7 @@ def _is_atlas(name: str) -> bool:
     return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
 
 
-def _nothing_fits(pattern: str) -> NoReturn:
+def _refuse_no_match(pattern: str) -> NoReturn:
     raise MissingPathError(f"no file matches the pattern {pattern!r}")
 
 

@@ -17,19 +17,19 @@ _N_KNOWN = 20
 
 
 def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
-    """Return the end of an error message that suggests up to `n` similar names, or lists the `known` ones."""
+    """Return a hint for an error message about an unknown name: up to `n` similar names, or the `known` ones."""
     names = [str(one) for one in known]
     near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.57)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     if not names:
-        return "there are none"
+        return "none are available"
     more = f" and {len(names) - _N_KNOWN:,} more" if len(names) > _N_KNOWN else ""
-    return f"known are {', '.join(sorted(names)[:_N_KNOWN])}{more}"
+    return f"expected one of {', '.join(sorted(names)[:_N_KNOWN])}{more}"
 
 
 def with_advice(error: str, advice: str) -> str:
-    """Return an error message that ends with advice, as a sentence of its own."""
+    """Return an error message with advice appended as a separate sentence."""
     return f"{error}{'' if error.endswith('?') else '.'} {advice}"
 
 
@@ -43,7 +43,7 @@ def require_key(kind: str, name: str, held: Any) -> str:
 def known_columns(
     wanted: Sequence[str], known: Iterable[str], where: str | RemoteLocation, *, may_lack: bool
 ) -> list[str]:
-    """Return the distinct `wanted` columns of an obs. Missing columns raise an error, unless `may_lack`."""
+    """Return the distinct `wanted` columns of obs; missing ones raise an error, unless `may_lack` is True."""
     known = list(known)
     missing = [name for name in wanted if name not in known]
     if may_lack:
@@ -67,4 +67,4 @@ def nothing_at(path: str) -> str:
     if not os.path.isdir(folder or "."):
         return f"there is nothing at {path}: {folder} is not a directory"
     near = difflib.get_close_matches(name, os.listdir(folder or "."), n=3)
-    return f"there is nothing at {path}" + (f"; near it: {', '.join(near)}" if near else "")
+    return f"there is nothing at {path}" + (f"; similar names: {', '.join(near)}" if near else "")

@@ -115,7 +115,7 @@ class Modalities:
                 names = names[names.isin(adata.obs_names)]
         if not len(names):
             raise InputError(
-                f"no cell is in all modalities ({', '.join(opened)}): their obs_names have none in common. Use the "
+                f"no cell is in all modalities ({', '.join(opened)}): their obs_names share no name. Use the "
                 "same cell names in each"
             )
         self.mod = {name: _aligned(adata, names) for name, adata in opened.items()}
@@ -165,12 +165,12 @@ def _is_mudata(data: Any) -> bool:
 
 
 def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
-    """Return the shared obs and obsm, None for a dict, and the modalities with rows as stored."""
+    """Return an AnnData of the MuData's own obs and obsm, None for a dict, and the modalities with rows as stored."""
     if isinstance(data, str | os.PathLike):
         return open_modalities(os.fspath(data), obs, **options)
     if _is_mudata(data):
         own, columns = split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
-        # The entries of obsm with the names of modalities mark the cells of each.
+        # An entry of obsm with the name of a modality is a mask of the cells of that modality.
         obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
         return opening.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
             name: opening.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
@@ -191,7 +191,7 @@ def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
         return adata
     rows = adata.obs_names.get_indexer(names).astype(np.int64)
     result = AnnData(
-        X=None if adata.X is None else _taken(adata.X, rows),
+        X=None if adata.X is None else _select_rows(adata.X, rows),
         obs=adata.obs.iloc[rows],
         var=adata.var,
         uns=adata.uns,
@@ -201,11 +201,11 @@ def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
         for name, array in getattr(adata, group).items():
             # From AnnData 0.13 on, layers[None] is X.
             if name is not None:
-                getattr(result, group)[name] = _taken(array, rows)
+                getattr(result, group)[name] = _select_rows(array, rows)
     return result
 
 
-def _taken(array: Any, rows: NDArray[np.int64]) -> Any:
+def _select_rows(array: Any, rows: NDArray[np.int64]) -> Any:
     if isinstance(array, da.Array) and array.ndim == 2:
         return to_dask(ReorderedMatrix(matrix_of(array), rows))
     return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]

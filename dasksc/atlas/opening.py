@@ -86,9 +86,9 @@ def open(
         Columns of obs to read. Default: all of them.
     mmap
         If True, memory-map uncompressed local files, which is the fastest way to read them if their pages stay in
-        memory. Truncating a mapped file during reading ends the process, whereas ``mmap=False`` raises an error.
-        ``"auto"`` decides at the beginning of each epoch, and maps files if the page cache has room for them within
-        the memory that the process may use.
+        memory. If a mapped file is truncated during reading, the operating system kills the process; with
+        ``mmap=False``, an error is raised instead. ``"auto"`` decides at the beginning of each epoch, and maps files
+        if the page cache has room for them within the memory that the process may use.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
         only for the columns read (10^8 names take 10 GB). In copies of the AnnData, the names of cells are their
@@ -121,11 +121,11 @@ def open(
         to paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask, for
         URLs only.
     feature_types
-        Feature types to keep of 10x ``.h5`` files, such as ``"Gene Expression"``, one or several. Default: all.
-        Files of Cell Ranger 2 contain only genes.
+        Feature types of 10x ``.h5`` files to keep: one, such as ``"Gene Expression"``, or several. Default: all. Files
+        of Cell Ranger 2 contain only genes.
     genome
-        Genomes to keep of 10x ``.h5`` files, one or several. Default: all. A file of Cell Ranger 2 has a matrix with
-        its own cells for each genome; if it has several, choose one.
+        Genomes of 10x ``.h5`` files to keep: one or several. Default: all. A file of Cell Ranger 2 has a matrix with
+        its own cells for each genome; if there are several, choose one.
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
@@ -135,9 +135,9 @@ def open(
     Returns
     -------
     AnnData
-        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. For a path,
-        so are the matrices of ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are read by
-        AnnData.
+        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. If `data`
+        is a path, so are the matrices of ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are
+        read by AnnData.
 
     Raises
     ------
@@ -169,7 +169,9 @@ def open(
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):
-        raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
+        raise InputError(
+            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out to keep no annotations of genes"
+        )
     check_fill_value(fill_value, join)
     if attach is not None:
         check_attach(attach)
@@ -222,29 +224,29 @@ def open(
         number_rows(result)
     elif any_repeat(result.obs_names):
         warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
-    # An AnnData that a data set opens again was checked when it was first opened.
+    # An AnnData that a data set opens again has already been checked.
     if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result
 
 
 def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
-    """Log that names of cells repeat.
+    """Log a warning that names of cells repeat.
 
     Parameters
     ----------
     data
         As for `open`.
     n_atlases
-        Number of atlases that `data` represents; None if it is an atlas itself.
+        Number of atlases that `data` represents; None if `data` is a single atlas.
     has_keys
         True if the names end with the keys of their atlases.
     """
     is_path = isinstance(data, str | os.PathLike)
-    what = quoted(data) if is_path else "the AnnData given" if n_atlases is None else f"{n_atlases} atlases"
+    what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
     remedy = "adata.obs_names_make_unique() makes them unique"
     if not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
-        remedy = "index_unique='-' adds the key of its atlas to each"
+        remedy = "index_unique='-' adds to each name the key of its atlas"
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
@@ -283,7 +285,7 @@ def _open_several(
     keys: Sequence[str] | None,
     **given: Any,
 ) -> AnnData:
-    """Open several atlases as one; `are_given` is True if their names are keys given by the user."""
+    """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
     names = [part.name for part in parts]
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
@@ -331,7 +333,7 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
             )
         return [str(i) for i in range(len(names))]
     if are_given:
-        raise InputError("keys= cannot be used with a dict, whose keys are the names already; leave keys= out")
+        raise InputError("keys= cannot be used with a dict, whose keys are already the names; leave keys= out")
     if isinstance(keys, str) or len(keys) != len(names):
         raise InputError(
             f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"

@@ -52,7 +52,7 @@ class OpenOptions:
     feature_types: tuple[str, ...] | None = None
     genomes: tuple[str, ...] | None = None
 
-    def cache_of_places(self) -> Cache | None:
+    def remote_cache(self) -> Cache | None:
         """Return the cache for reading through a `RemoteLocation`: the given one, or that of the configuration."""
         return self.cache or Cache.of(config.get("cache"))
 
@@ -80,7 +80,7 @@ def names_given(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def refuse_feature_choice(options: OpenOptions, what: str) -> None:
-    """Raise an error for options that select features of 10x ``.h5`` files; `what` is not such a file.
+    """Raise an error for options that select features of 10x ``.h5`` files; `what` names the other kind of input.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Splits of an atlas into training, validation and test without leaking groups."""
+"""Splits of an atlas into training, validation and test parts that share no group."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _DEFAULT = (0.8, 0.1, 0.1)
 _HELD_OUT = "test"
 _NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
-# Maximum number of counts of groups by classes, in eight bytes each.
+# Maximum size of the table of counts by group and class, with eight bytes per count.
 _MAX_COUNTS = 2**28
-# Number of random orders in which groups are assigned; the best result is used. Fewer if the assignment is slow.
+# Number of random orders in which groups are assigned; the best result is used. Slow assignments try fewer orders.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
-# With more labels, the labels that occur are renumbered.
+# Above this number of labels, the codes are renumbered without gaps.
 _FEW_CODES = 256
 # Number of rows that are processed together.
 _PIECE_ROWS = 2**20
@@ -167,8 +167,8 @@ def split(
         return _split_conditions(data, request, fractions, indices, seed)
     of_conditions = {"hold_out": hold_out is not None, "few_shot": bool(few_shot), "control": control is not None}
     if any(of_conditions.values()):
-        told = ", ".join(f"{name}=" for name, is_given in of_conditions.items() if is_given)
-        raise InputError(f"{told} needs conditions=, the columns of obs whose combinations are held out")
+        listed = ", ".join(f"{name}=" for name, is_given in of_conditions.items() if is_given)
+        raise InputError(f"{listed} needs conditions=, the columns of obs whose combinations are held out")
     names, shares = _fractions(fractions)
     if by is not None and not isinstance(by, str):
         raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
@@ -283,8 +283,8 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
         shares = np.empty((0, 0))
     if shares.ndim != 1 or isinstance(fractions, str | bytes):
         raise InputError(
-            f"fractions={fractions!r} must be numbers, one for each part: two or three as in (0.8, 0.1, 0.1), or by "
-            "name of the part as in {'train': 0.9, 'test': 0.1}"
+            f"fractions={fractions!r} must be one number for each part: two or three as in (0.8, 0.1, 0.1), or a dict "
+            "by name as in {'train': 0.9, 'test': 0.1}"
         )
     if isinstance(given, dict):
         names = [str(name) for name in given]
@@ -305,7 +305,7 @@ def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
 
 
 def _listed(option: str, names: Any) -> list[str]:
-    """Return the one or several columns given for an option as a list."""
+    """Return the column or columns given for an option as a list."""
     if names is None:
         return []
     # Sets are refused, since their order differs between processes.
@@ -321,7 +321,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 
 def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
-    """Return codes of the values of a column, shape (n,), -1 if missing; and its name."""
+    """Return codes of the values of a column, shape (n,), -1 if missing, and its name."""
     column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes = np.asarray(column.array.codes)[rows]
@@ -331,7 +331,7 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
 
 
 def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return codes of the labels of a column, shape (n,), -1 if there is none."""
+    """Return codes of the labels of a column, shape (n,), -1 for rows without a label."""
     codes, names = encode_labels(obs[require_key("obs", name, obs.columns)].iloc[rows])
     if len(names) > _FEW_CODES:  # integer labels are their own codes, possibly with gaps
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
@@ -373,7 +373,8 @@ def _classes(
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
     """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`.
 
-    Each is the exact number rounded down or up; up for the parts with the largest deficit over all classes so far.
+    Each is the exact number rounded: up for the parts with the largest deficit over the classes so far, down for the
+    others.
     """
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -416,7 +417,7 @@ def _parts_of_groups(
     first = columns[0][0]
     unit_of_value = _joined([codes for codes, _ in columns])
     counts = _counted(first, classes, n_classes, unit_of_value)
-    is_there = counts.sum(axis=1) > 0
+    occurs = counts.sum(axis=1) > 0
     if counts_values:
         by_value = _counted(first, classes, n_classes)
         values = np.flatnonzero(by_value.sum(axis=1))
@@ -425,7 +426,7 @@ def _parts_of_groups(
             by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
         counts = np.zeros_like(counts)
         np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
-    units = np.flatnonzero(is_there)
+    units = np.flatnonzero(occurs)
     if len(units) < len(shares):
         raise InputError(
             f"grouping by {what} gives too few separate groups ({len(units)}) for {len(shares)} non-empty parts. Give "
@@ -447,7 +448,7 @@ def _parts_of_groups(
 
 
 def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return the unit of each value of the first column; values linked through any other column share a unit."""
+    """Return the unit of each value of the first column; values linked through another column share a unit."""
     first = columns[0]
     n_values = int(first.max(initial=-1)) + 1
     if len(columns) == 1:
@@ -473,8 +474,8 @@ def _counted(
     n_units = int((values if units is None else units).max(initial=-1)) + 1
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(
-            f"{n_units:,} groups of {n_classes:,} classes are too many to count ({_MAX_COUNTS:,} at most); stratify= "
-            "by fewer classes"
+            f"{n_units:,} groups of {n_classes:,} classes are too many to count ({_MAX_COUNTS:,} at most). Give "
+            "stratify= a column with fewer classes"
         )
     counts = np.zeros((n_units, n_classes), dtype=np.int64)
     for piece in _pieces(len(values)):

@@ -54,7 +54,7 @@ def _refuse_modalities(path: str) -> NoReturn:
 
 
 def read_root(path: str | RemoteLocation, root: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    """Open the AnnData in a group, which may be a modality; `path` is that of the file or store."""
+    """Open the AnnData in a group, such as a modality, of the file or store at `path`."""
 
     def lazily(stored: Any) -> Any:
         return lazy_element(path, stored, options)
@@ -87,7 +87,7 @@ def read_root(path: str | RemoteLocation, root: Any, obs: Sequence[str] | None, 
 
 
 def _read_genes(path: str | RemoteLocation, stored: Any, options: OpenOptions) -> pd.DataFrame:
-    """Read var, including its names even if those of cells are not read."""
+    """Read var, always with its names, even if the names of cells are not read."""
     return read_table(stored, None, path, replace(options, has_names=True))
 
 

@@ -26,7 +26,7 @@ from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
 __all__ = ["cell_ranger_matrices", "read_barcodes", "read_cell_ranger"]
 
-# Feature type of all features of version 2, as named by version 3.
+# Feature type of all features in files of version 2, under its name in version 3.
 _GENES = "Gene Expression"
 # Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
 _PIECE_ROWS = 2**20
@@ -109,7 +109,7 @@ def read_cell_ranger(
 
 
 def read_barcodes(path: str | RemoteLocation, group: h5py.Group, options: OpenOptions) -> NDArray[Any]:
-    """Return the barcodes of the cells of a matrix, in the group of the matrix."""
+    """Read the barcodes of the cells from the group of a matrix."""
     return _values(group["barcodes"], path, options)
 
 
@@ -127,7 +127,7 @@ def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOp
 
 
 def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
-    """Return the datasets of features by their names in scanpy; the first is that of the feature names."""
+    """Return the datasets of features by their names in scanpy, the feature names first."""
     if not isinstance(table, h5py.Group):
         raise CorruptDataError(f"{where}/features is not a table. Copy or download the file again.")
     renamed = {"name": "gene_names", "gene_ids": "genes"}
@@ -179,15 +179,15 @@ def _kept(
             held = var[column].to_numpy()
         else:  # version 2, or a file whose features have no genome
             held = np.full(len(var), _GENES if column == "feature_types" else "", dtype=object)
-        there = set(held)
+        present = set(held)
         # If several files are joined, some may have features that others lack.
-        if not (options.may_lack and there.intersection(names)):
+        if not (options.may_lack and present.intersection(names)):
             for name in names:
-                require_key(f"{column} of {path}", name, there)
+                require_key(f"{column} of {path}", name, present)
         kept &= np.isin(held.astype(str), names)
     if chosen and not kept.any():
-        asked = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())
-        raise InputError(f"{path} has no feature with all of {asked}; change one of them")
+        requested = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())
+        raise InputError(f"{path} has no feature with all of {requested}; change one of them")
     return None if kept.all() else kept
 
 

@@ -53,7 +53,7 @@ def open_modalities(
             order = [str(name) for name in root["mod"].attrs.get("mod-order", sorted(root["mod"]))]
             held = {name: column_names(root["mod"][name]["obs"]) for name in order}
             own, columns = split_columns(obs, column_names(root["obs"]), held)
-            # The entries of obsm with the names of modalities mark the cells of each.
+            # An entry of obsm with the name of a modality is a mask of the cells of that modality.
             stored = {name: root["obsm"][name] for name in root.get("obsm", ()) if name not in order}
             read = [item for item in stored.values() if not is_lazy_matrix(item)]
             check_before_reading(where, {"obs": items_of_table(root["obs"], own, options), "obsm": read})
@@ -76,7 +76,7 @@ def split_columns(
     obs
         Names; ``"modality:column"`` for those of a modality. None: all.
     own
-        Columns of the obs of the MuData. Columns of modalities take precedence over its copies of them.
+        Columns of the MuData's own obs, in which copies of the columns of modalities are ignored.
     held
         Columns of each modality.
     """

@@ -1,4 +1,4 @@
-"""Files and stores at paths and behind URLs: location, root group, and error messages with the path."""
+"""Files and stores at paths and URLs: location, root group, and error messages with the path."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["holds_modalities", "naming_errors", "root_of", "where_of"]
 def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
     """Return the absolute path of a local file; a `RemoteLocation` for a URL or a path read through a cache."""
     location = RemoteLocation.of(path, options.storage_options) if is_url(path) else None
-    # Absolute, since tasks may run in processes with another working directory.
+    # The path is absolute, since tasks may run in processes with another working directory.
     local = os.path.abspath(path) if location is None else location.local
     if local is None:
         assert location is not None
         return location
     if not os.path.exists(local):
         raise MissingPathError(nothing_at(local))
-    # Byte ranges of an archive are read from the file itself.
+    # Byte ranges of an archive are read from the file itself, without the cache.
     return local if options.cache is None or is_zip(local) else RemoteLocation.of_local(local)
 
 
 def holds_modalities(path: str) -> bool:
     """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities.
 
-    The store may be zipped. A URL is recognized by its suffix only; a store behind a URL is checked when it is opened.
+    The store may be zipped. A URL is recognized by its suffix only; a store at a URL is checked when it is opened.
     """
     location = RemoteLocation.of(path) if is_url(path) else None
     if location is not None and location.local is None:
@@ -57,14 +57,14 @@ def holds_modalities(path: str) -> bool:
 def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
     """Open the file or store at a path or location, and yield its root group."""
     if isinstance(path, RemoteLocation):
-        with open_location(path, cache=options.cache_of_places()) as root:
+        with open_location(path, cache=options.remote_cache()) as root:
             yield root
         return
     if os.path.isdir(path):
         if not any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
             raise StorageError(
-                f"{path} is a directory but not a Zarr group (it holds none of {', '.join(ZARR_MARKERS)}), nor are "
-                f"there .h5ad files or .zarr stores in it. Expected {ACCEPTED}."
+                f"{path} is a directory, but neither a Zarr group (it has none of {', '.join(ZARR_MARKERS)}) nor a "
+                f"directory of .h5ad files or .zarr stores. Expected {ACCEPTED}."
             )
         yield ZarrFile(path).root()
         return
@@ -83,7 +83,7 @@ def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
 
 @contextmanager
 def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
-    """Add the file to errors of the libraries, and suppress the warnings about old formats for each element."""
+    """Convert errors of the libraries to errors that name the file, and suppress warnings about old formats."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OldFormatWarning)
         warnings.filterwarnings("ignore", message="Moving element from", category=FutureWarning)

@@ -43,10 +43,10 @@ class UnreadNames:
 
     @classmethod
     def of(cls, data: Any, options: OpenOptions) -> UnreadNames | None:
-        """Return the names of an atlas, or of several that are joined without changing them.
+        """Return the names of one or several atlases, or None if they can only be read as a whole.
 
-        None if the names can only be read as a whole: of an AnnData, of files in old formats and those of other
-        programs, and of files with names of several types.
+        This applies to the names in an AnnData, in files of old formats and of other programs, and in several files
+        whose names have different types.
 
         Parameters
         ----------
@@ -75,7 +75,7 @@ class UnreadNames:
 
 
 def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, bool] | None:
-    """Return `UnreadNames.name` and `is_nullable` of a file or store; None if its names are read as a whole."""
+    """Return the `name` and `is_nullable` of a file or store; None if its names can only be read as a whole."""
     if holds_modalities(path):
         return None
     where = where_of(path, options)

@@ -37,7 +37,7 @@ class AnnDataView:
     with_names
         Function that opens the same AnnData with the names of cells, called on first use; None if `adata` has them.
     opening
-        Function with the interface of `open` that reads columns of obs missing in `adata`; None if it has all.
+        Function with the interface of `open` that reads columns of obs missing in `adata`; None if none are missing.
     path
         Path of the file or store of `adata`; None if there are several, or none.
     names
@@ -80,7 +80,7 @@ class AnnDataView:
         return self._opened.obs
 
     def column(self, name: str) -> pd.Series[Any]:
-        """Return a column of obs; read it if it was not read before."""
+        """Return a column of obs, which is read on first use."""
         if self._opening is not None and name not in self.table:
             return self._opening(obs=[name], names=False).obs[name]
         return self.table[require_key("obs", name, self.table)]

@@ -18,9 +18,9 @@ __all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
 # Advice that names an argument, and the same advice for commands without that option.
 _WITHOUT_OPTION = {"prefetch": ("fetch_factor, batch_size or prefetch,", "fetch_factor or batch_size,")}
-# Arguments whose names are also common words count only if "=" follows.
+# A name without this character may also be a common word, so it is replaced only if "=" follows.
 _IS_ARGUMENT = "_"
-# Number of columns within which the text after the name of a line begins.
+# Maximum width in columns of the name at the beginning of a report line, with the spaces that follow it.
 _NAMED = 24
 _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 
@@ -28,8 +28,8 @@ _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 def as_options(text: str) -> str:
     """Return a message with the Python arguments replaced by the options of the current command.
 
-    Advice about arguments for which the command has no option is left out where `_WITHOUT_OPTION` lists it; other
-    arguments without an option are unchanged.
+    If the command has no option for an argument, the advice in `_WITHOUT_OPTION` leaves the argument out. Other
+    arguments without an option stay as they are.
     """
     context = click.get_current_context(silent=True)
     text = text.replace(*_SKIP_SIGNATURE)
@@ -67,7 +67,7 @@ class _Collector(logging.Handler):
         self.groups.setdefault(str(record.msg), []).append(record)
 
     def print(self) -> None:
-        """Print one warning on stderr for each group: the first, and the number of others that differ in names only."""
+        """Print the first warning of each group on stderr, with the number of other messages in the group."""
         for line in self._lines():
             click.echo(folded(f"dasksc: {line}", indent=2), err=True)
         self.groups.clear()
@@ -76,11 +76,11 @@ class _Collector(logging.Handler):
         for records in self.groups.values():
             texts = list(dict.fromkeys(record.getMessage() for record in records))
             others = f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else ""
-            yield f"warning: {_of_the_command(as_options(texts[0]))}{others}"
+            yield f"warning: {_with_paths_of_command(as_options(texts[0]))}{others}"
 
 
-def _of_the_command(text: str) -> str:
-    """Return a warning that recommends a conversion with the paths given on the command line."""
+def _with_paths_of_command(text: str) -> str:
+    """Insert the paths of the command line into a warning that recommends a conversion."""
     context = click.get_current_context(silent=True)
     if context is None:
         return text

@@ -37,7 +37,7 @@ __all__ = [
 
 Command = Callable[..., Any]
 StorageOptions = Mapping[str, str | bool]
-# Arguments `genome` and `feature_types` of `dasksc.open`, those that are given.
+# The given ones among the arguments `genome` and `feature_types` of `dasksc.open`.
 Features = Mapping[str, list[str]]
 
 
@@ -110,15 +110,15 @@ def options_of(given: Sequence[str]) -> dict[str, str | bool]:
     """Parse ``NAME=VALUE`` options into a dict; true and false become booleans."""
     options: dict[str, str | bool] = {}
     for one in given:
-        name, is_there, value = one.partition("=")
-        if not is_there:
+        name, equals, value = one.partition("=")
+        if not equals:
             raise click.UsageError(f"--storage-option {one} has no value; give it as NAME=VALUE")
         options[name] = {"true": True, "false": False}.get(value.lower(), value)
     return options
 
 
 def data_of(paths: Sequence[str]) -> str | list[str]:
-    """Return a single path, which may be a pattern or directory, as it is, and several as a list."""
+    """Return a single path as it is, since it may be a pattern or directory, and several paths as a list."""
     return paths[0] if len(paths) == 1 else list(paths)
 
 
@@ -188,7 +188,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
 
 
 def can_show_progress() -> bool:
-    """Return True if a progress bar is requested and possible: on a terminal, with tqdm."""
+    """Return True if a progress bar can be shown: stderr is a terminal, and tqdm is installed."""
     if not sys.stderr.isatty():
         return False
     try:

@@ -130,7 +130,7 @@ def _request(found: Check) -> Iterator[str]:
     if found.job_bytes is None:
         return
     mebibytes, n_ranks = recommended_bytes(found.job_bytes) // 2**20, found.world_size
-    n_cpus = found.num_workers + 1  # the trainer needs one, too
+    n_cpus = found.num_workers + 1  # one for the trainer
     yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task={n_cpus} --mem-per-cpu={-(-mebibytes // n_cpus)}M"
     if n_cpus == 1:
         yield "           (for N CPUs per task, divide this memory by N)"
@@ -143,6 +143,6 @@ def _data_loader(dataset: dasksc.scDataset, num_workers: int) -> Any:
     import torch.utils.data
 
     with warnings.catch_warnings():
-        # The workers are those of another machine, so the cores of this one do not matter.
+        # The workers will run on another machine, so the number of cores of this one does not matter.
         warnings.filterwarnings("ignore", message=".*worker processes in total")
         return torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=num_workers)

@@ -37,7 +37,7 @@ Examples:
     show_default=True,
     help="Order of the cells.",
 )
-@click.option("--group-by", metavar="COLUMNS", help="Keep cells of equal obs columns together.")
+@click.option("--group-by", metavar="COLUMNS", help="Keep cells with equal obs values together.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Seed of the shuffle.")
 @click.option("--filter", metavar="EXPRESSION", help="Cells to write, such as 'n_genes > 500'.")
 @click.option("--genes", metavar="GENES", help="Genes to write: names or a file.")

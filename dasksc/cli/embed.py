@@ -137,18 +137,18 @@ def _prepared(
             called = predicting.method_of(called, method)
         return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
     trained = saved_models.load_model(model)
-    noted, categories = predicting.read_model(Path(model))
-    if noted is None:
+    recorded, categories = predicting.read_model(Path(model))
+    if recorded is None:
         raise dasksc.InputError(
-            f"{model} does not say which genes its model reads: an earlier version of dasksc wrote it. Load it "
-            "with dasksc.train.load_model, and call dasksc.predict with a data set of the same genes"
+            f"{model} does not record which genes its model reads, since an earlier version of dasksc wrote it. Load "
+            "it with dasksc.train.load_model, and call dasksc.predict with a data set of the same genes"
         )
-    dataset = predicting.dataset_for(noted, data, batch_size=batch_size, genes_missing=genes_missing)
+    dataset = predicting.dataset_for(recorded, data, batch_size=batch_size, genes_missing=genes_missing)
     return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)
 
 
 def _device(given: str | None) -> Any:
-    """Return the device that was given, or the GPU of this rank."""
+    """Return the given device, or the GPU of this rank."""
     import torch
 
     if given is not None or not torch.cuda.is_available():

@@ -72,7 +72,7 @@ def _behind_urls(
     cache: str | None,
     seconds: float,
 ) -> Any:
-    """Describe atlases that need storage options, which `describe` does not accept: it receives the opened atlas."""
+    """Describe atlases that need storage options. They are opened here, since `describe` has no such argument."""
     atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
     found = dasksc.describe(atlas, seconds=seconds)
     parts = atlas_inputs(data_of(paths), storage_options)

@@ -1,4 +1,4 @@
-"""`dasksc stats`: statistics of genes, groups and cells, in one pass."""
+"""``dasksc stats``: statistics of genes, groups and cells, in one pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Examples:
     "--qc",
     multiple=True,
     metavar="NAME[=PREFIX]",
-    help="Per cell: share of these genes; repeatable.",
+    help="Share of these genes in each cell; repeatable.",
 )
 @click.option("--out", metavar="PATH", help="Write all statistics to this .h5ad file.")
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")

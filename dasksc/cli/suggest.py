@@ -84,7 +84,7 @@ def _code(
     batch_size: int,
     found: Mapping[str, Any],
 ) -> str:
-    """Return a program that reads the atlas with the suggested parameters. Values of storage options are omitted."""
+    """Return a program that reads the atlas with the suggested parameters, without the values of storage options."""
     options = {} if join == "inner" else {"join": repr(join)}
     options |= {name: repr(names) for name, names in features.items()}
     if storage_options:

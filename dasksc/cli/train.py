@@ -85,14 +85,14 @@ def command(
         from dasksc.train.loggers import check_loggers
         from dasksc.train.parallel import strategy_of
 
-        # Errors that all ranks would raise. With --nproc auto nodes may have different numbers of GPUs, so only the
-        # ranks know the world size.
+        # Raise errors here that all ranks would raise. With --nproc auto, nodes may have different numbers of GPUs, so
+        # only the ranks know the world size.
         check_loggers(config.training.loggers)
         if nproc != "auto" or n_nodes == 1:
             strategy_of(config.training, n_processes * n_nodes, n_nodes)
-        again: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
+        arguments: list[Any] = ["train", "--config", path, *(part for change in changes for part in ("--set", change))]
         launch(
-            [*again, *(["--json"] if as_json else [])],
+            [*arguments, *(["--json"] if as_json else [])],
             n_processes=n_processes,
             n_nodes=n_nodes,
             node_rank=this_node,

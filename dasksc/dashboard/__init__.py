@@ -24,7 +24,7 @@ from dasksc.executor.cluster.dashboard_links import with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 
-# In the format of Dask's extension point.
+# Tuples of path, handler and arguments, as Dask's extension point requires.
 routes: list[tuple[str, type, dict[str, Any]]] = [
     (r"loader", PageHandler, {}),
     (r"loader.json", FiguresHandler, {}),
@@ -95,7 +95,7 @@ def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
 
 
 def _add_page(dask_scheduler: Any) -> None:
-    # Matches any prefix under which the dashboard is served.
+    # The dashboard may be served under any prefix.
     handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
     add_pages(dask_scheduler, handlers)
     _add_tab(dask_scheduler)

@@ -60,7 +60,7 @@ class LoaderReports:
 
     @property
     def wait_share(self) -> float:
-        """Fraction of the time that training waited: over the last reports of a running epoch, or a whole one."""
+        """Fraction of time that training waited, over the last reports of a running epoch or all of an ended one."""
         latest = list(self.recent)[-_N_LATEST:]
         if self.figures["has_ended"] or not latest:
             return float(self.figures["wait_share"])
@@ -68,7 +68,7 @@ class LoaderReports:
 
     @property
     def diagnosis(self) -> str:
-        """Sentence that says what limits this loader."""
+        """Sentence about the bottleneck of this loader."""
         return diagnosis({**self.figures, "wait_share": self.wait_share})
 
 
@@ -78,7 +78,7 @@ class LoaderPage(SchedulerPlugin):
     Parameters
     ----------
     scheduler
-        The scheduler, to which the operation for reports is added.
+        Scheduler to which the operation for reports is added.
     """
 
     name = _NAME
@@ -118,7 +118,7 @@ class LoaderPage(SchedulerPlugin):
         self._update_panel()
 
     def _update_panel(self) -> None:
-        """Let the progress panel of Dask's dashboard count whole epochs.
+        """Make the progress panel of Dask's dashboard count the tasks of whole epochs.
 
         The panel counts the tasks that the scheduler knows: the running fetches. Ranks hold the results of finished
         fetches, which the scheduler forgets, and submit further fetches as results are consumed.

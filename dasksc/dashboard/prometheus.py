@@ -26,7 +26,7 @@ _LABELS = ["dataset", "rank", "worker", "host", "pid", "loader"]
 
 
 class _Page(Protocol):
-    """Page that ranks report to. Each of its loaders has the figures of its last report."""
+    """Page that receives the reports of ranks; each loader of it has the figures of its last report."""
 
     @property
     def loaders(self) -> Iterable[Any]: ...

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dasksc.datasets.design import Sizes, design, names
-from dasksc.datasets.writing import Chunk, free_place, write_atlas
+from dasksc.datasets.writing import Chunk, partial_path, write_atlas
 from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
 
@@ -120,7 +120,7 @@ def synthetic(
         batch_effect=batch_effect,
         seed=seed,
     )
-    with free_place(path, overwrite=overwrite) as partial:
+    with partial_path(path, overwrite=overwrite) as partial:
         cells = design(sizes)
         key = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0]
 

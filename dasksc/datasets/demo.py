@@ -45,7 +45,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     Raises
     ------
     InputError
-        If one of the files exists and `overwrite` is False; nothing is written then.
+        If one of the files exists and `overwrite` is False. Nothing is written in this case.
 
     Notes
     -----
@@ -73,7 +73,9 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     }
     existing = [file for file in contents if (folder / file).exists()]
     if existing and not overwrite:
-        raise InputError(f"{folder} has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite).")
+        raise InputError(
+            f"{folder} already has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite)."
+        )
     (folder / "plates").mkdir(parents=True, exist_ok=True)
     _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
     _cells(folder / "plates" / "1.h5ad", 300, range(200), donors=range(12, 14), seed=1)

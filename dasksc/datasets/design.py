@@ -80,11 +80,11 @@ class Design:
     Attributes
     ----------
     types, donors, batches
-        Codes, shape (n_obs,). None if there are no donors or no batches.
+        Codes, shape (n_obs,); None if the atlas has no donors or no batches, respectively.
     groups
         Row of the alias tables for each cell, shape (n_obs,).
     depths
-        Number of genes seen in each cell, shape (n_obs,), int32.
+        Number of genes expressed in each cell, shape (n_obs,), int32.
     tables
         Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_groups, n_vars).
     """
@@ -124,7 +124,7 @@ def design(sizes: Sizes) -> Design:
 
 
 def names(prefix: str, n: int, start: int = 0, stop: int | None = None) -> list[str]:
-    """Return ``prefix_0`` to ``prefix_{n - 1}``, padded with zeros to the same length, or a part of them."""
+    """Return the names `start` to `stop` of ``prefix_0`` to ``prefix_{n - 1}``, padded with zeros to one length."""
     width = len(str(n - 1))
     return [f"{prefix}_{i:0{width}}" for i in range(start, n if stop is None else stop)]
 
@@ -152,7 +152,7 @@ def _donors(rng: np.random.Generator, types: NDArray[Any], n_types: int, n_donor
 
 
 def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, n_vars: int) -> NDArray[np.int32]:
-    """Return the number of genes seen in each cell; batches differ a little in depth."""
+    """Return the number of genes expressed in each cell; batches differ slightly in depth."""
     codes = np.zeros(n_obs, dtype=np.int8) if batches is None else batches
     of_batch = rng.normal(0, 0.1, codes.max() + 1)
     of_batch -= of_batch.mean()

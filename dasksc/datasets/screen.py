@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 
-from dasksc.datasets.writing import free_place
+from dasksc.datasets.writing import partial_path
 from dasksc.errors import InputError
 
 __all__ = ["synthetic_screen"]
@@ -75,7 +75,7 @@ def synthetic_screen(
     if control in perturbed:
         raise InputError(f"control={control!r} is one of the perturbations; give it another name")
     n_lines, n_perturbations = len(line_names), len(perturbed)
-    with free_place(path, overwrite=overwrite) as partial:
+    with partial_path(path, overwrite=overwrite) as partial:
         rng = np.random.default_rng(seed)
         expressed = rng.random((n_lines, n_vars)) < 0.5
         baseline = np.where(expressed, rng.normal(1.5, 0.5, (n_lines, n_vars)), -2.0)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dasksc.datasets.design import names
 from dasksc.errors import InputError
 
-__all__ = ["Chunk", "free_place", "write_atlas"]
+__all__ = ["Chunk", "partial_path", "write_atlas"]
 
 _NAMES_AT_ONCE = 1 << 18
 
@@ -50,7 +50,7 @@ class Chunk:
 
 
 @contextlib.contextmanager
-def free_place(path: Path, *, overwrite: bool) -> Iterator[Path]:
+def partial_path(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which is renamed to `path` when the block succeeds.
 
     Raises
@@ -94,7 +94,7 @@ def write_atlas(
     path
         Path of the file or store, which must not exist.
     make
-        Function that makes the chunk of a start; it runs on threads.
+        Function that makes the chunk that begins at a given row; it runs on threads.
     starts
         First row of each chunk.
     is_zarr
@@ -138,13 +138,13 @@ def write_atlas(
         if isinstance(root, h5py.File):
             root.close()
     if is_zarr:
-        with warnings.catch_warnings():  # AnnData consolidates too, although the Zarr v3 specification lacks it
+        with warnings.catch_warnings():  # as AnnData does, although the Zarr v3 specification lacks it
             warnings.filterwarnings("ignore", ".*[Cc]onsolidated metadata", UserWarning)
             zarr.consolidate_metadata(root.store)
 
 
 def _ahead(make: Callable[[int], Chunk], starts: Iterable[int]) -> Iterator[Chunk]:
-    """Yield ``map(make, starts)`` in order, computed on all cores, a few chunks ahead."""
+    """Yield ``map(make, starts)`` in order, computed a few chunks ahead on all cores."""
     n_threads = os.cpu_count() or 1
     waiting: deque[Future[Chunk]] = deque()
     with ThreadPoolExecutor(n_threads) as pool:
@@ -175,7 +175,10 @@ class _Matrix:
         _mark(x, "csr_matrix", "0.1.0")
         nnz = (int(indptr[-1]),)
         if isinstance(root, h5py.File):
-            filters = {**filters, "maxshape": (None,)}  # AnnData's sparse arrays can grow, so they are chunked
+            filters = {
+                **filters,
+                "maxshape": (None,),
+            }  # resizable and therefore chunked, as AnnData writes sparse arrays
         data = _Appender(_create(x, "data", nnz, np.float32, **filters))
         self.parts = [data, _Appender(_create(x, "indices", nnz, np.int32, **filters))]
         _create(x, "indptr", indptr.shape, indptr.dtype, **filters)[...] = indptr
@@ -239,7 +242,7 @@ def _mark(element: Any, encoding: str, version: str) -> None:
 
 
 def _write_obs(root: Any, columns: Mapping[str, Any], *, filters: dict[str, Any]) -> None:
-    """Write the obs table; names of cells are written in parts, since one array of all strings is large."""
+    """Write the obs table; names of cells are written in parts, since one array of all names would be large."""
     obs = root.create_group("obs")
     _mark(obs, "dataframe", "0.2.0")
     obs.attrs["_index"] = "_index"

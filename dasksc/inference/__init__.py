@@ -13,7 +13,7 @@ Each rank
 3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames
    (`dasksc.inference.targets`). A reader sees a key complete or not at all.
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
-   call returns. A rank that fails leaves a note, and the other ranks fail with it.
+   call returns. A rank that fails records its error, and the other ranks then fail as well.
 
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
@@ -287,40 +287,41 @@ class Predictions:
         hooks = model_digest(
             [getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")]
         )
-        made = model_digest([dataset.batch_transform, dataset.transform])
+        transforms = model_digest([dataset.batch_transform, dataset.transform])
         original = self.target.original
         if isinstance(source, MatrixSource):
             read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
             if original is not None:  # publishing replaces the file, and thereby changes the tokens of its matrices
                 read = [original, *sorted(source.matrices)]
-            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, made))
+            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
         # Names of Dask arrays over data in memory differ between processes. Other collections cannot be distinguished.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read
-        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, made))
+        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))
 
     # --- Steps ----------------------------------------------------------------------------------------
 
     def run(self, *, shown: bool = False) -> PredictionReport:
         """Predict the missing units, and publish the result if it is complete."""
         begun = time.perf_counter()
-        notes = RankStatus(self.world)
-        with notes.recording_failure(), self.explaining():
+        status = RankStatus(self.world)
+        with status.recording_failure(), self.explaining():
             share = self.begin()
             n_done = 0
             if share is not None:
                 n_done = self._loop(share, shown=shown)
                 self.publish()
-            notes.await_others(self.work)
+            status.await_others(self.work)
         return self.report(n_done, time.perf_counter() - begun)
 
     def begin(self) -> Share | None:
         """Begin or join the work; return the share of this rank, or None if the predictions exist."""
         target, work = self.target, self.work
         with work.locked(wait=True):
-            # A file gets all keys at once, so work that is still there was published by a process that was killed.
+            # A file receives all keys at once. If it has them and the work folder still exists, a process was killed
+            # after it had published them.
             if target.found(work.digest) and (not work.is_begun() or isinstance(target, InFile)):
                 self._remove_leftover()
                 return None
@@ -350,7 +351,7 @@ class Predictions:
     def write_batch(self, share: Share, returned: Any) -> int:
         """Write the predictions for the next batch of the share; return its number of rows."""
         try:
-            return share.write_batch(returned, nan_allowed=self._nan == "report", first=self._refuse_taken)
+            return share.write_batch(returned, nan_allowed=self._nan == "report", check_outputs=self._refuse_existing)
         except NanError as error:
             cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
             raise InputError(
@@ -365,11 +366,11 @@ class Predictions:
             if not work.is_begun() or work.missing():
                 return
             outputs, nan = work.collected(self._outputs.categories, target.found(work.digest))
-            self._refuse_taken(outputs)
+            self._refuse_existing(outputs)
             target.publish(work, outputs, nan, self._names)
             work.remove()
 
-    def _refuse_taken(self, outputs: Sequence[Output]) -> None:
+    def _refuse_existing(self, outputs: Sequence[Output]) -> None:
         keys = [one.key for one in outputs]
         if self.target.index_key() in keys:
             raise InputError(
@@ -378,21 +379,21 @@ class Predictions:
             )
         # A process that was killed may have published keys of this prediction.
         published = self.target.found(self.work.digest)
-        taken = [] if self._overwrite else [key for key in self.target.taken(keys) if key not in published]
-        if taken:
+        existing = [] if self._overwrite else [key for key in self.target.existing(keys) if key not in published]
+        if existing:
             raise InputError(
-                f"{self.target.path} has {taken[0]!r} already. Give another key= or out=, or overwrite=True "
+                f"{self.target.path} already has {existing[0]!r}. Give another key= or out=, or overwrite=True "
                 "(--overwrite)"
             )
 
     def _remove_leftover(self) -> None:
-        """Remove the work folder of a process that was killed when it had created the store or replaced the file."""
+        """Remove the work folder of a process that was killed after it had created the store or replaced the file."""
         path = self.target.path
-        left = Work(path, path.with_name(path.name + ".partial"), self.work.plan, n_obs=1, batch_size=1)
-        if left.is_begun():
-            with contextlib.nullcontext() if left.folder == self.work.folder else left.locked(wait=True):
-                if left.is_begun():
-                    left.remove()
+        leftover = Work(path, path.with_name(path.name + ".partial"), self.work.plan, n_obs=1, batch_size=1)
+        if leftover.is_begun():
+            with contextlib.nullcontext() if leftover.folder == self.work.folder else leftover.locked(wait=True):
+                if leftover.is_begun():
+                    leftover.remove()
 
     def _names(self) -> Any:
         collection = self._source.collection
@@ -401,7 +402,7 @@ class Predictions:
         return names_in_pieces(collection.obs_names) if isinstance(collection, Modalities) else None
 
     def _named(self, rows: list[int]) -> list[tuple[int, str]]:
-        """Return rows with the names of their cells; empty names if there are none."""
+        """Return rows with the names of their cells; names are empty if the cells have none."""
         pieces, found, start = self._names(), dict.fromkeys(rows, ""), 0
         for piece in pieces or ():
             for row in rows:
@@ -429,7 +430,7 @@ class Predictions:
                 raise
             raise StorageError(f"{work.target} cannot be written: {error}") from error
         except InputError:
-            # The folder contains no results to keep, and would obstruct the next attempt.
+            # A folder without results would obstruct the next attempt.
             if self.world.world_size == 1 and work.is_begun():
                 with work.locked(wait=True):
                     if len(work.missing()) == work.n_units and not work.is_claimed():
@@ -477,7 +478,7 @@ def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:
         raise InputError(
-            f"{', '.join(f'{name}=' for name in options)} cannot be given with a scDataset, which has these settings "
-            "already"
+            f"{', '.join(f'{name}=' for name in options)} cannot be given with a scDataset, which already has these "
+            "settings"
         )
     return data

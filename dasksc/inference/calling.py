@@ -1,4 +1,4 @@
-"""Models and functions, called on batches for inference."""
+"""Calls of models and functions on batches for inference."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Predictor:
     function
         Function to call.
     module
-        Module whose parameters it uses, if known.
+        Module whose parameters the function uses; None if it is unknown.
     identity
-        Object that determines its results, for a digest.
+        Object that determines the results, from which the model digest is computed.
     """
 
     function: Callable[[Any], Any]
@@ -54,11 +54,11 @@ class Predictor:
         owner = model.__self__ if isinstance(model, MethodType) else None
         if not isinstance(owner, nn.Module):
             return cls(function=model, module=None, identity=model)
-        # Sharding may have wrapped the method.
+        # The class has the original method; sharding may have wrapped that of the instance.
         name = getattr(model, "__name__", "")
         identity = (name, getattr(type(owner), name, model.__func__), owner)
         if isinstance(owner, FSDPModule):
-            # Otherwise only calls of the module itself gather its parameters.
+            # Unless the method is registered, only calls of the module itself gather its parameters.
             register_fsdp_forward_method(owner, name)
             model = getattr(owner, name)
         return cls(function=model, module=owner, identity=identity)
@@ -84,7 +84,7 @@ class Predictor:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the first parameter or buffer; None without any."""
+        """Device of the first parameter or buffer; None if there are none."""
         if self.module is None:
             return None
         held = next(iter((*self.module.parameters(), *self.module.buffers())), None)
@@ -94,7 +94,7 @@ class Predictor:
     def inference(self) -> Iterator[None]:
         """Disable gradients and set the module to evaluation mode; restore the mode of each submodule."""
         parts = [] if self.module is None else [(part, part.training) for part in self.module.modules()]
-        # FSDP frees and fills parameters in place, which inference tensors do not allow outside.
+        # FSDP frees and fills parameters in place, which PyTorch forbids for inference tensors outside inference mode.
         mode = torch.no_grad() if self.is_sharded else torch.inference_mode()
         try:
             if self.module is not None:

@@ -1,8 +1,8 @@
 """Digests of models and functions, equal in every process and for any number of ranks.
 
-A digest includes parameters and buffers, plain attributes of modules (such as ``beta=0.5``) and the source code of
-their classes; for a function, its source code, defaults and closure. It does not include code called from there, or
-global variables.
+The digest of a model includes its parameters and buffers, plain attributes of modules (such as ``beta=0.5``) and the
+source code of their classes. The digest of a function includes its source code, defaults and closure. Neither includes
+global variables, or other functions that this code calls.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Outputs:
             raise InputError("the model returned an empty dict; expected an array or {name: array}")
         if missing := [name for name in self.categories if name not in given]:
             raise InputError(
-                f"categories= names {missing[0]!r}, but the model returned {', '.join(map(repr, given))} only"
+                f"categories= names {missing[0]!r}, but the model returned only {', '.join(map(repr, given))}"
             )
         return {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
 
@@ -171,17 +171,17 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
     if tuple(expected) == tuple(found):
         return
 
-    def said(outputs: Sequence[Output]) -> str:
+    def summary(outputs: Sequence[Output]) -> str:
         return ", ".join(f"{one.name!r} {one.dtype} of shape {('n', *one.shape(0)[1:])}" for one in outputs)
 
     raise InputError(
-        f"the model returned {said(found)} for {where}, and {said(expected)} for other cells. A model must return the "
-        "same names, widths and types for every batch"
+        f"the model returned {summary(found)} for {where}, and {summary(expected)} for other cells. A model must "
+        "return the same names, widths and types for every batch"
     )
 
 
 def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
-    """Return the rows with NaN, by name of the output; outputs without NaN are left out."""
+    """Return the rows with NaN by output; outputs without NaN are left out."""
     found = {}
     for name, array in arrays.items():
         if array.dtype.kind == "f" and np.isnan(array).any():

@@ -1,4 +1,4 @@
-"""Shares of ranks, and notes by which ranks report that they are done."""
+"""Share of each rank in the work, and the outcome that each rank reports to the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dasksc.planning.ranks import World
 __all__ = ["NanError", "RankStatus", "Share", "max_over_ranks"]
 
 _POLL_S = 0.05
-# Number of predictions that this process has begun, by rank and group, which distinguishes their notes.
+# Number of predictions that this process has begun, by rank and group. It distinguishes the records of predictions.
 _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 
 
@@ -49,7 +49,7 @@ class Share:
         first, last = (work.n_units * rank // world.world_size for rank in (world.rank, world.rank + 1))
         self._claim = work.claim(first, last) if first < last else None
         self.units = work.missing(first, last)
-        self._has_taken = False
+        self._has_checked_outputs = False
         self._dataset = dataset
         self._work = work
         self._outputs = outputs
@@ -92,7 +92,9 @@ class Share:
         for _ in range(n_surplus):
             yield batch
 
-    def write_batch(self, returned: Any, *, nan_allowed: bool, first: Callable[[tuple[Output, ...]], None]) -> int:
+    def write_batch(
+        self, returned: Any, *, nan_allowed: bool, check_outputs: Callable[[tuple[Output, ...]], None]
+    ) -> int:
         """Write the predictions for the next batch; return its number of rows, 0 for surplus batches.
 
         Parameters
@@ -101,8 +103,8 @@ class Share:
             Result of the model: an array, a tensor, or a dict of these.
         nan_allowed
             If False, raise an error for rows with NaN.
-        first
-            Function called with the outputs of the first batch, which may raise an error.
+        check_outputs
+            Function that is called with the outputs of the first batch, and may raise an error.
 
         Raises
         ------
@@ -113,7 +115,7 @@ class Share:
         if not n_rows:
             return 0
         try:
-            self._write_batch(returned, start, n_rows, nan_allowed=nan_allowed, first=first)
+            self._write_batch(returned, start, n_rows, nan_allowed=nan_allowed, check_outputs=check_outputs)
         except BaseException:
             self.abandon()
             raise
@@ -126,13 +128,13 @@ class Share:
         n_rows: int,
         *,
         nan_allowed: bool,
-        first: Callable[[tuple[Output, ...]], None],
+        check_outputs: Callable[[tuple[Output, ...]], None],
     ) -> None:
         arrays = self._outputs.arrays(returned, n_rows)
         described = self._outputs.described(arrays)
-        if not self._has_taken:
-            first(described)
-            self._has_taken = True
+        if not self._has_checked_outputs:
+            check_outputs(described)
+            self._has_checked_outputs = True
         nan = nan_rows(arrays)
         if nan and not nan_allowed:
             name, rows = next(iter(nan.items()))
@@ -157,7 +159,7 @@ class Share:
 
 
 class NanError(Exception):
-    """NaN in predictions; the names of the cells are added later."""
+    """Error for NaN in predictions, which does not know the names of the cells."""
 
     def __init__(self, name: str, n: int, rows: list[int]) -> None:
         super().__init__(name, n, rows)
@@ -175,7 +177,7 @@ def max_over_ranks(n: int, device: torch.device | None) -> int:
 
 
 class RankStatus:
-    """Notes in the store of the process group on how each rank ended.
+    """Outcome of each rank, recorded in the store of the process group.
 
     Parameters
     ----------
@@ -193,7 +195,7 @@ class RankStatus:
 
     @contextlib.contextmanager
     def recording_failure(self) -> Iterator[None]:
-        """Leave a note if the body raises."""
+        """Record that this rank has failed if the body raises an error."""
         try:
             yield
         except BaseException as error:
@@ -201,15 +203,15 @@ class RankStatus:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Leave a note that this rank has failed."""
+        """Record that this rank has failed."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have ended with its process
                 self._store.compare_set(f"rank {self._world.rank}", "", f"failed {type(error).__name__}: {error}")
 
     def await_others(self, work: Work) -> None:
-        """Leave a note that this rank is done, and wait until all ranks are done or one has failed.
+        """Record that this rank is done, and wait until all ranks are done or one has failed.
 
-        Returns at once without a process group.
+        Without a process group, the function returns at once.
 
         Parameters
         ----------

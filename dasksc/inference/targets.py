@@ -51,7 +51,8 @@ __all__ = ["InFile", "Names", "Target", "target_of"]
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""
 
-# Attribute of the root of a file: its size and time before predictions were added, and its time afterwards.
+# Attribute of the root of a file: its size and modification time before predictions were added, and its modification
+# time afterwards.
 _ORIGINAL = "dasksc-original"
 _PIECE_BYTES = 2**24
 # Estimates of the disk space of metadata, and of the name of a cell.
@@ -80,8 +81,8 @@ class Target(Protocol):
     def found(self, digest: str) -> dict[str, PublishedArray]:
         """Return the published predictions with a digest, by key."""
 
-    def taken(self, keys: Iterable[str]) -> list[str]:
-        """Return the keys that exist already, or the path of another obstacle."""
+    def existing(self, keys: Iterable[str]) -> list[str]:
+        """Return those of `keys` that already exist, or the path of another obstacle."""
 
     def index_key(self) -> str | None:
         """Return the key of the names of the cells; None if there is no table of cells yet."""
@@ -97,12 +98,12 @@ class Target(Protocol):
 
 
 def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Target:
-    """Return the destination for a path.
+    """Return the destination of the predictions at a path.
 
     Parameters
     ----------
     out
-        Path, as given.
+        Path of the store or file.
     key
         Name of the predictions, for the work folder.
     in_place
@@ -136,12 +137,12 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
                 "(--in-place); otherwise write a store: out='emb.zarr'"
             )
         if not path.exists():
-            raise MissingPathError(f"in_place=True adds to a file, and there is none at {path}")
+            raise MissingPathError(f"in_place=True extends an existing file, but there is none at {path}")
         return InFile(path, is_source=is_source)
     if os.path.lexists(path):
         raise InputError(f"{path} exists and is not a Zarr store; give another path")
     if in_place:
-        raise MissingPathError(f"in_place=True adds to a file or store, and there is none at {path}")
+        raise MissingPathError(f"in_place=True extends an existing file or store, but there is none at {path}")
     return NewStore(path)
 
 
@@ -152,13 +153,13 @@ def _is_node(path: Path) -> bool:
 
 def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source: bool) -> None:
     obs = root["obs"]
-    n_there = lengths_of(obs)[obs.attrs["_index"]]
-    if n_there != n_obs:
-        raise InputError(f"{where} has {n_there} cells, but the atlas has {n_obs}; give another out=")
+    n_stored = lengths_of(obs)[obs.attrs["_index"]]
+    if n_stored != n_obs:
+        raise InputError(f"{where} has {n_stored} cells, but the atlas has {n_obs}; give another out=")
     if is_source:
         return
-    pieces, there = names(), names_digest_of(root, str(where))
-    if pieces is not None and there is not None and digest_names(pieces) != there:
+    pieces, digest = names(), names_digest_of(root, str(where))
+    if pieces is not None and digest is not None and digest_names(pieces) != digest:
         raise InputError(
             f"{where} has as many cells as the atlas, but their names or their order differ. Read {where} itself, or "
             "give another out="
@@ -188,7 +189,7 @@ class NewStore:
         """See `Target`."""
         return found_in_store(self.path, digest)
 
-    def taken(self, keys: Iterable[str]) -> list[str]:
+    def existing(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         return [str(self.path)] if os.path.lexists(self.path) else []
 
@@ -201,7 +202,7 @@ class NewStore:
         return _METADATA_BYTES + _NAME_BYTES * n_obs
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """See `Target`. Names that cannot be read raise an error here, before anything is predicted."""
+        """See `Target`. Read the first names, so that unreadable names raise an error before anything is predicted."""
         next(iter(names() or ()), None)
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
@@ -231,9 +232,9 @@ class InStore:
     path
         Path of the store.
     key
-        Name for the work folder.
+        Name of the predictions, for the work folder.
     is_source
-        True if it is the atlas that is read.
+        True if the store is the atlas that is read.
     """
 
     original: FileIdentity | None = None
@@ -258,7 +259,7 @@ class InStore:
         """See `Target`."""
         return found_in_store(self.path, digest)
 
-    def taken(self, keys: Iterable[str]) -> list[str]:
+    def existing(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         return [key for key in keys if os.path.lexists(self.path / key)]
 
@@ -292,7 +293,7 @@ class InStore:
                 os.rename(work.store / one.key, element_path)
             sync_folder(self.path / "obsm")
             columns = [one.name for one in outputs if one.width is None]
-            # Runs with other keys change the same metadata.
+            # The lock is separate from that of the work, since runs with other keys change the same metadata.
             publishing = self.path.with_name(f"{self.path.name}.publishing")
             with WorkFolder(self.path, publishing, what="prediction").locked(wait=True):
                 if columns:
@@ -313,7 +314,7 @@ class InFile:
     path
         Path of the file.
     is_source
-        True if it is the atlas that is read.
+        True if the file is the atlas that is read.
     """
 
     def __init__(self, path: Path, *, is_source: bool) -> None:
@@ -331,17 +332,17 @@ class InFile:
                     f"{path} is not an h5ad file of anndata 0.7 or later, so nothing can be added to it; write a "
                     "store: out='emb.zarr'"
                 )
-            noted = np.asarray(file.attrs.get(_ORIGINAL, ()))
+            recorded = np.asarray(file.attrs.get(_ORIGINAL, ()))
         self._before = self._identity
-        # A file that has the time of its publication was not changed since then, so it only got predictions.
-        if noted.shape == (3,) and noted[2] == self._identity.mtime_ns:
-            size, mtime_ns = map(int, noted[:2])
+        # If the modification time is that of the publication, only predictions were added to the original file.
+        if recorded.shape == (3,) and recorded[2] == self._identity.mtime_ns:
+            size, mtime_ns = map(int, recorded[:2])
             self._before = FileIdentity(path=str(self.path), size=size, mtime_ns=mtime_ns)
         self.original: FileIdentity | None = self._before if is_source else None
 
     @property
     def folder(self) -> Path:
-        """See `Target`. All keys share the folder, since two runs that replace the same file would lose one result."""
+        """See `Target`. All keys share the folder: of two runs that replace the same file, one result would be lost."""
         return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, PublishedArray]:
@@ -356,7 +357,7 @@ class InFile:
                         found[f"{group}/{name}"] = PublishedArray(array.shape, str(array.dtype), nan)
         return found
 
-    def taken(self, keys: Iterable[str]) -> list[str]:
+    def existing(self, keys: Iterable[str]) -> list[str]:
         """See `Target`."""
         with h5py.File(self.path, "r") as file:
             return [key for key in keys if key in file]
@@ -394,13 +395,13 @@ class InFile:
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
-        # A time that the file system can represent.
+        # The time of the copy is one that the file system can represent.
         mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
                 file.create_group("obsm").attrs.update({"encoding-type": "dict", "encoding-version": "0.1.0"})
             if any(one.key in file for one in outputs):
-                self._forget(file)
+                self._remove_digests(file)
             for one in outputs:
                 write_metadata(work, one, nan)
                 if one.key in file:
@@ -418,7 +419,7 @@ class InFile:
         os.utime(copy, ns=(mtime_ns, mtime_ns))
 
     @staticmethod
-    def _forget(file: h5py.File) -> None:
+    def _remove_digests(file: h5py.File) -> None:
         """Remove the digests of all predictions, which may have been computed from a key that is replaced."""
         for group in ("obsm", "obs"):
             for item in file[group].values() if group in file else ():
@@ -451,5 +452,5 @@ def copy_file(source: Path, target: Path) -> None:
     shutil.copymode(source, target)
 
 
-# Linux's request to share the blocks of another file, of linux/fs.h.
+# Request of Linux to share the blocks of another file, from linux/fs.h.
 _FICLONE = 0x40049409

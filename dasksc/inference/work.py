@@ -36,7 +36,7 @@ _LEAST_ROWS = 2**12
 _MOST_ROWS = 2**16
 _UNITS = 64
 _CHUNK_BYTES = 2**18
-# Size of the batches that are written together.
+# Total size of the batches that are written at once.
 _HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
@@ -49,7 +49,7 @@ def unit_rows_for(n_obs: int, batch_size: int) -> int:
 
 
 def runs_of(units: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges ``[first, last)`` of neighboring numbers in an ascending list."""
+    """Yield the ranges ``[first, last)`` of consecutive numbers in an ascending list."""
     first = None
     for i, unit in enumerate(units):
         first = unit if first is None else first
@@ -115,7 +115,7 @@ class Work(WorkFolder):
         self.n_obs = n_obs
         self.batch_size = batch_size
         self.unit_rows = unit_rows_for(n_obs, batch_size)
-        # A run that this one replaces may still be writing, to a separate folder.
+        # Each plan has its own folder, since a run that this one replaces may still be writing.
         self._own = folder / self.digest
         self.store = self._own / "store"
 
@@ -168,8 +168,8 @@ class Work(WorkFolder):
         owner = next(self._owners(first, last), None)
         if owner is not None:
             raise StorageError(
-                f"{self.target} is being written by {owner}, which predicts the same cells. Wait for it or end it, or "
-                "give another out="
+                f"{self.target} is being written by {owner}, which predicts the same cells. Wait for that process or "
+                "stop it, or give another out="
             )
 
     def is_claimed(self) -> bool:
@@ -211,7 +211,7 @@ class Work(WorkFolder):
         return [k for k in range(first, self.n_units if last is None else last) if not self.is_done(k)]
 
     def array(self, output: Output) -> ShardedArray:
-        """Return the array of an output, one shard for each unit."""
+        """Return the array of an output, with one shard for each unit."""
         most = max(1, _CHUNK_BYTES // output.row_bytes)
         chunk = next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0)
         return ShardedArray(
@@ -223,7 +223,7 @@ class Work(WorkFolder):
         )
 
     def folder_of(self, output: Output) -> Path:
-        """Return the folder of an array while it is written."""
+        """Return the folder to which the array of an output is written."""
         return self.store / output.key / ("codes" if output.labels is not None else "")
 
     def mark(self, k: int, outputs: tuple[Output, ...], nan: Mapping[str, NanRows]) -> None:
@@ -252,7 +252,7 @@ class Work(WorkFolder):
         categories
             Labels of integer codes, by name.
         published
-            Keys that an interrupted process published: their shards are in the target.
+            Keys that an interrupted process published, so that their shards are in the target.
 
         Raises
         ------
@@ -293,8 +293,8 @@ class Work(WorkFolder):
 class UnitWriter:
     """Writer of successive batches of successive units.
 
-    A thread writes several batches at a time. Each system call releases the GIL. The loop would wait milliseconds to
-    acquire it again while other threads make batches.
+    A thread writes several batches at a time. The prediction loop does not write, since each system call releases the
+    GIL, and reacquiring it takes milliseconds while other threads make batches.
 
     Parameters
     ----------
@@ -322,7 +322,9 @@ class UnitWriter:
         outputs: tuple[Output, ...],
         nan: Mapping[str, NDArray[np.int64]],
     ) -> None:
-        """Write the predictions of the batch that begins at row `start`, where the previous batch or its unit ended.
+        """Write the predictions of the batch that begins at row `start`.
+
+        The batch begins a unit or follows the previous batch.
 
         Parameters
         ----------

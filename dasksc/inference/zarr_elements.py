@@ -62,7 +62,7 @@ def write_metadata(work: Work, one: Output, nan: Nan) -> None:
 
 
 def write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, columns: list[str]) -> str | None:
-    """Write a table of cells around existing columns; return the digest of the names."""
+    """Write the names and metadata of an obs table whose columns exist; return the digest of the names."""
     has_names = pieces is not None
     given = _numbers(n_obs) if pieces is None else iter(pieces)
     group = zarr.open_group(store / "obs", mode="a", zarr_format=3)
@@ -81,7 +81,7 @@ def write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, c
             start += len(piece)
             yield piece
         if start != n_obs:
-            raise StorageError(f"the atlas has {n_obs} cells and {start} names; it was changed while it was read")
+            raise StorageError(f"the atlas has {n_obs} cells and {start} names; the atlas changed while it was read")
 
     digest = digest_names(written())
     return digest if has_names else None
@@ -118,6 +118,6 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def remove_partial(store: Path) -> None:
-    """Remove partial files of killed processes."""
+    """Remove the partial files that killed processes left behind."""
     for leftover in store.rglob(".*.partial"):
         leftover.unlink()

@@ -18,7 +18,7 @@ from dasksc.atlas.options import OpenOptions, names_given, refuse_feature_choice
 from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.description import PROBED_BLOCKS, Column, Description, Modality, Rate, StoredMatrix
-from dasksc.inspection.stored_matrices import alike, stored_part
+from dasksc.inspection.stored_matrices import merge_alike, stored_part
 from dasksc.storage import is_url, redact_url
 
 __all__ = ["describe"]
@@ -37,7 +37,7 @@ def describe(
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
 ) -> Description:
-    """Describe the contents and the storage of an atlas, measure how fast this machine reads it, and give advice.
+    """Describe the contents, storage and reading rate of an atlas on this machine, and give advice.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def describe(
         )
         modalities, has_x = (), opened.X is not None
     stored = [stored_part(part) for part in parts[:_MAX_FILES]]
-    matrices = alike([matrix for one in stored for matrix in one.matrices])
+    matrices = merge_alike([matrix for one in stored for matrix in one.matrices])
     rates: tuple[Rate, ...] = ()
     if seconds and has_x and opened.n_obs:
         from dasksc.inspection.reading_rates import read_rates  # needs torch
@@ -108,7 +108,7 @@ def describe(
         obs=tuple(_columns(opened.obs)),
         matrices=tuple(matrices),
         rates=rates,
-        # Several shuffled files are not shuffled as a whole.
+        # Cells are not shuffled across files, even if each file is shuffled.
         advice=tuple(_advice(matrices, rates, is_shuffled=len(parts) == 1 and stored[0].is_shuffled)),
     )
 

@@ -54,9 +54,9 @@ class StoredMatrix:
     encoding
         ``"csr"``, ``"csc"`` or ``"dense"``.
     dtype, indices_dtype
-        Data type of the values, and of the column numbers of a sparse matrix, else None.
+        Data type of the values, and that of the column numbers of a sparse matrix; None for a dense matrix.
     chunks, shards
-        Shape of a chunk of values, None if they are contiguous, and of a shard, None if there are no shards.
+        Shape of a chunk of values, None if they are contiguous, and that of a shard, None if there are no shards.
     codec
         Compression of the chunks; None if they are uncompressed.
     nbytes, stored_bytes
@@ -146,7 +146,8 @@ class Description:
     n_files
         Number of files or stores.
     n_obs, n_vars
-        Number of cells and genes. With several modalities, the cells that all of them have, and the variables of all.
+        Number of cells and genes. With several modalities, the number of cells in all of them, and the total number of
+        variables.
     modalities
         Modalities of a MuData; empty if there is a single matrix X.
     obs

@@ -166,7 +166,7 @@ def _genes_of(dataset: scDataset) -> tuple[str, ...]:
 
 
 def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, Any]:
-    """Return the column whose classes are counted, and its labels; None for each that does not exist."""
+    """Return the name of the column whose classes are counted, and its labels; either is None if it does not exist."""
     strategy = dataset.strategy
     name = label_key or getattr(strategy, "label_key", None)
     labels = getattr(strategy, "labels", None)

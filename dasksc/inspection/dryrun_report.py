@@ -28,7 +28,7 @@ class RankShare:
     n_rows, n_fetches, n_batches
         Rows and batches that the rank yields, and the number of fetches that read them.
     n_padded, n_dropped
-        Number of rows that another rank also yields, and number of rows of its share that the rank drops.
+        Number of rows that another rank also yields, and number of rows in its share that the rank drops.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Check:
     n_rows
         Number of rows of the epoch over all ranks, before padding and dropping.
     n_blocks, block_size
-        Number of blocks that are dealt to the ranks, and rows per block; the last block may be shorter.
+        Number of blocks that are distributed over the ranks, and rows per block; the last block may be shorter.
     batch_size, global_batch_size
         Rows per batch, for one rank and for all ranks together.
     fetch_size

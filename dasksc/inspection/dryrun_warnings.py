@@ -11,7 +11,7 @@ from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.storage import is_url
 
-__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes", "wanted_share"]
+__all__ = ["warnings_of_loader", "warnings_of_mixing", "warnings_of_sets", "warnings_of_sizes", "used_share"]
 
 # A warning is given if the label entropy of batches is below this fraction of that of random batches.
 _MIXED = 0.9
@@ -23,7 +23,7 @@ _MIN_USED_SHARE = 0.5
 def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
     """Yield warnings about sizes that leave rows, ranks or most of the data read unused."""
     if not plan.n_rows:
-        yield "there are no rows to read: indices= leaves none"
+        yield "there are no rows to read: indices= selects none"
         return
     if not any(share.n_batches for share in ranks):
         yield (
@@ -60,8 +60,7 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
                 "or store smaller chunks"
             )
         elif (
-            is_url(matrix.label)
-            and (share := wanted_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _MIN_USED_SHARE
+            is_url(matrix.label) and (share := used_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _MIN_USED_SHARE
         ):
             yield (
                 f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
@@ -77,8 +76,8 @@ def _advice_on_runs(sets: SetSampler | None) -> str:
     return "Raise block_size or fetch_factor, or store smaller chunks in shards (dasksc convert)"
 
 
-def wanted_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
-    """Return the used fraction of the chunks that a fetch reads, if its runs lie at random positions.
+def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
+    """Return the fraction of the chunk rows read by a fetch that it uses, if its runs lie at random positions.
 
     Parameters
     ----------
@@ -127,7 +126,7 @@ def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterat
 
 
 def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
-    """Yield warnings about cells that are left out, repeated, or compared with controls that match in fewer columns."""
+    """Yield warnings about cells that are left out or repeated, or whose controls match in only some columns."""
     sampler = plan.sampler
     if not isinstance(sampler, SetSampler):
         return

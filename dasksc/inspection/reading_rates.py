@@ -54,8 +54,7 @@ def rate_of(dataset: scDataset, *, layout: Layout, block_size: int, seconds: flo
     endless = batches()
     next(endless)
     first_batch_s = perf_counter() - start
-    # Skip the first fetch. It compiles kernels, and all of its batches are available together with the
-    # first one.
+    # Skip the first fetch: it compiles kernels, and all of its batches are available as soon as the first one is.
     for _ in range(min(len(dataset), dataset.fetch_factor) - 1):
         next(endless)
     n_rows, elapsed_s = 0, 0.0

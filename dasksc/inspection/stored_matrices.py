@@ -21,7 +21,7 @@ from dasksc.storage.safety.zarr_codecs import codecs_within
 from dasksc.storage.zarr.reader import ZarrFile
 from dasksc.storage.zarr.zipped import is_zip
 
-__all__ = ["Stored", "alike", "stored_part"]
+__all__ = ["Stored", "merge_alike", "stored_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,13 @@ def stored_part(source: Any) -> Stored:
     with _root_of(source) as root:
         if root is None:
             return Stored()
-        how = root.attrs.get("dasksc")
+        conversion = root.attrs.get("dasksc")
         # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
-        is_shuffled = isinstance(how, Mapping) and how.get("order") == "shuffle" and how.get("group_by") is None
+        is_shuffled = (
+            isinstance(conversion, Mapping)
+            and conversion.get("order") == "shuffle"
+            and conversion.get("group_by") is None
+        )
         return Stored(matrices=tuple(_matrices_of(root)), is_shuffled=is_shuffled)
 
 
@@ -144,11 +148,11 @@ def _compressor_name(compressor: Any) -> str:
     return str(name) if cname is None else f"{name} {getattr(cname, 'value', cname)}"
 
 
-def alike(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
+def merge_alike(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:
     """Merge matrices that several files store in the same way."""
 
     def kind(one: StoredMatrix) -> tuple[Any, ...]:
-        # Chunk shapes are not compared: the chunks of a short array are only as long as the array.
+        # Chunk shapes are not compared, since the chunks of a short array are only as long as the array.
         return one.key, one.encoding, one.dtype, one.indices_dtype, one.codec, one.shards is None, one.chunks is None
 
     groups: dict[tuple[Any, ...], list[StoredMatrix]] = {}

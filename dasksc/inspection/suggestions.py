@@ -112,7 +112,7 @@ def suggest_parameters(
     target_ram_fraction
         Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with threads of its own.
+        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with its own threads.
     verbose
         If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform
@@ -238,14 +238,14 @@ def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
 
 
 def _is_yielded_dense(data: Any) -> bool:
-    """Return True if rows of `data` are yielded as float32 tensors: those of a 2-D Dask array or an AnnData."""
+    """Return True if rows of `data` are yielded as float32 tensors, as for an AnnData or a 2-D Dask array."""
     if hasattr(data, "dask") and getattr(data, "ndim", 0) == 2:
         return True
     return hasattr(data, "obs") and hasattr(data, "n_vars")
 
 
 def _memory_bytes(data: Any) -> int:
-    """Return the size of `data` and its members in bytes; tensors count by their elements."""
+    """Return the size of `data` and its members in bytes; for a tensor, that of its elements."""
     if hasattr(data, "element_size"):
         return int(data.element_size() * data.numel())
     if isinstance(data, (Mapping, MultiIndexable)):
@@ -284,7 +284,7 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
         "Memory",
         f"  per row          {system['estimated_sample_size_bytes']:,} bytes",
         f"  per fetch        {suggestion['estimated_memory_per_fetch_mb']:.1f} MiB",
-        f"  in all           {suggestion['estimated_total_memory_mb']:.1f} MiB; the limit is"
+        f"  total            {suggestion['estimated_total_memory_mb']:.1f} MiB; the limit is"
         f" {target_ram_fraction:.0%} of the {system['available_ram_gb']:.1f} GiB available",
         "The order of an epoch depends on fetch_factor: use one value on all ranks and runs.",
     ]

@@ -1,4 +1,4 @@
-"""Experiments of cell-load: TOML files as an atlas and the row numbers for training, validation and test.
+"""Reader of cell-load experiments: a TOML file becomes an atlas and row numbers for training, validation and test.
 
 cell-load itself is not required. The interpretation of its files follows its documentation and its class
 ``ExperimentConfig`` (https://github.com/ArcInstitute/cell-load).
@@ -33,8 +33,8 @@ __all__ = ["Experiment", "from_toml"]
 logger = logging.getLogger(__name__)
 
 _SECTIONS = ("datasets", "training", "zeroshot", "fewshot")
-# Keys outside sections that some experiments have. The split follows from the sections only.
-_NOT_OF_THE_SPLIT = ("h5ad_csv_path", "RAW_COUNT_HEURISTIC_THRESHOLD", "EXPONENTIATED_UMIS_LIMIT")
+# Keys outside sections, which some experiments have. The split does not depend on them.
+_IGNORED_KEYS = ("h5ad_csv_path", "RAW_COUNT_HEURISTIC_THRESHOLD", "EXPONENTIATED_UMIS_LIMIT")
 _PARTS = ("train", "val", "test")
 _ENDINGS = (".h5", ".h5ad")
 _BRACES = re.compile(r"\{([^{}]+)\}")
@@ -88,10 +88,10 @@ def from_toml(
     Parameters
     ----------
     path
-        Path of the TOML file. ``[datasets]`` has files, folders of ``.h5`` and ``.h5ad`` files, or patterns with braces
-        for alternatives; ``[training]`` the datasets to train on; ``[zeroshot]`` cell types (``"dataset.cell_type"``)
-        with all perturbations in ``val`` or ``test``; ``[fewshot]`` lists of perturbations by cell type
-        and part. Relative paths are relative to the working directory, as in cell-load.
+        Path of the TOML file. ``[datasets]`` gives files, folders of ``.h5`` and ``.h5ad`` files, or patterns with
+        braces for alternatives. ``[training]`` gives the datasets to train on. ``[zeroshot]`` gives cell types
+        (``"dataset.cell_type"``) whose perturbations are all in ``val`` or ``test``. ``[fewshot]`` lists perturbations
+        by cell type and part. Relative paths are relative to the working directory, as in cell-load.
     cell_type_key, pert_col, control_pert
         Columns of obs with cell types and with perturbations, and the perturbation of control cells.
     obs
@@ -166,7 +166,7 @@ def _sections(path: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
         raise MissingPathError(f"there is no experiment at {os.fspath(path)!r}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{os.fspath(path)} is not a TOML file: {error}") from error
-    ignored = [name for name in _NOT_OF_THE_SPLIT if raw.pop(name, None) is not None]
+    ignored = [name for name in _IGNORED_KEYS if raw.pop(name, None) is not None]
     if ignored:
         logger.info("%s ignored in %s: the split does not depend on these keys", ", ".join(ignored), os.fspath(path))
     for name, section in raw.items():
@@ -226,7 +226,7 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
     found: dict[tuple[str, str], Any] = {}
     for section in ("zeroshot", "fewshot"):
         for key, value in sections[section].items():
-            # The longest match, since names of datasets may contain dots.
+            # The longest match counts, since names of datasets may contain dots.
             dataset = max((name for name in files if key.startswith(f"{name}.")), key=len, default=None)
             if dataset is None:
                 if key in files and isinstance(value, dict):
@@ -241,22 +241,22 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
             context = dataset, key.removeprefix(f"{dataset}.")
             if context in found:
                 raise InputError(f"{key!r} is in [zeroshot] and in [fewshot]; list it in only one of them")
-            found[context] = _whole(key, value) if section == "zeroshot" else _lists(key, value)
+            found[context] = _zeroshot_part(key, value) if section == "zeroshot" else _fewshot_lists(key, value)
     return found
 
 
-def _whole(key: str, part: Any) -> str:
+def _zeroshot_part(key: str, part: Any) -> str:
     if part not in _PARTS:
         raise InputError(f"[zeroshot] {key!r} = {part!r} must be one of {', '.join(map(repr, _PARTS))}")
     return str(part)
 
 
-def _lists(key: str, value: Any) -> dict[str, list[str]]:
-    is_right = isinstance(value, dict) and all(
+def _fewshot_lists(key: str, value: Any) -> dict[str, list[str]]:
+    is_valid = isinstance(value, dict) and all(
         part in _PARTS[1:] and isinstance(names, list) and all(isinstance(name, str) for name in names)
         for part, names in value.items()
     )
-    if not is_right:
+    if not is_valid:
         raise InputError(
             f"[fewshot.{key!r}] must hold lists of perturbations, val = [...] and test = [...]; got {value!r}"
         )

@@ -1,8 +1,8 @@
 """Data sets of a Lightning run, for either of Lightning's two packages.
 
 Lightning restores the state of a loader only if it considers the epoch unfinished, and never after
-``trainer.estimated_stepping_batches`` was read. The data module therefore keeps the state, since its own state is
-always restored.
+``trainer.estimated_stepping_batches`` was read. The data module therefore keeps the state, since Lightning always
+restores the state of a data module.
 """
 
 from __future__ import annotations
@@ -155,12 +155,11 @@ class DataModule:
         return constructor(self, **shown)
 
     def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set the function that makes the loader of ``predict`` from its data set; None: the data set is the loader."""
+        """Set the function that returns the loader for the data set of ``predict``; None: the data set itself."""
         self._predicted_by = loader_of
 
     def __str__(self) -> str:
-        # Lightning's method iterates objects that are not DataLoaders, and would begin an epoch of each
-        # data set.
+        # Lightning's method iterates over other objects than DataLoaders, and would begin an epoch of each data set.
         return repr(self)
 
     def _shown(self) -> Mapping[str, Any]:
@@ -194,7 +193,7 @@ class DataModule:
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
             raise InputError(
-                f"this data module has strategies for {', '.join(self._strategies)} only; to use the {name} "
+                f"this data module has strategies only for {', '.join(self._strategies)}; to use the {name} "
                 f"dataloader, also pass {name}="
             )
         if name not in self.datasets:
@@ -261,8 +260,7 @@ class _TrainingLoader:
         self._shift = self._position - state["position"]
 
     def state_dict(self) -> dict[str, Any]:
-        # Lightning resumes within an epoch only if its loader is stateful. The data module keeps the
-        # state.
+        # Lightning resumes within an epoch only if the loader has this method. The data module keeps the state.
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -276,8 +274,7 @@ class _TrainingLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        # Lightning's epoch number is ignored, because the data set keeps counting when a second trainer
-        # uses it.
+        # Lightning's epoch number is ignored, because the data set continues to count when a second trainer uses it.
         shift, self._shift = self._shift, 0
         if shift and self._module.trainer is not None:
             count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current

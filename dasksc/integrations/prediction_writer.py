@@ -33,7 +33,7 @@ class Writer:
     Attributes
     ----------
     report
-        Report of the last ``trainer.predict``; None before.
+        Report of the last ``trainer.predict``; None before the first.
 
     Examples
     --------
@@ -92,11 +92,11 @@ class Writer:
         data.predict_by(lambda dataset: self._batches(pl_module, dataset))
 
     def _batches(self, pl_module: Any, dataset: Any) -> Any:
-        """Begin the predictions; called when the parameters are loaded."""
+        """Begin the predictions, after Lightning has loaded the parameters."""
         self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
-        self._status = notes = RankStatus(run.world)
+        self._status = status = RankStatus(run.world)
         self._n_done, self._begun = 0, time.perf_counter()
-        with notes.recording_failure(), run.explaining():
+        with status.recording_failure(), run.explaining():
             self._share = run.begin()
         return _Batches(self._share)
 
@@ -110,18 +110,18 @@ class Writer:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for all ranks to write their predictions, then make the predictions visible."""
-        run, notes = self._run, self._status
-        if stage != "predict" or run is None or notes is None:
+        run, status = self._run, self._status
+        if stage != "predict" or run is None or status is None:
             return
         trainer.datamodule.predict_by(None)
         self._run = None
-        with notes.recording_failure(), run.explaining():
+        with status.recording_failure(), run.explaining():
             if self._share is not None:
                 self._share.flush()
                 self._share.abandon()  # limit_predict_batches may end inside a unit
                 run.publish()
             if trainer.limit_predict_batches == 1.0:
-                notes.await_others(run.work)
+                status.await_others(run.work)
         self.report = run.report(self._n_done, time.perf_counter() - self._begun)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

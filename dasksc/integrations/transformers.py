@@ -72,7 +72,7 @@ class scTrainer(Trainer):
         self.add_callback(_SaveState(self))
 
     def _refuse_separate_ranks(self) -> None:
-        """Raise an error if every rank would train a model of its own on its share of the cells."""
+        """Raise an error if every rank would train a separate model on its share of the cells."""
         n_ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if n_ranks > 1 and self.args.world_size == 1:
             raise InputError(
@@ -90,7 +90,7 @@ class scTrainer(Trainer):
         Parameters
         ----------
         eval_dataset
-            Data set to use instead of the Trainer's own, or the name of one of those.
+            Data set to use instead of the Trainer's own, or the name of one of the Trainer's data sets.
         """
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
@@ -136,8 +136,7 @@ class scTrainer(Trainer):
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _restore(self, file: Path) -> None:
-        # The data set resumes at its position, so the Trainer must not read the earlier batches in order
-        # to skip them.
+        # The data set resumes at its position, so the Trainer must not read earlier batches to skip them.
         self.args.ignore_data_skip = True
         if file.exists():
             _checked(self.train_dataset, "train_dataset").load_state_dict(json.loads(file.read_text()))
@@ -154,8 +153,8 @@ class _SaveState(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            place = _checked(self._trainer.train_dataset, "train_dataset").state_dict()
-            (folder / _STATE_FILE).write_text(json.dumps(place))
+            position = _checked(self._trainer.train_dataset, "train_dataset").state_dict()
+            (folder / _STATE_FILE).write_text(json.dumps(position))
 
 
 def _checked(dataset: Any, name: str) -> scDataset:

@@ -60,13 +60,13 @@ def matrix_of(array: da.Array) -> Matrix:
     """
     if array.ndim != 2:
         raise InputError(
-            f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched from "
-            "two-dimensional arrays (cells by columns) only. Reshape it first."
+            f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched only "
+            "from two-dimensional arrays (cells by columns). Reshape it first."
         )
     if any(np.isnan(size) for sizes in array.chunks for size in sizes):
         raise InputError(
-            f"the Dask array {array.name!r} does not know its chunk sizes ({array.chunks}), so its rows "
-            "cannot be numbered. Call its compute_chunk_sizes() first."
+            f"the Dask array {array.name!r} has unknown chunk sizes ({array.chunks}), so its rows cannot be "
+            "numbered. Call its method compute_chunk_sizes() first."
         )
     leaf = leaf_matrix(array)
     if leaf is not None:
@@ -105,6 +105,6 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
 _ADVICE = "Use fewer rows per chunk or a larger block_size, or write the array to a file and open that file."
 _ADVICE_ON_SHARED = (
     "A value that its row chunks share, such as a mean over the rows, is computed in each process by the first fetch, "
-    "and kept if it is small. Compute it first, and the other steps can be computed row by row: m = "
+    "and kept if it is small. Compute this value first, so that the other steps can be computed row by row: m = "
     "X.mean(axis=0).compute(), then X - m."
 )

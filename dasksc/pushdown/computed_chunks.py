@@ -30,7 +30,7 @@ _ASSUMED_DENSITY = 0.1
 
 
 class DaskMatrix:
-    """Matrix over any Dask array, which computes every row chunk that a fetch touches.
+    """Matrix over any Dask array; a fetch computes every row chunk that contains a requested row.
 
     Chunks are computed one after another on the calling thread. Only the requested rows of each are
     kept, so memory holds one row of chunks and the result. Intermediate results that most row chunks
@@ -144,7 +144,7 @@ class DaskMatrix:
         return ("dasksc.DaskMatrix", normalize_token(self._array), self._label)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # DataLoader workers receive the matrix by plain pickle, which fails on the lambdas of a map_blocks.
+        # DataLoader workers receive the matrix by plain pickle, which cannot serialize lambdas given to map_blocks.
         if self._pickled is None:
             self._pickled = cloudpickle.dumps((self._array, self._label))
         return _load_dask_matrix, (type(self), self._pickled)
@@ -153,7 +153,7 @@ class DaskMatrix:
         return f"{type(self).__name__}({self._array!r})"
 
 
-# Every fetch in another process carries its matrices. The cache avoids unpickling the same graphs each time.
+# Matrices are sent to other processes with every fetch. The cache avoids unpickling the same graphs each time.
 @lru_cache(maxsize=8)
 def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
     array, label = cloudpickle.loads(state)
@@ -161,7 +161,7 @@ def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
 
 
 def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Yield the number of each block that ascending `rows` touch, and the half-open range of `rows` inside it."""
+    """Yield the number of each block that contains some of the ascending `rows`, and the half-open range of these."""
     cuts = np.searchsorted(rows, bounds)
     for number, (start, stop) in enumerate(pairwise(cuts.tolist())):
         if stop > start:

@@ -27,10 +27,10 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of computed results that most row chunks use, each in a task of its own.
+    """Return the keys of intermediate results that most row chunks use, each row chunk in a task of its own.
 
-    The result excludes the dependencies of these keys, and keys that only neighboring row chunks share, such as the
-    chunks before a rechunk. Caching those would amount to caching the whole array.
+    The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
+    such as the chunks before a rechunk, since caching these would amount to caching the whole array.
     """
     n_row_chunks, n_column_chunks = array.numblocks
     if n_row_chunks < 2:
@@ -65,7 +65,7 @@ def _shared(
 
 
 def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
-    """Compute some keys of an array and return the array with their values in place of their tasks.
+    """Compute some keys of an array, and return the array with the values in place of the tasks.
 
     Return `array` unchanged if the values would take too much memory, as do the chunks of an array whose rows are
     reordered.

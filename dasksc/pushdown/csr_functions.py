@@ -1,4 +1,4 @@
-"""Common functions of CSR blocks, without copies of the index arrays.
+"""Common functions of CSR blocks that do not copy the index arrays.
 
 SciPy and scanpy copy the index arrays into each result, which takes as long as the computation itself: a fifth of the
 processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the result shares the index
@@ -44,7 +44,7 @@ OF_VALUES = frozenset(
 
 
 def without_copies(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that gives the results of `function` and shares index arrays, or `function` itself."""
+    """Return an equivalent of `function` whose results share index arrays, or `function` itself if there is none."""
     if isinstance(function, np.ufunc):
         return _elementwise(function) if function in OF_VALUES else function
     name = (getattr(function, "__module__", None), getattr(function, "__qualname__", None))

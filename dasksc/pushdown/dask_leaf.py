@@ -116,7 +116,7 @@ class MatrixRows:
 
 
 def leaf_matrix(array: da.Array) -> Matrix | None:
-    """Return the matrix that `to_dask` wrapped if `array` is a direct result of `to_dask`, otherwise None."""
+    """Return the matrix that an array wraps if the array is a direct result of `to_dask`, otherwise None."""
     key = MATRIX_KEY_PREFIX + array.name
     layer = array.dask.layers.get(key)
     if layer is None or array.name not in array.dask.layers:
@@ -167,7 +167,7 @@ def gather_block(
 
 
 def chunk_rows_for(*matrices: Matrix) -> int:
-    """Return the rows per chunk with which a chunk of the widest matrix takes about ``dasksc.chunk-bytes``."""
+    """Return the rows per chunk for which a chunk of the widest matrix takes about ``dasksc.chunk-bytes``."""
     budget = config.get_bytes("chunk-bytes")
     return max(1, int(budget / max(map(_block_row_bytes, matrices))))
 

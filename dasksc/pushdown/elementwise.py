@@ -40,7 +40,7 @@ _FUNCTIONS = (np.clip, np.round, np.where)
 def elementwise(array: da.Array) -> da.Array:
     """Make the operators and functions in the graph of an array elementwise on CSR blocks.
 
-    Return the array itself if its graph has none.
+    Return the array itself if its graph contains none of them.
     """
     before = array.dask.layers
     layers = {name: _with_layer(layer) for name, layer in before.items()}
@@ -72,7 +72,7 @@ class Elementwise:
             return _of_values(functools.partial(_called, function, args, kwargs), blocks[0], *large)
         if function in _PRODUCTS and len(args) == 2 and not kwargs and all(np.isfinite(arg.data).all() for arg in args):
             return args[0].multiply(args[1]).tocsr()
-        if function in (operator.add, operator.sub):  # elementwise in SciPy, too
+        if function in (operator.add, operator.sub):  # SciPy's operators are elementwise
             return function(*args, **kwargs)
         return function(*(arg.toarray() if sp.issparse(arg) else arg for arg in args), **kwargs)
 
@@ -86,7 +86,7 @@ def _of(function: Callable[..., Any]) -> Elementwise:
     return Elementwise(function)
 
 
-def _is_wanted(function: object) -> bool:
+def _needs_wrapper(function: object) -> bool:
     if isinstance(function, np.ufunc):
         # SciPy applies the ufuncs in OF_VALUES elementwise. A ufunc with a signature, as matmul, is not elementwise.
         return function not in OF_VALUES and function.nout == 1 and function.signature is None
@@ -162,7 +162,7 @@ def _with_task(value: Any) -> Any:
     if type(value) is not Task:
         return value
     args = tuple(map(_with_task, value.args))
-    function = _of(value.func) if _is_wanted(value.func) else value.func
+    function = _of(value.func) if _needs_wrapper(value.func) else value.func
     if function is value.func and all(map(operator.is_, args, value.args)):
         return value
     return Task(value.key, function, *args, **value.kwargs)

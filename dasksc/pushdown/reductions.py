@@ -1,8 +1,8 @@
 """Sums, means and variances of Dask arrays whose chunks are SciPy matrices.
 
-Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support,
-and neither library allows others to register an implementation. The methods are therefore set on the
-arrays that `to_dask` and `dasksc.normalize` return. Slices of these arrays are plain Dask arrays again.
+Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support. Neither library
+lets others register an implementation. The methods are therefore set on the arrays that `to_dask` and
+`dasksc.normalize` return. Slices of these arrays are plain Dask arrays, without these methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
 
 
 def add_reductions(array: da.Array) -> da.Array:
-    """Add working ``sum``, ``mean``, ``var`` and ``std`` methods to an array of sparse chunks.
+    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones that support sparse chunks.
 
     Parameters
     ----------

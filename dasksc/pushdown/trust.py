@@ -1,8 +1,8 @@
-"""Trust in functions of blocks to treat every row independently.
+"""Levels of trust that a function of blocks treats every row independently.
 
 A function does not reveal this property. Elementwise functions and reductions over columns are known to have it.
 `row_local` declares it for other functions. Functions of the libraries that array code commonly uses are believed to
-have it until a trial shows otherwise. With ``dasksc.array-code: strict`` they are not believed.
+have it until a trial shows otherwise. With ``dasksc.array-code: strict``, these functions are not believed.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class row_local:
     """Declare that a function of blocks computes every row from that row alone.
 
     ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. By default, functions of NumPy, SciPy, Dask,
-    scanpy and numba need no declaration. For other functions without it, whole chunks are computed, since dasksc cannot
-    tell whether they mix rows.
+    scanpy and numba need no declaration. Any other function without a declaration is computed on whole chunks, since
+    dasksc cannot tell whether it mixes rows.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
 
 
 def calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield every function in a task with its keyword arguments, also inside partial and composed functions."""
+    """Yield every function in a task, also inside partial and composed functions, with its keyword arguments."""
     if isinstance(value, Task):
         yield from _called(value.func, value.kwargs)
         yield from calls((value.args, value.kwargs))

@@ -18,7 +18,7 @@ _NORMAL_DEVIATION = 0.6744897501960817
 def by_dispersion(
     means: NDArray[np.float64],
     variances: NDArray[np.float64],
-    is_there: NDArray[np.bool_] | None,
+    is_expressed: NDArray[np.bool_] | None,
     *,
     flavor: str,
     n_top_genes: int,
@@ -29,8 +29,9 @@ def by_dispersion(
     ----------
     means, variances
         Mean and variance of each gene in each batch, shape (n_batches, n_vars).
-    is_there
-        Mask of the genes in each batch, shape (n_batches, n_vars), bool; None: a single batch with all genes.
+    is_expressed
+        Mask of the genes expressed in each batch, shape (n_batches, n_vars), bool; None: a single batch whose genes
+        are all scored.
     flavor
         ``"seurat"`` or ``"cell_ranger"``.
     n_top_genes
@@ -42,11 +43,11 @@ def by_dispersion(
         ``means``, ``dispersions``, ``dispersions_norm``, ``highly_variable``, and, for several batches, the number of
         batches in which the gene is highly variable.
     """
-    if is_there is None:
+    if is_expressed is None:
         return _of_batch(means[0], variances[0], flavor, n_top_genes)
-    stacked = np.zeros((*means.shape, 4))  # genes that a batch lacks count as 0
-    for values, mean, variance, there in zip(stacked, means, variances, is_there, strict=True):
-        values[there] = _of_batch(mean[there], variance[there], flavor, n_top_genes)
+    stacked = np.zeros((*means.shape, 4))  # genes that a batch does not express count as 0
+    for values, mean, variance, expressed in zip(stacked, means, variances, is_expressed, strict=True):
+        values[expressed] = _of_batch(mean[expressed], variance[expressed], flavor, n_top_genes)
     n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
     scores = _nan_mean(stacked[:, :, 2])
     found = pd.DataFrame(
@@ -81,15 +82,15 @@ def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: 
         width, center = width.where(~alone, center), center.where(~alone, 0.0)
     else:
         edges = np.r_[-np.inf, np.percentile(mean, np.arange(10, 105, 5)), np.inf]
-        # If many genes are expressed in no cell, edges coincide, for which scanpy raises an error.
+        # If many genes are expressed in no cell, edges coincide. scanpy raises an error in this case.
         bins = pd.cut(genes["means"], bins=edges, duplicates="drop")
         grouped = genes["dispersions"].groupby(bins, observed=True)
         center = grouped.transform("median")
         width = (genes["dispersions"] - center).abs().groupby(grouped.ngroup()).transform("median") / _NORMAL_DEVIATION
     with np.errstate(invalid="ignore", divide="ignore"):
         normed = ((genes["dispersions"] - center) / width).to_numpy()
-    there = np.sort(normed[~np.isnan(normed)])
-    lowest = there[-min(n_top_genes, len(there))] if len(there) else np.inf
+    ascending = np.sort(normed[~np.isnan(normed)])
+    lowest = ascending[-min(n_top_genes, len(ascending))] if len(ascending) else np.inf
     return genes.assign(dispersions_norm=normed, highly_variable=np.nan_to_num(normed, nan=-np.inf) >= lowest)
 
 

@@ -62,16 +62,16 @@ class Statistics:
             ``uns["cells"]``.
         """
         if self.groups is not None:
-            made = self.groups.copy()
-            made.var = self.genes
+            adata = self.groups.copy()
+            adata.var = self.genes
         else:
             layers = {name: self.genes[[name]].to_numpy().T for name in ("sum", "mean", "var", "count_nonzero")}
             n_obs = self.genes["n"].to_numpy()[:1]
             obs = pd.DataFrame({"n_obs_aggregated": n_obs if len(n_obs) else [0]}, index=["all"])
-            made = AnnData(obs=obs, var=self.genes, layers=layers)
+            adata = AnnData(obs=obs, var=self.genes, layers=layers)
         if self.cells is not None:
-            made.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
-        return made
+            adata.uns["cells"] = self.cells.set_axis(self.cells.index.astype(str))
+        return adata
 
 
 def statistics(
@@ -111,7 +111,7 @@ def statistics(
     Raises
     ------
     InputError
-        If an argument does not fit the atlas, or the statistics and the rows being read need more memory than
+        If an argument does not fit the atlas, or if the statistics and the rows being read need more memory than
         ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
@@ -120,9 +120,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read take the
-    memory that the statistics leave of ``dasksc.memory-limit``. Sums are computed in float64, of the differences from
-    the first value of each gene and group. Variances are therefore accurate even if means are large.
+    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read use
+    the part of ``dasksc.memory-limit`` that the statistics do not need. The differences from the first value of each
+    gene and group are summed in float64, so variances are accurate even if means are large.
 
     Examples
     --------
@@ -207,7 +207,7 @@ class _Cells:
         for mask, one in zip(self._masks, masks.values(), strict=True):
             mask[:] = one
         self._index = source.obs.index
-        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # written at once, as in Moments
+        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # filled immediately, as in Moments
         self._counts = np.full(source.n_rows, 0)
 
     def add(self, rows: Any) -> None:
@@ -262,12 +262,12 @@ def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
 
 
 def check_destination(path: str | os.PathLike[str]) -> str:
-    """Return the path for the statistics, if it can be written.
+    """Return the path as a string, if statistics can be written to it.
 
     Raises
     ------
     InputError
-        If the path exists, its folder is missing, or its name has another ending.
+        If the path exists, its folder is missing, or its name does not end in ``.h5ad``.
     """
     name = os.fspath(path)
     if not name.endswith(".h5ad"):

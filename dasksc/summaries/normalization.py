@@ -51,8 +51,8 @@ def normalize(
     Returns
     -------
     AnnData
-        AnnData as from `dasksc.open`, with a normalized X or layer of floating-point values. They are computed from the
-        stored values whenever rows are read, both for Dask chunks and for batches. ``uns["log1p"]`` records the
+        AnnData as from `dasksc.open`, with a normalized X or layer of floating-point values. These are computed from
+        the stored values whenever rows are read, both for Dask chunks and for batches. ``uns["log1p"]`` records the
         logarithm. `adata` does not change.
 
     Raises
@@ -87,13 +87,13 @@ def normalize(
     scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
     is_sparse = sp.issparse(meta_of(array))
     meta = sp.csr_matrix((0, 0), dtype=dtype) if is_sparse else np.empty((0, 0), dtype=dtype)
-    made: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
+    normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     if is_sparse:
-        add_reductions(made)
+        add_reductions(normalized)
     if layer is None:
-        atlas.X = made
+        atlas.X = normalized
     else:
-        atlas.layers[layer] = made
+        atlas.layers[layer] = normalized
     if log1p:
         atlas.uns["log1p"] = {"base": None}
     return atlas
@@ -111,25 +111,25 @@ def _median_total(source: Pass) -> float:
     masks = np.zeros((0, source.adata.n_vars), dtype=bool)
     for places, indptr, columns, values in source:
         kernels.add_rows(indptr, columns, values, masks, totals[places], counts[places])
-    some = totals[totals > 0]
-    if not len(some):
+    positive = totals[totals > 0]
+    if not len(positive):
         raise InputError(f"no cell has a total of {source.label} above 0, so there is no median; give target_sum=")
-    return float(np.median(some))
+    return float(np.median(positive))
 
 
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
-    """Return rows scaled to the total `target`, CSR or dense as given."""
+    """Scale rows to the total `target`; the result is CSR or dense, as `block` is."""
     if sp.issparse(block):
-        made = sp.csr_matrix(block, dtype=dtype, copy=True)
-        factors = _factors(np.asarray(made.sum(axis=1, dtype=np.float64)).reshape(-1), target)
-        made.data *= np.repeat(factors, np.diff(made.indptr)).astype(dtype)
-        values = made.data
+        result = sp.csr_matrix(block, dtype=dtype, copy=True)
+        factors = _factors(np.asarray(result.sum(axis=1, dtype=np.float64)).reshape(-1), target)
+        result.data *= np.repeat(factors, np.diff(result.indptr)).astype(dtype)
+        values = result.data
     else:
-        values = made = np.array(block, dtype=dtype)
-        values *= _factors(made.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
+        values = result = np.array(block, dtype=dtype)
+        values *= _factors(result.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
     if log1p:
         np.log1p(values, out=values)
-    return made
+    return result
 
 
 def _factors(totals: NDArray[np.float64], target: float) -> NDArray[np.float64]:

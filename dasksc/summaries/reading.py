@@ -27,12 +27,12 @@ from dasksc.sampling.strategies import Streaming
 
 __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 
-# Maximum and minimum size of a fetch, and batches in it. The moments of several groups exceed the processor's caches.
-# The rows of a group in a batch are added together, so large batches load the moments fewer times.
+# Maximum and minimum size of a fetch, and the number of batches in it. The moments of several groups exceed the
+# processor's caches. All rows of a group in a batch are added at once, so large batches load the moments fewer times.
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_BATCHES = 2**25, 2**21, 2
 # Copies of a batch that the computation makes: converted values, and values in another order.
 _BATCH_COPIES = 2
-# Minimum size of a row, in bytes, that the number of rows in a batch assumes.
+# Minimum size of a row in bytes from which the number of rows in a batch is computed.
 _LEAST_ROW_BYTES = 2**11
 # Number of rows whose groups are converted to int64 at a time.
 _PIECE_ROWS = 2**20
@@ -95,7 +95,7 @@ class Pass:
 
     Notes
     -----
-    Results (`reserve`) and fetches share ``dasksc.memory-limit``: fetches take what the results leave.
+    Results (`reserve`) and fetches share ``dasksc.memory-limit``. Fetches use the memory that is not reserved.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Pass:
         return self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
 
     def reserve(self, results: str, n_bytes: int, remedy: str) -> None:
-        """Reserve memory for results, in addition to results for which it is already reserved.
+        """Reserve memory for results, in addition to earlier reservations.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class Pass:
             yield from _csr_rows(self._fetching()[1])
 
     def _fetching(self) -> tuple[int, scDataset]:
-        """Return the data set that reads in the memory that the results leave, and the size of copies of a batch."""
+        """Return the size of the copies of a batch in bytes, and a data set that reads in the unreserved memory."""
         limit = config.memory_limit(None) - self._held_bytes - self._results_bytes
         fetch_bytes = _FETCH_BYTES
         dataset = self._dataset(fetch_bytes)
@@ -212,7 +212,7 @@ class Pass:
 
 
 def _demand_bytes(dataset: scDataset) -> int:
-    """Return the smallest memory in which a data set reads, including copies of a batch, in bytes."""
+    """Return the minimum memory in bytes that a data set needs to read, including copies of a batch."""
     return components_of(dataset).projection.least_demand(_FETCH_BATCHES).anonymous + _copies_bytes(dataset)
 
 
@@ -253,11 +253,11 @@ class Moments:
 
     def __init__(self, n_rows: NDArray[np.int64], n_vars: int) -> None:
         self._n_rows = n_rows.astype(np.float64)[:, None]
-        # Written at once, so that the loader does not count this memory as available.
+        # Filled immediately, so that the loader does not count this memory as available.
         self._sums = np.full((len(n_rows), n_vars, 4), 0.0)
 
     def add(self, rows: PassRows, groups: NDArray[Any], values: NDArray[Any] | None = None) -> None:
-        """Add rows, which belong to `groups`; `values` replace their values if given."""
+        """Add rows that belong to `groups`; if given, `values` are used instead of the values of the rows."""
         given = rows.values if values is None else values
         groups = groups.astype(np.int64, copy=False)
         # A stable sort keeps the order of the rows of a group, so it does not change any sum.
@@ -267,10 +267,10 @@ class Moments:
     @cached_property
     def _finished(self) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         shape = self._sums.shape[:2]
-        made = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
-        kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *made)
-        del self._sums  # frees memory for what is computed from the results
-        return made
+        results = np.empty(shape, dtype=np.int64), np.empty(shape), np.empty(shape), np.empty(shape)
+        kernels.finish_moments(self._sums, self._n_rows[:, 0].astype(np.int64), *results)
+        del self._sums  # frees memory for computations on the results
+        return results
 
     @property
     def n_nonzero(self) -> NDArray[np.int64]:
@@ -314,7 +314,7 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     table
         Table of the cells (obs).
     names
-        One or several columns. The name of a group is that of its labels, joined by ``_``, as in
+        One or several columns. The name of a group consists of its labels, joined by ``_``, as in
         `scanpy.get.aggregate`.
 
     Raises
@@ -329,12 +329,12 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     columns = [pd.Categorical(table[require_key("obs", name, table)]).remove_unused_categories() for name in names]
     if len(columns) == 1:
         found = columns[0].codes
-        there = np.arange(len(columns[0].categories))
+        combinations = np.arange(len(columns[0].categories))
     else:
-        there, found = _combined(columns)
+        combinations, found = _combined(columns)
     labels = {}
     for name, column in reversed(list(zip(names, columns, strict=True))):
-        there, code = np.divmod(there, max(len(column.categories), 1))
+        combinations, code = np.divmod(combinations, max(len(column.categories), 1))
         labels[name] = pd.Categorical.from_codes(code, column.categories)
     ordered = {name: labels[name] for name in names}
     index = ["_".join(map(str, label)) for label in zip(*ordered.values(), strict=True)]
@@ -356,17 +356,17 @@ def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDA
         codes += column.codes.astype(codes.dtype, copy=False)
         has_all &= column.codes >= 0
     codes[~has_all] = -1
-    there = pd.unique(codes)
-    there = np.sort(there[there >= 0]).astype(np.int64)
-    found = np.empty(len(codes), dtype=np.min_scalar_type(-len(there) - 1))
+    combinations = pd.unique(codes)
+    combinations = np.sort(combinations[combinations >= 0]).astype(np.int64)
+    found = np.empty(len(codes), dtype=np.min_scalar_type(-len(combinations) - 1))
     for start in range(0, len(codes), _PIECE_ROWS):
         piece = slice(start, start + _PIECE_ROWS)
-        found[piece] = np.where(has_all[piece], np.searchsorted(there, codes[piece]), -1)
-    return there, found
+        found[piece] = np.where(has_all[piece], np.searchsorted(combinations, codes[piece]), -1)
+    return combinations, found
 
 
 def _counts_of(codes: NDArray[np.signedinteger[Any]], n_groups: int) -> NDArray[np.int64]:
-    """Count the rows of each group, shape (n_groups,); rows with a negative number belong to none."""
+    """Count the rows of each group, shape (n_groups,); rows with a negative code belong to none."""
     counts = np.zeros(n_groups, dtype=np.int64)
     for start in range(0, len(codes), _PIECE_ROWS):  # bincount converts its argument to int64
         piece = codes[start : start + _PIECE_ROWS]

@@ -8,7 +8,7 @@ flavor                   passes  sums
 ``"seurat"``             1       moments of ``expm1(X)``
 ``"cell_ranger"``        1       moments of X
 ``"seurat_v3"``          2       moments of X; values clipped at a bound from a fit to the moments
-``"pearson_residuals"``  2       moments of X; residuals, which zeros have, too
+``"pearson_residuals"``  2       moments of X; residuals, including those of zeros
 =======================  ======  =========================================================================
 """
 
@@ -122,7 +122,7 @@ def highly_variable_genes(
     columns = [] if batch_key is None else [batch_key]
     source = Pass(adata, layer=layer, columns=columns, filter=filter, progress=progress)
     if not source.n_rows:
-        raise InputError("there are no cells to find variable genes in; the filter leaves none")
+        raise InputError("there are no cells to find variable genes in; the filter selects none")
     batches = _batches(source, batch_key)
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
@@ -151,14 +151,18 @@ def highly_variable_genes(
     elif flavor == "pearson_residuals":
         found = _by_residuals(source, batches, moments, n_top_genes)
     else:
-        is_there = moments.n_nonzero > 0
+        is_expressed = moments.n_nonzero > 0
         if not (np.isfinite(moments.sum).all() and np.isfinite(moments.squares).all()):
             raise InputError(
                 f"{source.label} has values that are infinite or too large for flavor={flavor!r}, which expects "
                 "log-normalized values; normalize the counts first with dasksc.normalize, or use flavor='seurat_v3'"
             )
         found = by_dispersion(
-            moments.mean, _variance(moments), is_there if has_batches else None, flavor=flavor, n_top_genes=n_top_genes
+            moments.mean,
+            _variance(moments),
+            is_expressed if has_batches else None,
+            flavor=flavor,
+            n_top_genes=n_top_genes,
         )
     if not has_batches:
         found = found.drop(columns=[name for name in found if name.startswith("highly_variable_n") or "inter" in name])
@@ -188,15 +192,15 @@ def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Mome
         values = rows.values
         kinds |= kernels.kinds_of(values)
         if is_logarithm:
-            # In the data type of the values, as in scanpy.
-            with np.errstate(over="ignore"):  # refused once all rows are added
+            # Computed in the data type of the values, as in scanpy.
+            with np.errstate(over="ignore"):  # overflow is refused once all rows are added
                 values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
     return moments, kinds
 
 
 def _variance(moments: Moments) -> NDArray[np.float64]:
-    """Return variances of genes in batches; as in scanpy, 0 for a batch of one cell."""
+    """Return the variances of genes in batches; 0 for a batch of one cell, as in scanpy."""
     return np.nan_to_num(moments.variance(), nan=0.0)
 
 
@@ -221,7 +225,7 @@ def _by_fit(source: Pass, batches: Groups, moments: Moments, n_top_genes: int) -
             "variances_norm": normed.mean(axis=0),
         }
     )
-    # By rank, then by the number of batches, then in the order of genes.
+    # Genes are sorted by rank, then by the number of batches, then by their position.
     order = np.lexsort((-n_batches, np.nan_to_num(rank, nan=np.inf)))
     return _with_top(found, order, n_top_genes)
 
@@ -245,7 +249,7 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments) -> 
         deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
     n_rows = batches.n_rows[:, None].astype(np.float64)
     bounds = deviations * np.sqrt(n_rows) + means
-    sums = np.full((*means.shape, 2), 0.0)  # written at once, as in Moments
+    sums = np.full((*means.shape, 2), 0.0)  # filled immediately, as in Moments
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_clipped(rows.indptr, rows.columns, rows.values, codes, bounds, sums)
@@ -278,7 +282,7 @@ def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDAr
     shares = np.divide(totals, totals.sum(axis=1, keepdims=True), out=np.zeros_like(totals), where=totals > 0)
     # scanpy clips all batches at the bound of the first one.
     clip = float(np.sqrt(n_rows[0]))
-    sums = np.full((len(totals), 2, totals.shape[1]), 0.0)  # written at once, as in Moments
+    sums = np.full((len(totals), 2, totals.shape[1]), 0.0)  # filled immediately, as in Moments
     for rows in source:
         codes = batches.codes[rows.places].astype(np.int64)
         kernels.add_residuals(rows.indptr, rows.columns, rows.values, codes, shares, _THETA, clip, sums)
@@ -288,13 +292,13 @@ def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDAr
 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the number of batches in which each gene is among the top ones, and the median of its ranks in these."""
-    # NumPy's default sort orders tied genes as in scanpy, which does not choose a stable one.
+    """Return the number of batches that have each gene among their top genes, and the median of its ranks in these."""
+    # Tied genes are ordered as in scanpy, which uses NumPy's default sort, not a stable one.
     ranks = np.argsort(np.argsort(-scores, axis=1), axis=1).astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)
     median = np.full(ranks.shape[1], np.nan)
-    some = n_batches > 0
-    median[some] = np.nanmedian(np.where(ranks < n_top_genes, ranks, np.nan)[:, some], axis=0)
+    is_top = n_batches > 0
+    median[is_top] = np.nanmedian(np.where(ranks < n_top_genes, ranks, np.nan)[:, is_top], axis=0)
     return n_batches, median
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dasksc.train.saved_models import load_model
 
 # Imported on first use: reading a configuration and starting ranks need no data set.
-_HOMES = {
+_MODULES = {
     "Config": "dasksc.train.config",
     "Report": "dasksc.train.report",
     "fit": "dasksc.train.loop",
@@ -27,6 +27,6 @@ __all__ = ["Config", "Report", "fit", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'dasksc.train' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

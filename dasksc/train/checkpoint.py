@@ -88,10 +88,11 @@ class Checkpoints:
         state
             All other state, serializable as JSON; the state of rank 0 is written.
         value
-            Value of the monitored metric that ranks checkpoints; None keeps the checkpoint only until the next one.
+            Value of the monitored metric, by which checkpoints are compared. With None, the checkpoint is kept only
+            until the next one.
         branched_at
-            Step of the checkpoint that the run resumed from, if this is the first checkpoint since; 0 if that one is
-            not in `folder`. Checkpoints of later steps belong to the abandoned run and are moved into
+            Step of the checkpoint from which the run resumed, if it has not saved a checkpoint since; 0 if that
+            checkpoint is not in `folder`. Checkpoints of later steps belong to the abandoned run and are moved into
             ``abandoned-<number>``.
 
         Returns
@@ -122,11 +123,11 @@ class Checkpoints:
             self._publish(partial, path, branched_at)
             self._prune(path)
 
-        self.context.by_first(begin, unwritten)
+        self.context.on_rank_zero(begin, unwritten)
         tensors = _tensors_of(model, optimizer) | _random_state(self.context)
         with _quiet(), _converted_errors(StorageError, f"{partial} cannot be written", "Is there space left?"):
             save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
-        self.context.by_first(complete, unwritten)
+        self.context.on_rank_zero(complete, unwritten)
         return path
 
     def _publish(self, complete: Path, path: Path, branched_at: int | None) -> None:
@@ -137,7 +138,7 @@ class Checkpoints:
             abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
-        # Moved after the rename, so that a run killed before it still has all checkpoints.
+        # Other checkpoints are moved after the rename, so that a run that is killed before it still has all of them.
         for other in abandoned:
             if other != path:
                 _move(other, aside)
@@ -176,7 +177,7 @@ class Checkpoints:
     def has(self, path: Path) -> bool:
         """Return True if a checkpoint is in `folder`. All ranks must call this method."""
         is_here = _NAME.fullmatch(path.name) is not None and path.resolve().parent == self.folder.resolve()
-        return bool(self.context.agreed(is_here))
+        return bool(self.context.broadcast(is_here))
 
     def find(self, resume_from: str | None) -> Path | None:
         """Return the checkpoint to resume from, or None to start a new run. All ranks must call this method.
@@ -186,22 +187,23 @@ class Checkpoints:
         InputError
             If a new run would write into a directory that has checkpoints of another run.
         MissingPathError
-            If there is no such checkpoint.
+            If `resume_from` is not a checkpoint.
         """
-        there = self.context.agreed([str(path) for path in self.all()])
+        existing = self.context.broadcast([str(path) for path in self.all()])
         if resume_from is None:
-            if there:
+            if existing:
                 raise InputError(
-                    f"{self.folder} has {len(there)} checkpoints of another run, the latest {Path(there[-1]).name}. "
-                    "Resume it with training.resume_from=auto, or give another training.checkpoint_dir"
+                    f"{self.folder} has {len(existing)} checkpoints of another run, the latest "
+                    f"{Path(existing[-1]).name}. Resume it with training.resume_from=auto, or give another "
+                    "training.checkpoint_dir"
                 )
             return None
         if resume_from == "auto":
-            return Path(there[-1]) if there else None
+            return Path(existing[-1]) if existing else None
         path = Path(resume_from)
         if not (path / "state.json").exists():
             raise MissingPathError(
-                f"training.resume_from={resume_from!r} is not a checkpoint; {self.folder} has {there}"
+                f"training.resume_from={resume_from!r} is not a checkpoint; {self.folder} has {existing}"
             )
         return path
 
@@ -218,7 +220,7 @@ class Checkpoints:
             Model and optimizer, sharded or not. The optimizer keeps its constructor arguments, such as
             ``weight_decay``; its other state comes from the checkpoint.
         made
-            ``name`` and ``arguments`` of ``model`` and ``optimizer``, in the form in which they are saved.
+            ``name`` and ``arguments`` of ``model`` and ``optimizer``, in the same form as in the checkpoint.
 
         Returns
         -------
@@ -238,10 +240,10 @@ class Checkpoints:
         _check_fits(path, state, made, tensors, known)
         random = {name: value for name, value in _random_state(self.context).items() if name in known}
         groups = tensors["optimizer"]["param_groups"]
-        learned = _learned_in(groups, hyperparameters_of(optimizer), known)
-        filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": learned}}
+        states = _group_states(groups, hyperparameters_of(optimizer), known)
+        filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": states}}
         read_tensors(filled | random, path, no_dist=not dist.is_initialized())
-        for group, values in zip(groups, learned, strict=True):
+        for group, values in zip(groups, states, strict=True):
             group.update(values)
         set_model_state_dict(model, tensors["model"])
         set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
@@ -259,7 +261,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
-    """Raise an error of dasksc instead of a `CheckpointException` of torch, which is not an `Exception`."""
+    """Convert a `CheckpointException` of torch, which is not an `Exception`, to an error of dasksc."""
     try:
         yield
     except CheckpointException as error:
@@ -314,8 +316,8 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CorruptDataError(f"{file} is damaged: expected a JSON object, found {type(state).__name__}. {advice}")
     if state.get("version") != _VERSION:
         raise InputError(
-            f"{path} has version {state.get('version')}, and this dasksc reads version {_VERSION}. Use the dasksc that "
-            "wrote it"
+            f"{path} has version {state.get('version')}, but this version of dasksc reads version {_VERSION}. Use the "
+            "version of dasksc that wrote it"
         )
     return state
 
@@ -339,7 +341,7 @@ def _known_tensors(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _learned_in(
+def _group_states(
     groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
 ) -> list[dict[str, Any]]:
     """Return the entries of the parameter groups to load: those in the checkpoint, without hyperparameters."""
@@ -356,7 +358,7 @@ def _learned_in(
 def _check_fits(
     path: Path, state: Mapping[str, Any], made: Mapping[str, Any], tensors: Mapping[str, Any], known: Mapping[str, Any]
 ) -> None:
-    """Raise an error if the tensors of a checkpoint do not match the model, or its optimizer is another one.
+    """Raise an error if the tensors of a checkpoint do not match those of the run, or if the optimizers differ.
 
     Arguments that change no tensor, such as ``dropout``, may differ.
     """
@@ -365,23 +367,23 @@ def _check_fits(
         raise InputError(_mismatch_message(path, "model", state, made["model"], mismatches))
     # Additional optimizer state that this run does not use, such as momentum, is harmless.
     mismatches = _tensor_mismatches("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
-    there = state.get("optimizer", made["optimizer"])  # earlier versions wrote checkpoints without it
-    if mismatches or there["name"] != made["optimizer"]["name"]:
+    saved = state.get("optimizer", made["optimizer"])  # earlier versions wrote checkpoints without it
+    if mismatches or saved["name"] != made["optimizer"]["name"]:
         raise InputError(_mismatch_message(path, "training.optimizer", state, made["optimizer"], mismatches))
 
 
 def _tensor_mismatches(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
-    here = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
-    there = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
-    mismatches = [f"{name} is not in the checkpoint" for name in here if name not in there]
+    current = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
+    saved = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
+    mismatches = [f"{name} is not in the checkpoint" for name in current if name not in saved]
     if is_all:
-        mismatches += [f"{name} is only in the checkpoint" for name in there if name not in here]
+        mismatches += [f"{name} is only in the checkpoint" for name in saved if name not in current]
     return [
         *(
-            f"{name} has shape {list(size)} and had {list(there[name])}"
-            for name, size in here.items()
-            if name in there and there[name] != size
+            f"{name} has shape {list(size)} and had {list(saved[name])}"
+            for name, size in current.items()
+            if name in saved and saved[name] != size
         ),
         *mismatches,
     ]
@@ -398,14 +400,16 @@ def _tensors_in(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _mismatch_message(
-    path: Path, section: str, state: Mapping[str, Any], here: Mapping[str, Any], mismatches: list[str]
+    path: Path, section: str, state: Mapping[str, Any], current: Mapping[str, Any], mismatches: list[str]
 ) -> str:
     """Return the error message that lists arguments and tensors in which a checkpoint and this run differ."""
-    there = state.get(section.rpartition(".")[2])
-    differences = [] if there is None else _other_arguments(section, there, json.loads(json.dumps(here)))
+    saved = state.get(section.rpartition(".")[2])
+    differences = [] if saved is None else _different_arguments(section, saved, json.loads(json.dumps(current)))
     if not differences:
         differences = [
-            "the arguments are the same, so its code or data differ" if there else "it has no arguments to compare"
+            "the arguments are the same, so the code or the data differ"
+            if saved
+            else "the checkpoint has no arguments to compare"
         ]
     if mismatches:
         differences.append(f"tensors that differ: {len(mismatches)}, the first {mismatches[0]}")
@@ -416,11 +420,11 @@ def _mismatch_message(
     )
 
 
-def _other_arguments(section: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return a description of each argument that differs, or only of the name if that differs."""
-    if there["name"] != here["name"]:
-        return [f"{section}.name is {here['name']!r} and was {there['name']!r}"]
-    before, now = there["arguments"], here["arguments"]
+def _different_arguments(section: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Describe each argument that differs; if the names differ, describe only these."""
+    if saved["name"] != current["name"]:
+        return [f"{section}.name is {current['name']!r} and was {saved['name']!r}"]
+    before, now = saved["arguments"], current["arguments"]
     differences = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:

@@ -27,17 +27,17 @@ from dasksc.train.optim import make_optimizer
 from dasksc.train.yaml_trees import changed, copied, read_file
 from dasksc.transforms.tokenizer_config import from_config
 
-__all__ = ["check_config", "load_config", "why_not_finite"]
+__all__ = ["check_config", "load_config", "explain_nonfinite_loss"]
 
-# Placeholders for the values that models receive from the data (`dasksc.train.models`).
+# Placeholders for the model arguments that are filled in from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
-# Values for missing sections, with which the others can be checked.
+# Values of missing sections, so that the other sections can be checked.
 _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "data": {"path": "atlas.h5ad"},
     "model": {"name": "mlp_classifier", "label": "label"},
 }
-_N_LOOKED_AT = 1024
-_LOWER = "lower training.optimizer.lr, or set a training.gradient_clip"
+_N_INSPECTED = 1024
+_LOWER_RATE = "lower training.optimizer.lr, or set a training.gradient_clip"
 
 
 def check_config(config: Config) -> None:
@@ -46,7 +46,7 @@ def check_config(config: Config) -> None:
     Parameters
     ----------
     config
-        Configuration of the training. Its model and optimizer are constructed without memory for parameters.
+        Configuration of the training run. Its model and optimizer are constructed without memory for parameters.
 
     Raises
     ------
@@ -73,8 +73,8 @@ def load_config(path: str, *, changes: Iterable[str] = (), with_paths: bool = Tr
     Raises
     ------
     DaskscError
-        If there are problems. The message lists those of the schema, and those of `check_config` and of paths in the
-        remaining keys.
+        If there are problems. The message lists violations of the schema, and the problems that `check_config` and
+        missing paths cause in the remaining keys.
     """
     raw, changes = read_file(path), list(changes)
     try:
@@ -87,7 +87,7 @@ def load_config(path: str, *, changes: Iterable[str] = (), with_paths: bool = Tr
             config = Config.model_validate(rest)
         except ValidationError:  # the mistake is in a combination of keys
             raise error from found
-        # A model without a name has been replaced, and cannot be checked.
+        # A model without a name was replaced by a placeholder, and cannot be checked.
         is_named = not any(one["type"] == "missing" and one["loc"][0] == "model" for one in found.errors())
         has_data = not any(one["type"] == "missing" and one["loc"][0] == "data" for one in found.errors())
         problems = problems_in(Config, found)
@@ -133,7 +133,7 @@ def _missing_paths(config: Config, *, with_data: bool = True) -> list[DaskscErro
 
 
 def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
-    """Return a configuration without the invalid values, and with placeholders for those that are missing."""
+    """Return a configuration without its invalid values, and with placeholders for missing sections."""
     tree = copied(tree)
     for error in found.errors():
         section: Any = tree
@@ -174,18 +174,18 @@ def _problems(config: Config, *, with_model: bool = True) -> list[DaskscError]:
     return problems
 
 
-def why_not_finite(dataset: Any) -> str:
-    """Return the likely reason for a NaN or infinite loss, from an inspection of the first rows of X.
+def explain_nonfinite_loss(dataset: Any) -> str:
+    """Return the likely reason for a NaN or infinite loss, found in the first rows of X.
 
     Parameters
     ----------
     dataset
-        Data set of the training.
+        Training set.
     """
     x = getattr(dataset.collection, "X", None)
     if x is None:
-        return f"Look for NaN in the data, {_LOWER}"
-    rows = x[:_N_LOOKED_AT]
+        return f"Look for NaN in the data, {_LOWER_RATE}"
+    rows = x[:_N_INSPECTED]
     rows = rows.compute() if hasattr(rows, "compute") else rows
     values = np.asarray(rows.data if sp.issparse(rows) else rows).ravel()
     if not np.isfinite(values).all():
@@ -200,11 +200,11 @@ def why_not_finite(dataset: Any) -> str:
         return (
             f"X holds fractional values, as normalized or scaled data does (maximum {values.max():.3g}); the built-in "
             "models expect counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw. "
-            f"If your model expects such values, {_LOWER}"
+            f"If your model expects such values, {_LOWER_RATE}"
         )
     return (
         f"The first {rows.shape[0]:,} rows of X hold no NaN and no negative values, so the learning rate is probably "
-        f"too high: {_LOWER}"
+        f"too high: {_LOWER_RATE}"
     )
 
 
@@ -232,16 +232,16 @@ def _check_model(config: Config) -> None:
     check_arguments(model_class, facts | arguments, what="model")
     if config.model.name in BUILT_IN:  # constructors of other models may have side effects
         with torch.device("meta"):
-            _made(model_class, facts | arguments, "model")
+            _check_creation(model_class, facts | arguments, "model")
 
 
 def _check_optimizer(config: Config) -> None:
     parameter = nn.Parameter(torch.zeros(1))
     wanted = config.training.optimizer
-    _made(lambda: make_optimizer([parameter], wanted), {}, "training.optimizer")
+    _check_creation(lambda: make_optimizer([parameter], wanted), {}, "training.optimizer")
 
 
-def _made(make: Callable[..., Any], arguments: dict[str, Any], what: str) -> None:
+def _check_creation(make: Callable[..., Any], arguments: dict[str, Any], what: str) -> None:
     try:
         make(**arguments)
     except (InputError, MemoryError, ImportError):
@@ -252,9 +252,9 @@ def _made(make: Callable[..., Any], arguments: dict[str, Any], what: str) -> Non
 
 def _check_folder(config: Config) -> None:
     folder = Path(config.training.checkpoint_dir)
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise InputError(
-            f"training.checkpoint_dir={config.training.checkpoint_dir!r} cannot be written to: {there} is "
-            f"{'not writable' if there.is_dir() else 'not a directory'}"
+            f"training.checkpoint_dir={config.training.checkpoint_dir!r} cannot be written to: {existing} is "
+            f"{'not writable' if existing.is_dir() else 'not a directory'}"
         )

@@ -110,15 +110,15 @@ class Data(_Section):
     batch_size
         Number of rows in a batch, per rank.
     genes
-        Names or positions of genes; or the path of a file with one name per line, or of a vocabulary (``.json``,
-        ``.pkl``), whose genes become the columns in ascending order of their ids.
+        Names or positions of genes, or the path of a file: one name per line, or a vocabulary (``.json``, ``.pkl``),
+        whose genes become the columns in ascending order of their ids.
     genes_missing, genes_key, genes_repeated
-        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var with which names are
-        compared, and treatment of names that several columns share.
+        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var that has the names, and
+        treatment of names that several columns share.
     filter
         Expression over obs, such as ``"n_counts > 500"``, applied in training and validation.
     num_workers, prefetch_factor
-        Arguments of the ``DataLoader``. 0 workers is recommended: threads of each rank read ahead.
+        Arguments of the ``DataLoader``. 0 workers are recommended, since threads of each rank read ahead.
     pin_memory
         If True, batches are in pinned memory. Default: True on a GPU.
     """
@@ -261,15 +261,15 @@ class Training(_Section):
     gradient_clip
         Maximum norm of the gradient, over all ranks.
     max_epochs, max_steps
-        Maximum number of epochs and of optimizer steps; the run ends at whichever comes first. Without either, it
-        lasts one epoch.
+        Maximum number of epochs and of optimizer steps; the run ends when it reaches either. Default: one epoch.
     scale_lr
         Multiply the learning rate by the number of ranks.
     activation_checkpointing
         Recompute the activations of each block in the backward pass instead of storing them.
     num_nodes, num_gpus
         Expected number of nodes, and of GPUs over all nodes (on CPUs: of processes). A run of another size raises an
-        error. The number of nodes is checked if the launcher reports it: torchrun, srun, or mpirun on one node.
+        error. The number of nodes is checked only if the launcher reports it, as do torchrun, srun, and mpirun on one
+        node.
     checkpoint_dir
         Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every
@@ -332,14 +332,14 @@ class Training(_Section):
 
 
 class Predict(_Section):
-    """Prediction for every cell at the end of the training, by `dasksc.predict`.
+    """Prediction for every cell at the end of training, by `dasksc.predict`.
 
     Parameters
     ----------
     out
         Path of the store to create or extend, or of the h5ad file with `in_place`.
     path
-        Path of the atlas to read. Default: `data.path`, all of its cells.
+        Path of the atlas to read. Default: `data.path`. All cells are predicted.
     key
         Name in obsm.
     method
@@ -362,7 +362,7 @@ class Predict(_Section):
 
 
 class Config(_Section):
-    """Configuration of a training.
+    """Configuration of a training run.
 
     Parameters
     ----------
@@ -375,7 +375,7 @@ class Config(_Section):
     tokenizer
         Tokenization of cells, for models of tokens.
     predict
-        Prediction for all cells at the end of the training, if given.
+        Prediction for all cells at the end of training, if given.
 
     Examples
     --------
@@ -394,7 +394,7 @@ class Config(_Section):
     predict: Predict | None = None
 
     def written(self) -> dict[str, Any]:
-        """Return the configuration as it is logged and saved: without storage options, which may contain secrets."""
+        """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""
         return self.model_dump(exclude={"data": {"open": {"storage_options"}}})
 
     @classmethod
@@ -453,7 +453,7 @@ class Config(_Section):
         tree = changed(raw, changes)
         training = tree.get("training")
         if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:
-            logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} for all its defaults")
+            logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} to use the defaults")
         try:
             return cls.model_validate(translated(tree))
         except ValidationError as error:

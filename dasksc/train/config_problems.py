@@ -42,10 +42,10 @@ def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
         return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
     if error["type"] == "missing":
         return f"{name} is missing"
-    said = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "literal_error" and isinstance(error["input"], str):
-        said = nearest(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
-    return f"{name}={error['input']!r}: {said}"
+        message = nearest(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
+    return f"{name}={error['input']!r}: {message}"
 
 
 def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Data sets of a training, and the facts about them that its model requires."""
+"""Data sets of a training run, and the model arguments that follow from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["EpochLoader", "EpochLoaders", "make_loaders", "on_device"]
 
 logger = logging.getLogger(__name__)
 
-# Passed to scDataset unchanged.
+# Keys that are passed to scDataset unchanged.
 _SCDATASET_ARGUMENTS = [
     *("batch_size", "fetch_factor", "layers", "obsm", "filter", "layout", "dtype"),
     *("scheduler", "prefetch", "memory_limit", "genes_missing", "genes_key", "genes_repeated"),
@@ -69,7 +69,7 @@ class EpochLoader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
-                # By default it would draw from the generator of dropout, whose state is restored on resuming.
+                # By default the DataLoader draws from the generator of dropout, whose state is restored on resuming.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
             self._state = dataset.state_dict()
@@ -81,7 +81,7 @@ class EpochLoader:
 
     @property
     def is_at_end(self) -> bool:
-        """True if the batch yielded last is the last of its epoch."""
+        """True if the last batch yielded is the last of its epoch."""
         return self._n_taken == self._n_in_pass
 
     def __iter__(self) -> Iterator[Any]:
@@ -133,14 +133,14 @@ class EpochLoader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochLoaders:
-    """Data sets of a training.
+    """Data sets of a training run.
 
     Parameters
     ----------
     training, validation
-        Loaders of the data sets; no validation if no rows were held out.
+        Loaders of the data sets; `validation` is None if no rows are held out.
     facts
-        Values that the constructor of a model may request (`dasksc.train.models`).
+        Values derived from the data that the constructor of a model may request (`dasksc.train.models`).
     split_table
         Numbers of training and held-out conditions and cells per context; None if conditions were not split.
     """
@@ -157,7 +157,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     device, rank
         Device and rank of this process.
 
@@ -175,7 +175,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     in_sets = issubclass(strategy_class, dasksc.CellSets)
     weights = None if in_sets else options.get("weights")
-    needed = [name for name in (*obs, options.get("label_key"), weights, *_columns(data)) if isinstance(name, str)]
+    needed = [
+        name for name in (*obs, options.get("label_key"), weights, *_validation_columns(data)) if isinstance(name, str)
+    ]
     if in_sets:
         check_arguments(strategy_class, options, what="data.strategy")
         needed += dasksc.CellSets(**options).obs_columns
@@ -186,7 +188,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     try:
         adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     except MissingKeyError:
-        # Only the table of all columns shows every unknown name.
+        # Every unknown name can be reported only if all columns are read.
         _check_names(dasksc.open(data.path, mmap=data.mmap, names=names, **data.open.model_dump()), config)
         raise
     _check_names(adata, config)
@@ -256,7 +258,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
             common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
         validation = scDataset(
-            held, _validated_by(strategy_class(**options), held_out), equal_ranks=False, **_known(common)
+            held, _validation_strategy(strategy_class(**options), held_out), equal_ranks=False, **_known(common)
         )
         titled(validation, "validation pass {epoch}, rank {rank} of {world_size}")
         if odd := validation.categories.keys() - training.categories.keys():
@@ -267,8 +269,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
             raise InputError(
-                f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share to at "
-                "least one row for each"
+                f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share so "
+                "that each rank has at least one row"
             )
     return EpochLoaders(
         training=EpochLoader(training, data, pin_memory=pinned),
@@ -287,7 +289,7 @@ def _check_names(adata: Any, config: Config) -> None:
         "data.strategy.label_key": [data.strategy.arguments.get("label_key")],
         "data.strategy.weights": [data.strategy.arguments.get("weights")],
         "data.filter": [] if data.filter is None else columns_of(data.filter),
-        "data.validation": _columns(data),
+        "data.validation": _validation_columns(data),
     }
     if issubclass(find(data.strategy.name, STRATEGIES, what="data.strategy.name"), dasksc.CellSets):
         del columns["data.strategy.weights"]  # "cells" or "sets", not a column
@@ -312,8 +314,8 @@ def _check_names(adata: Any, config: Config) -> None:
         raise MissingKeyError(f"{quoted(data.path)} lacks {len(problems)} of the names in the configuration:{lines}")
 
 
-def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
-    """Return the strategy of validation: all rows once, in sets with any of the controls if training draws sets."""
+def _validation_strategy(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
+    """Return the strategy of validation: all rows once, in sets with controls from all rows if training draws sets."""
     if isinstance(strategy, dasksc.CellSets):
         controls = None if strategy.control is None else slice(None)
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
@@ -322,7 +324,7 @@ def _validated_by(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy
 
 
 def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
-    """Return the genes of `held` that correspond to those read from `adata`, in the same order."""
+    """Return the genes of `held` that match those read from `adata`, in the same order."""
     if held.var_names.equals(adata.var_names):
         return genes
     by_name = genes is not None and isinstance(genes[0], str)
@@ -395,10 +397,10 @@ def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]
 
 
 def _table_of(parts: Any, validation: Validation) -> pd.DataFrame | None:
-    """Return the table of a split by conditions, for display; None for another split.
+    """Return the table of a split by conditions for display; None for any other split.
 
-    The values of a single column, such as a donor, are named by the column. Control cells are left out if there are
-    none.
+    Conditions of a single column, such as donors, are called by the name of the column. The column of control cells is
+    left out if no controls are given.
     """
     table: pd.DataFrame | None = getattr(parts, "table", None)
     if table is None:
@@ -412,7 +414,7 @@ def _table_of(parts: Any, validation: Validation) -> pd.DataFrame | None:
     return table
 
 
-def _columns(data: Data) -> list[Any]:
+def _validation_columns(data: Data) -> list[Any]:
     """Return the obs columns that determine which rows are held out."""
     held = data.validation
     if held is None:

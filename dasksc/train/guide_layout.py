@@ -40,7 +40,7 @@ logger = logging.getLogger("dasksc.train.guide")
 
 _SOURCES = ("local", "file", "files", "h5ad", "anndata", "zarr")
 
-# Section and key in the alternative layout, section and key here.
+# Section and key in the alternative layout, and section and key in that of `Config`.
 _MOVED = (
     ("data", "paths", "data", "path"),
     ("data", "gene_vocab", "tokenizer", "vocabulary"),
@@ -66,7 +66,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
         If a key of the alternative layout and its translation have different values.
     """
     result = {name: dict(section) if isinstance(section, dict) else section for name, section in tree.items()}
-    is_theirs = "paths" in _section(result, "data")
+    is_alternative = "paths" in _section(result, "data")
     for section, key, new_section, new_key in _MOVED:
         if key in _section(result, section):
             value = result[section].pop(key)
@@ -97,7 +97,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
             raise InputError(f"batch_size={batch_size!r} must be a whole number of at least 1, without quotes")
         factor = max(1, int(max(rows)) // int(batch_size))
         _put(data, "fetch_factor", factor, "data.streaming_shuffle_buffer", "data.fetch_factor")
-    if is_theirs:
+    if is_alternative:
         _apply_conventions(_section(result, "tokenizer"), _section(result, "training"))
     return result
 
@@ -110,7 +110,7 @@ def _apply_conventions(tokenizer: dict[str, Any], training: dict[str, Any]) -> N
         masking = tokenizer.get("masking")
         if masking is None or isinstance(masking, dict):
             tokenizer["masking"] = _MASKING | (masking or {})
-        # Validation against the schema refuses other types.
+        # Other types are left to the schema, which refuses them.
         if tokenizer["prepend_cls"] is True and type(tokenizer["max_genes"]) is int:
             if tokenizer["max_genes"] < 2:
                 raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene after the cell token")

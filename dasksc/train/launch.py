@@ -1,4 +1,4 @@
-"""Start of the ranks of a training, and detection of ranks started by a launcher."""
+"""Start of the ranks of a training run, and detection of ranks started by a launcher."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
 
 _PORTS = range(20_000, 30_000)
 
-# Environment variable of the ranks that `launch` starts; `launch` then reports their errors.
+# Environment variable that is set in the ranks that `launch` starts, whose errors `launch` reports.
 _LAUNCHED = "DASKSC_TRAIN_LAUNCHED"
-# A rank that lost its connection to another waits for that one to end first. The launcher polls for ended ranks
-# every 0.1 s and then terminates the others.
+# A rank that lost its connection to another waits, so that the other one ends first. The launcher polls for ended
+# ranks every 0.1 s and then terminates the others.
 _GRACE_S = 3.0
-# Error recorded by a rank that lost another; the errors of gloo have no type of their own.
+# Error of a rank that lost its connection to another; the errors of gloo have no type of their own.
 _CONNECTION_ERROR = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)
 
 
@@ -153,7 +153,7 @@ def launch(
             *(f"--nnodes={n_nodes}", f"--node-rank={node_rank}", f"--master-addr={found['MASTER_ADDR']}"),
             f"--master-port={found['MASTER_PORT']}",
         ]
-    with _failures_in_a_line(), _reporting_errors(n_processes * node_rank, is_quiet=not max_restarts) as folder:
+    with _short_failures(), _reporting_errors(n_processes * node_rank, is_quiet=not max_restarts) as folder:
         _torchrun([*options, f"--log-dir={folder}", "--module", "dasksc", *arguments])
 
 
@@ -165,7 +165,7 @@ def _torchrun(options: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _failures_in_a_line() -> Iterator[None]:
+def _short_failures() -> Iterator[None]:
     """Replace the traceback of the torch launcher, which shows only torch code, by the reasons why ranks ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -173,9 +173,9 @@ def _failures_in_a_line() -> Iterator[None]:
     try:
         yield
     except ChildFailedError as error:
-        deaths = describe_exits({rank: failure.exitcode for rank, failure in error.failures.items()})
-        if deaths:
-            raise DaskscError("; ".join(deaths)) from None
+        exits = describe_exits({rank: failure.exitcode for rank, failure in error.failures.items()})
+        if exits:
+            raise DaskscError("; ".join(exits)) from None
         raise SystemExit(1) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
@@ -213,7 +213,7 @@ def _describe_exit(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _reporting_errors(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
-    """Report why ranks fail, each error once per attempt, and yield the directory for the files of `record`.
+    """Report the errors of ranks, each once per attempt, and yield the directory for the files of `record`.
 
     Parameters
     ----------
@@ -243,14 +243,14 @@ def _reporting_errors(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
 
 
 def _report_errors(folder: Path, reported: set[tuple[str, str]], *, first_rank: int) -> None:
-    """Print errors of ranks that are not in `reported`: those of dasksc as a line, others with a traceback."""
+    """Print the errors of ranks that are not in `reported`: those of dasksc as one line, others with a traceback."""
     for attempt in sorted(folder.glob("*/attempt_*")):
         causes = {}
         for file in attempt.glob("*/error.json"):
             with contextlib.suppress(ValueError):  # the rank was killed while it wrote the file
                 causes[int(file.parent.name)] = json.loads(file.read_text())
-        of_itself = {rank: cause for rank, cause in causes.items() if not _CONNECTION_ERROR.match(_error_text(cause))}
-        for rank, cause in sorted((of_itself or causes).items()):
+        original = {rank: cause for rank, cause in causes.items() if not _CONNECTION_ERROR.match(_error_text(cause))}
+        for rank, cause in sorted((original or causes).items()):
             name, _, text = _error_text(cause).partition(": ")
             if isinstance(getattr(errors, name, None), type):
                 key, text = text, f"dasksc: {text}\n"
@@ -309,7 +309,7 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     Raises
     ------
     InputError
-        If the rank is out of range, or unknown: otherwise every node would act as the first one, and wait.
+        If the rank is out of range or unknown. Otherwise, every node would act as the first one, and wait.
     """
     node = given if given is not None else 0 if n_nodes == 1 else _node_from_environment(n_nodes, environment)
     if node is None:
@@ -369,7 +369,7 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
 def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes of the ranks, or None if not all ranks know it.
 
-    It is not computed by division, since nodes may have different numbers of ranks.
+    The number is not computed by division, since nodes may have different numbers of ranks.
 
     Parameters
     ----------
@@ -391,9 +391,10 @@ def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
     """Return the address and port at which the ranks meet.
 
-    Variables that are set take precedence. Slurm provides the first node of a job; Open MPI ranks on a single node meet
-    on that node. The port is derived from the job id, so it is equal on all ranks. Under Open MPI the Slurm step is not
-    used: Open MPI starts the ranks on other nodes in a step of its own, and those on this node outside any step.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence if they are set. Slurm provides the first node of a job; Open
+    MPI ranks on a single node meet on that node. The port is derived from the job id, so it is equal on all ranks.
+    Under Open MPI, the Slurm step is not used: Open MPI starts the ranks on other nodes in a separate step, and those
+    on this node outside any step.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Loggers of the metrics of a training."""
+"""Loggers of the metrics of a training run."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _number_of(text: str) -> float:
 def check_loggers(names: Iterable[str]) -> None:
     """Raise an error if the package of a logger cannot be imported.
 
-    Only rank 0 has loggers, but every rank must make this check so that all end together.
+    Only rank 0 has loggers, but every rank must call this function, so that all ranks raise the error.
 
     Parameters
     ----------
@@ -165,12 +165,12 @@ class _Wandb:
 
 
 def make_logs(config: Config, *, say: Callable[[str], None]) -> list[Log]:
-    """Create the loggers that a configuration names. The CSV file, which every run writes, is not among them.
+    """Create the loggers that a configuration names, except the CSV file, which every run writes.
 
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     say
         Function that prints a line.
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.checks import check_config, why_not_finite
+from dasksc.train.checks import check_config, explain_nonfinite_loss
 from dasksc.train.config import Config
 from dasksc.train.data import EpochLoader, EpochLoaders, make_loaders, on_device
 from dasksc.train.import_paths import arguments_of, check_arguments, find
@@ -53,14 +53,14 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     say
         Function that prints a line; called on rank 0 only.
 
     Returns
     -------
     Report
-        Summary of the training.
+        Summary of the run.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
 
 
 class _Run:
-    """State of a training and its progress."""
+    """State and progress of a training run."""
 
     def __init__(self, config: Config, context: RankContext, say: Callable[[str], None]) -> None:
         training = config.training
@@ -148,14 +148,14 @@ class _Run:
             self.table = CSVLog(self.folder / "metrics.csv", resumed_at=self.step if self.step else None)
             self.logs = [self.table, *make_logs(config, say=say)]
 
-        context.by_first(begin_logs, self._unwritten)
+        context.on_rank_zero(begin_logs, self._unwritten)
 
     @property
     def _loader(self) -> EpochLoader:
         return self.loaders.training
 
     def _total_steps(self) -> int:
-        """Return the number of steps of the run: those taken, possibly with other batch sizes, and those to come."""
+        """Return the number of steps of the run: steps taken, possibly with other batch sizes, and remaining steps."""
         training = self.config.training
         k = training.gradient_accumulation
         total = math.inf
@@ -211,7 +211,7 @@ class _Run:
                     break  # max_steps was reached within the epoch
                 if (epoch + 1) % training.validate_every == 0:
                     self._validate(epoch)
-                # Validated epochs are candidates for the best checkpoint, so each is saved. `finish` saves the end.
+                # Validated epochs are candidates for the best checkpoint, so each is saved. `finish` saves the last.
                 is_due = training.save_every is None or self.step % training.save_every == 0
                 is_candidate = training.save_top_k != 0 and self.step_validated == self.step
                 if not self._is_over() and (is_due or is_candidate):
@@ -232,7 +232,7 @@ class _Run:
                 if self.step % training.log_every_n_steps == 0:
                     self._log_step(epoch, means, rate, norm)
                 if self._loader.is_at_end:
-                    continue  # the caller handles what is due at the end of an epoch
+                    continue  # the caller validates and saves at the end of an epoch
                 if self._is_over():
                     break
                 if training.save_every is not None and self.step % training.save_every == 0:
@@ -243,7 +243,7 @@ class _Run:
             self._log_step(epoch, means, rate, norm)
 
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
-        """Run the batches of a step, weighted by their rows or their `n`, and update the parameters."""
+        """Compute the gradient of a step, with batches weighted by their rows or `n`, and update the parameters."""
         training = self.config.training
         sizes = [batch_length(batch) for batch in group]
         # The sum of `n` over all ranks is known only after the step; until then all ranks divide by the same constant.
@@ -281,7 +281,7 @@ class _Run:
             return
         if not math.isfinite(figures.get("loss", 0.0)) and not self.scaler.is_enabled():
             raise TrainingError(
-                f"the loss is {figures['loss']} at step {self.step}. {why_not_finite(self._loader.dataset)}"
+                f"the loss is {figures['loss']} at step {self.step}. {explain_nonfinite_loss(self._loader.dataset)}"
             )
         self.n_cells += n_rows
         is_counted = bool(figures)
@@ -291,11 +291,11 @@ class _Run:
             | self.pace.reduce_and_reset(n_rows)
         )
         if not self.monitors_validation:
-            self._follow(figures, is_counted=is_counted)
+            self._record_monitored(figures, is_counted=is_counted)
         self._log(epoch, figures)
 
-    def _follow(self, figures: dict[str, Any], *, is_counted: bool) -> None:
-        """Record the value of the monitored metric, which is missing if nothing was counted."""
+    def _record_monitored(self, figures: dict[str, Any], *, is_counted: bool) -> None:
+        """Record the value of the monitored metric; None if nothing was counted."""
         if is_counted and self.monitor not in figures:
             known = ", ".join(sorted(figures))
             raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run; give one of {known}")
@@ -308,7 +308,7 @@ class _Run:
             for log in self.logs:
                 log.write({"step": self.step, "epoch": epoch, **figures})
 
-        self.context.by_first(write, self._unwritten)
+        self.context.on_rank_zero(write, self._unwritten)
 
     def _validate(self, epoch: int) -> None:
         loader = self.loaders.validation
@@ -335,7 +335,7 @@ class _Run:
         self.pace.resume(paused)
         figures = {f"validation_{name}": value for name, value in figures.items()}
         if self.monitors_validation:
-            self._follow(figures, is_counted=bool(figures))
+            self._record_monitored(figures, is_counted=bool(figures))
         if figures:
             self._log(epoch, figures)
         elif self.context.rank == 0:
@@ -407,7 +407,7 @@ class _Run:
             if self.table is not None:
                 plot(self.table.rows, self.folder / "training.png", title=title)
 
-        self.context.by_first(end_logs, self._unwritten)
+        self.context.on_rank_zero(end_logs, self._unwritten)
         return report
 
     def predict(self) -> None:
@@ -436,7 +436,7 @@ def grouped(items: Iterable[T], n: int) -> Iterator[list[T]]:
 
 
 def _model_arguments(config: Config, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the model: those of the configuration, and facts from the data that it accepts."""
+    """Return the arguments of the model: those of the configuration, and the `facts` that its constructor accepts."""
     model_class = find(config.model.name, BUILT_IN, what="model.name")
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)) and not callable(model_class):
         raise InputError(f"model.name={config.model.name!r} is not a torch.nn.Module; got {model_class!r}")

@@ -1,9 +1,9 @@
 """Built-in models, and the interface of a model.
 
-A model is a ``torch.nn.Module`` that is called with a batch and returns a dict of means over its rows: ``loss``, which
-is minimized, and any other metrics (such as ``accuracy``). If the means are over other items, such as cells with a
-label or masked tokens, the model also returns their number as ``n``, a scalar integer tensor, for every batch. Metrics
-and gradients are then means over all items, regardless of their distribution over batches and ranks. If
+A model is a ``torch.nn.Module`` that is called with a batch and returns a dict of means over the rows of the batch:
+``loss``, which is minimized, and any other metrics (such as ``accuracy``). If the means are over other items, such as
+cells with a label or masked tokens, the model also returns their number as ``n``, a scalar integer tensor, for every
+batch. Metrics and gradients are then means over all items, regardless of their distribution over batches and ranks. If
 ``n`` is 0, the other values must be finite and are ignored.
 
 Constructor parameters with the following names are filled in from the data unless the configuration gives them:
@@ -259,8 +259,8 @@ class TokenTransformer(nn.Module):
         Size of the vocabulary, maximum length of a cell, id of padding, and number of bins; filled in from the
         tokenizer.
     label, n_labels
-        Name of an obs column to predict from the mean over the tokens of a cell, and its number of labels. Without
-        it, the model predicts masked genes (or their bins, if tokens have values), which requires a tokenizer with
+        Name of an obs column to predict from the mean over the tokens of a cell, and its number of labels. Without a
+        label, the model predicts masked genes (or their bins, if tokens have values), which requires a tokenizer with
         a ``mask_ratio``.
     hidden_dim, num_layers, num_heads
         Width, number of blocks, and number of attention heads per block.
@@ -343,7 +343,7 @@ class TokenTransformer(nn.Module):
 
 
 def _x_of(batch: Any) -> Tensor:
-    """Return X of a batch. A data set without obs columns or other additions yields X alone."""
+    """Return X of a batch, which is X itself if the data set yields nothing else."""
     x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
     return x
 

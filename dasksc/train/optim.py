@@ -37,7 +37,7 @@ def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
 
     Other entries of the groups are state, since some optimizers keep estimates or counts there.
     """
-    # Includes the arguments of base classes, since a subclass may pass them on as **options.
+    # Arguments of base classes are included, since a subclass may pass them on as **options.
     classes = [cls for cls in type(optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)]
     return {name for cls in classes for name in arguments_of(cls)}
 
@@ -59,7 +59,7 @@ def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
 
 
 class LearningRate:
-    """Learning rate schedule that depends on the step only, so a checkpoint needs no further state.
+    """Learning rate schedule that depends only on the step, so a checkpoint needs no state of it.
 
     Parameters
     ----------

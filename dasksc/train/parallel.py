@@ -71,7 +71,7 @@ class RankContext:
             dist.all_reduce(values, how)
         return values
 
-    def agreed(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank."""
         if not dist.is_initialized():
             return value
@@ -79,7 +79,7 @@ class RankContext:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def by_first(self, act: Callable[[], None], what: str) -> None:
+    def on_rank_zero(self, act: Callable[[], None], what: str) -> None:
         """Run a function on rank 0 while the other ranks wait. All ranks must call this method.
 
         Parameters
@@ -87,7 +87,8 @@ class RankContext:
         act
             Function that rank 0 runs.
         what
-            Beginning of the error message if it fails. Every rank raises an error, so none waits for a failed one.
+            Beginning of the error message if the function fails. Every rank then raises an error, so none waits for a
+            failed one.
 
         Raises
         ------
@@ -106,14 +107,14 @@ class RankContext:
         if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
         is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
-        is_of_storage, said = self.agreed((is_of_storage, f"{type(error).__name__}, {error}"))
+        is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__}, {error}"))
         if error is not None and not is_of_storage:
             raise error
-        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {said} on rank 0") from error
+        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason} on rank 0") from error
 
 
 def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:
-    """Return the strategy of a configuration for a number of ranks; `n_nodes` is None if unknown.
+    """Return the training strategy of a configuration for a number of ranks; `n_nodes` is None if unknown.
 
     Raises
     ------
@@ -140,13 +141,13 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
     if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
         raise InputError(
             f"training.num_gpus={training.num_gpus} is the total over all nodes, and this run has {world_size} "
-            f"process{'es' if world_size > 1 else ''}. Start {training.num_gpus}, or --set "
+            f"process{'es' if world_size > 1 else ''}. Start {training.num_gpus}, or give --set "
             f"training.num_gpus={world_size}"
         )
     if n_nodes is not None and training.num_nodes not in (None, n_nodes):
         raise InputError(
-            f"training.num_nodes={training.num_nodes}, but this run is on {n_nodes}. Start it on "
-            f"{training.num_nodes}, or --set training.num_nodes={n_nodes}"
+            f"training.num_nodes={training.num_nodes}, but the number of nodes of this run is {n_nodes}. Start it on "
+            f"{training.num_nodes}, or give --set training.num_nodes={n_nodes}"
         )
     if strategy == "fsdp" and training.fsdp is not None:
         _check_shard_size(training.fsdp, world_size)
@@ -172,7 +173,7 @@ def unused_of(config: Config, context: RankContext) -> list[str]:
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     context
         Rank and device of this process.
     """
@@ -219,7 +220,7 @@ def replicas_of(training: Training, n_gpus: int) -> list[int]:
     if n_gpus and wanted > n_gpus:
         raise InputError(
             f"training.num_gpus={wanted}, but training.strategy='dp' has only the {n_gpus} "
-            f"GPU{'s' if n_gpus > 1 else ''} that this process sees; --set training.num_gpus={n_gpus}, or use ddp"
+            f"GPU{'s' if n_gpus > 1 else ''} that this process sees; give --set training.num_gpus={n_gpus}, or use ddp"
         )
     return list(range(min(wanted, n_gpus)))
 
@@ -363,8 +364,8 @@ def distribute(model: nn.Module, training: Training, context: RankContext) -> Di
 
     Returns
     -------
-    Spread
-        Distributed model.
+    DistributedModel
+        The model, with its wrapper for training.
     """
     dtype = _DTYPES[training.precision]
     if training.checkpoints_activations:
@@ -384,9 +385,9 @@ def distribute(model: nn.Module, training: Training, context: RankContext) -> Di
 
 def _shard(model: nn.Module, fsdp: Fsdp, context: RankContext, dtype: torch.dtype | None) -> None:
     """Shard every sufficiently large module, inner modules first."""
-    # Combined with autocast, which casts the inputs of each operation: parameters are gathered in low precision and
-    # gradients reduced in float32. Inputs are not cast, since float16 rounds counts above 2,048 and overflows above
-    # 65,504, and bfloat16 rounds counts above 256.
+    # Parameters are gathered in low precision, and gradients are reduced in float32. Inputs of modules are not cast,
+    # since float16 rounds counts above 2,048 and overflows above 65,504, and bfloat16 rounds counts above 256. Autocast
+    # casts the inputs of each operation instead.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
     )
@@ -410,19 +411,19 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters of a module that no included module has."""
-        left = set(module.parameters(recurse=False))
-        # Its submodules are not called; it uses their parameters directly.
+        """Return the parameters of a module that belong to none of the modules found."""
+        remaining = set(module.parameters(recurse=False))
+        # MultiheadAttention uses the parameters of its submodules directly, without calling them.
         if isinstance(module, nn.MultiheadAttention):
-            left = set(module.parameters())
+            remaining = set(module.parameters())
         else:
             for child in module.children():
-                left |= visit(child)
+                remaining |= visit(child)
         is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if module is not model and is_called and sum(p.numel() for p in left) >= min_num_params:
+        if module is not model and is_called and sum(p.numel() for p in remaining) >= min_num_params:
             found.append(module)
             return set()
-        return left
+        return remaining
 
     visit(model)
     return found
@@ -445,8 +446,8 @@ def _mesh(fsdp: Fsdp, context: RankContext) -> DeviceMesh:
 def checkpoint_activations(model: nn.Module) -> None:
     """Recompute each repeated block of a model in the backward pass instead of storing its activations.
 
-    The blocks are the elements of the outermost ``ModuleList``s; of a model without any, its children.
-    Names of parameters do not change.
+    The blocks are the elements of the outermost ``ModuleList``s, or the children of a model that has none. Names of
+    parameters do not change.
     """
     for block in list(_blocks(model)) or list(model.children()):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -461,7 +462,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> torch.Tensor:
-    """Scale the gradient to a norm of at most `largest`, and return its previous norm, for `number_of`."""
+    """Scale the gradient to a norm of at most `largest`, and return its previous norm, a tensor that may be sharded."""
     return nn.utils.clip_grad_norm_(list(parameters), largest)
 
 
@@ -475,5 +476,8 @@ def scale_gradient(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> 
 
 
 def number_of(value: torch.Tensor) -> float:
-    """Convert a scalar tensor, which may be sharded, to a number; synchronizes the device. All ranks must call it."""
+    """Convert a scalar tensor, which may be sharded, to a number, and synchronize the device.
+
+    All ranks must call this function.
+    """
     return float(value.full_tensor() if isinstance(value, DTensor) else value)

@@ -33,7 +33,7 @@ def reading_options(config: Config, dataset: scDataset) -> dict[str, Any]:
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     dataset
         Data set that the model is trained on.
     """
@@ -85,10 +85,10 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
         given = {**given, "layout": "csr"}
         given.pop("genes_missing", None)
     else:
-        transform = _whole
+        transform = _unchanged
         key, genes = saved_options["genes_key"], saved_options["genes"]
         names = adata.var_names if key is None else adata.var.get(key)
-        # If the columns need no change, batches need no lookup of columns.
+        # Genes are given only if the columns differ, since selecting columns takes time for each batch.
         if genes is not None and (names is None or list(map(str, names)) != list(genes)):
             given |= {"genes": genes} | ({} if key is None else {"genes_key": key})
         else:
@@ -96,8 +96,8 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
     return scDataset(data, dasksc.Streaming(), batch_size, transform=transform, **given)
 
 
-def _whole(batch: Batch) -> Batch:
-    """Return a batch unchanged. With any transform, a `Batch` is yielded even without labels, as in training."""
+def _unchanged(batch: Batch) -> Batch:
+    """Return a batch unchanged. With a transform, a data set yields a `Batch` even without labels, as in training."""
     return batch
 
 
@@ -131,7 +131,7 @@ def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, 
 
 
 def read_model(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the reading options in a ``model.pt``, None for older versions, and the labels of obs columns.
+    """Return the reading options in a ``model.pt`` (None for older versions), and the labels of obs columns.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def read_model(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         If the path is the folder of a checkpoint, which has neither.
     """
     if path.is_dir():
-        raise InputError(f"{path} is a checkpoint; give the model.pt that the training wrote at its end")
+        raise InputError(f"{path} is a checkpoint; give the model.pt that was written at the end of training")
     saved = read_saved(path)
     return saved.get("reading"), saved.get("categories", {})
 
@@ -152,15 +152,15 @@ def predict_trained(
     Parameters
     ----------
     config
-        Configuration of the training.
+        Configuration of the training run.
     model
         The trained model, sharded or not.
     dataset
-        Data set that it was trained on.
+        Data set that the model was trained on.
     device
         Device of this rank.
     progress
-        True to show a progress bar.
+        If True, show a progress bar.
     """
     section = config.predict
     assert section is not None
@@ -192,7 +192,7 @@ def imported_model(path: str) -> Any:
     Raises
     ------
     InputError
-        If there is none, or it is a class.
+        If there is no such object, or it is a class.
     """
     model = find(path, {}, what="--model")
     if isinstance(model, type) or not callable(model):

@@ -28,7 +28,7 @@ def profiling(
     window
         Window of steps; None records nothing.
     folder
-        Directory of the trace files, created when there is something to write.
+        Directory of the trace files, created when the first of them is written.
     context
         Rank and device of this process.
     step

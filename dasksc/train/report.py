@@ -1,4 +1,4 @@
-"""Summary of a training as a table, a plot, and a dataclass."""
+"""Summary of a training run as a table, a plot, and a dataclass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Summary of a training.
+    """Summary of a training run.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def can_plot() -> bool:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path, *, title: str = "") -> None:
-    """Plot the progress of a training over its steps, if Matplotlib is installed.
+    """Plot the progress of a training run over its steps, if Matplotlib is installed.
 
     The panels show loss, accuracy (or the learning rate, for models without accuracy), throughput and waiting time.
 
@@ -144,7 +144,7 @@ def _draw(axes: Any, rows: Sequence[Mapping[str, Any]], name: str) -> None:
     for key, label in ((name, "training"), (f"validation_{name}", "validation")):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
-            # With few points a line alone is hard to see, and with one point invisible.
+            # A line through few points is hard to see without markers, and a single point is invisible.
             marker = "o" if len(points) < _N_MARKED else ""
             axes.plot(*zip(*points, strict=True), label=label, marker=marker, linewidth=1.2, markersize=4)
     if len(axes.get_lines()) > 1:

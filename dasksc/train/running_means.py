@@ -1,4 +1,4 @@
-"""Metrics of a training: means over all ranks, throughput, and the share of time spent waiting for data."""
+"""Metrics of a training run: means over all ranks, throughput, and the share of time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Means:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def reduce_and_reset(self) -> tuple[dict[str, float], int]:
-        """Return the means over all ranks and their number of rows, and reset. All ranks must call this method.
+        """Return the means over all ranks and the number of rows, and reset both. All ranks must call this method.
 
         The means are empty if nothing was counted.
         """
@@ -96,8 +96,9 @@ class Pace:
         Returns
         -------
         dict
-            ``cells_per_s`` over all ranks; ``wait_share`` of the rank that waited longest, as measured on the CPU, so
-            it excludes time in which the GPU still computes; ``gpu_memory_bytes``, the maximum that torch allocated.
+            ``cells_per_s`` over all ranks; ``wait_share`` of the rank that waited longest; ``gpu_memory_bytes``, the
+            maximum that torch allocated. Waiting is measured on the CPU, so it may include time in which the GPU still
+            computes.
         """
         now = perf_counter()
         elapsed, waited = now - self._since, self._wait_s

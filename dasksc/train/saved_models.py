@@ -53,7 +53,7 @@ def save_model(
         torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
         partial.rename(path)
 
-    context.by_first(write, f"the model {path} cannot be written")
+    context.on_rank_zero(write, f"the model {path} cannot be written")
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:

@@ -20,7 +20,8 @@ def _of_one_modality(path: str | list[str] | dict[str, str]) -> str | list[str] 
     paths = [path] if isinstance(path, str) else path.values() if isinstance(path, dict) else path
     if any(one.endswith(".h5mu") for one in paths):
         raise ValueError(
-            "files of several modalities are read from Python (dasksc.scDataset); give an .h5ad or .zarr of one"
+            "files of several modalities are read from Python (dasksc.scDataset); give an .h5ad file or a .zarr store "
+            "of one modality"
         )
     return path
 
@@ -44,13 +45,15 @@ class Validation(_Section):
     Parameters
     ----------
     share
-        Share of the rows to hold out; with `by`, of its values; with `conditions`, of the conditions of each context.
+        Share of the rows to hold out; with `by`, share of its values; with `conditions`, share of the conditions of
+        each context.
     by, groups, stratify
         Columns of obs, as for `dasksc.split`: each value of `by` (such as a donor or plate) is held out as a whole, no
         value of `groups` is in both parts, and both parts have equal proportions of the values of `stratify`.
     conditions, hold_out, few_shot, control
         As for `dasksc.split`: columns whose combinations are held out as a whole, combinations to hold out instead of a
-        `share`, share of these combinations to train on nevertheless, and control cells, which are always trained on.
+        `share`, share of these combinations that is used for training, and control cells, which are always used for
+        training.
     path
         Path of another atlas to validate on, instead of held-out rows.
     seed

@@ -70,7 +70,7 @@ def set_value(tree: dict[str, Any], change: str) -> None:
     for section in sections:
         below = tree.setdefault(section, {})
         if not isinstance(below, dict):
-            below = tree[section] = _in_full(below, change)
+            below = tree[section] = _expanded(below, change)
         tree = below
     try:
         tree[last] = read_yaml(text) if text else None
@@ -80,8 +80,8 @@ def set_value(tree: dict[str, Any], change: str) -> None:
         ) from error
 
 
-def _in_full(short: Any, change: str) -> dict[str, Any]:
-    """Return the section that a value is shorthand for."""
+def _expanded(short: Any, change: str) -> dict[str, Any]:
+    """Expand a shorthand value to the section that it represents."""
     if short is None or isinstance(short, bool):
         return {}
     if isinstance(short, str):

@@ -14,7 +14,7 @@ whose graphs differ only in the names of their inputs are computed together, sin
 chunks as the fetch has blocks.
 
 The indices of Dask's blockwise layers and the block numbers show that a graph has this structure. A graph does not
-show that a *function* treats every row independently; `dasksc.pushdown.trust` states the trust in each function.
+show that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each.
 Before the first fetch, all functions are tried on synthetic rows, computed together, in parts and one by one. If some
 functions are merely believed, the first fetched row chunk of each kind is also computed whole, once per process, and
 compared.

@@ -182,11 +182,11 @@ class Compiler:
         return Apply(task, inputs, constants, self._graph, lengths.pop(), is_believed)
 
     def _alignment(self, key: Key, task: Task) -> dict[Key, bool]:
-        """Return for each input of a task whether its rows are the rows of the result."""
+        """Return a flag for each input of a task: True if its rows are the rows of the result."""
         layer = self._graph.layers.get(layer_of(key))
         if isinstance(layer, Blockwise):
             return self._blockwise_alignment(key, task, layer)
-        # Other layers are judged by block numbers: the input and the output must be the same block of rows.
+        # For other layers, only block numbers are known: input and output must have the same row block number.
         aligned = {}
         for dep in task.dependencies:
             same = isinstance(dep, tuple) and isinstance(key, tuple) and dep[1:2] == key[1:2] != ()

@@ -21,7 +21,7 @@ class NotRowLocalError(Exception):
     """Internal error: an array cannot be computed row by row, for the reason in the message."""
 
 
-class Memory(Protocol):
+class ValueCache(Protocol):
     """Cache of values during a fetch."""
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
@@ -74,7 +74,7 @@ class Graph:
                 todo.extend(unknown)
         return self._reaches[key]
 
-    def constant(self, key: Key, run: Memory | None) -> Any:
+    def constant(self, key: Key, run: ValueCache | None) -> Any:
         """Compute a key that does not depend on a stored matrix.
 
         The value is cached until `run` ends; if `run` is None, as long as the graph exists.

@@ -20,7 +20,7 @@ from dasksc.pushdown.rowlocal.chunk_kinds import kinds_of_chunks
 from dasksc.pushdown.rowlocal.compiler import Compiler
 from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.pushdown.rowlocal.nodes import Apply, Node, Read, Run, all_nodes, joined
-from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, made_up_run, trial
+from dasksc.pushdown.rowlocal.trial import N_TRIED, are_equal, synthetic_run, trial
 from dasksc.pushdown.trust import calls
 from dasksc.storage import FetchCost, RowBuffer, as_matrix, join
 from dasksc.storage.matrices import check_rows
@@ -30,11 +30,11 @@ __all__ = ["RowLocalMatrix"]
 
 logger = logging.getLogger("dasksc.lazy.rowlocal")
 
-# Approximate number of rows computed together. The results of fewer rows would stay in the CPU cache from one layer to
-# the next. But threads would then return to Python more often and wait for each other, which costs more.
+# Approximate number of rows computed together. With fewer rows, results would stay in the CPU cache from one layer to
+# the next, but threads would return to Python more often and wait for each other, which costs more.
 N_COMPUTED = 4096
 
-# The number of rows computed together if functions are merely believed. Pieces of several chunks may add up to nearly
+# Number of rows computed together if functions are merely believed. Pieces of several chunks may add up to nearly
 # twice as many rows, which must not exceed the number of rows in the trial.
 N_BELIEVED = N_TRIED[False] // 2
 
@@ -91,7 +91,7 @@ class RowLocalMatrix(DaskMatrix):
         if self.layout == "csr" or not _may_stay_csr(nodes):
             return self.layout
         need = np.zeros(min(1, int(self._bounds[1])), dtype=np.int64)
-        run = made_up_run([(nodes, need)])
+        run = synthetic_run([(nodes, need)])
         try:
             with np.errstate(all="ignore"):
                 return "csr" if all(sp.issparse(run.value((node,), (need,))) for node in nodes) else self.layout
@@ -205,7 +205,7 @@ class RowLocalMatrix(DaskMatrix):
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
         """Compare rows of a block with the same rows of the whole block; return a description of a difference."""
         whole = self._block(number, need)
-        # Every other row, because all rows of a small block in one piece would be the whole block itself.
+        # Every other row is compared: all rows of a small block, computed together, would be the whole block itself.
         for places in (slice(0, None, 2), slice(1, None, 2)):
             wanted = self._bounds[number] + need[places]
             rows = concatenate_blocks(self._computed(wanted), self.layout, self.shape[1], self.dtype)

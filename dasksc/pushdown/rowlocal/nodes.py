@@ -42,7 +42,7 @@ class Read:
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows behind the rows `need`."""
+        """Record the matrix rows from which the rows `need` are computed."""
         run.needs.setdefault(id(self.matrix), (self.matrix, []))[1].append(chosen_rows(self.rows, need))
 
     def value(self, nodes: tuple[Read, ...], needs: Needs, run: Run) -> Any:
@@ -72,7 +72,7 @@ class Take:
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows behind the rows `need`."""
+        """Record the matrix rows from which the rows `need` are computed."""
         run.demand(self.child, self._chosen(need, run))
 
     def value(self, nodes: tuple[Take, ...], needs: Needs, run: Run) -> Any:
@@ -80,8 +80,8 @@ class Take:
         chosen = tuple(node._chosen(need, run) for node, need in zip(nodes, needs, strict=True))
         if all(map(operator.is_, chosen, needs)):
             chosen = needs
-        taken = run.value(tuple(node.child for node in nodes), chosen)
-        return taken[(slice(None), *self.rest)] if self.rest else taken
+        selected = run.value(tuple(node.child for node in nodes), chosen)
+        return selected[(slice(None), *self.rest)] if self.rest else selected
 
     def _chosen(self, need: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
         # A Take of all rows returns the same object, so that values cached under its id are found.
@@ -104,7 +104,7 @@ class Concat:
         return int(self.bounds[-1])
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows behind the rows `need`."""
+        """Record the matrix rows from which the rows `need` are computed."""
         for child, _, rows in self._parts(need, run):
             run.demand(child, rows)
 
@@ -139,7 +139,7 @@ class Apply:
     task: GraphNode
     # In the order in which the task refers to them.
     inputs: Mapping[Key, Node]
-    # Inputs without a stored matrix behind them, in the same order. True if their rows are the rows of the block.
+    # Inputs that do not depend on a stored matrix, in the same order. True if their rows are the rows of the block.
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
@@ -147,7 +147,7 @@ class Apply:
     is_believed: bool
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows behind the rows `need`."""
+        """Record the matrix rows from which the rows `need` are computed."""
         for child in self.inputs.values():
             run.demand(child, need)
 
@@ -196,7 +196,7 @@ def chosen_rows(rows: Rows, need: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def all_nodes(nodes: list[Node]) -> Iterator[Node]:
-    """Yield nodes and all nodes that they are computed from, each once."""
+    """Yield the given nodes and all nodes that they depend on, each once."""
     # A loop instead of recursion, since graphs may be deeper than Python's stack.
     todo, seen = list(nodes), set()
     while todo:
@@ -224,7 +224,7 @@ class Run:
 
     @classmethod
     def reading(cls, wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
-        """Start a run on the rows that `wanted` needs, with one fetch per matrix."""
+        """Start a run for the nodes and rows in `wanted`, with one fetch per matrix."""
         return cls.started(wanted, lambda matrix, rows: matrix.fetch(rows))
 
     @classmethod
@@ -233,7 +233,7 @@ class Run:
         wanted: list[tuple[list[Node], NDArray[np.int64]]],
         fetch: Callable[[Matrix, NDArray[np.int64]], RowBuffer],
     ) -> Run:
-        """Start a run on the rows that `wanted` needs, and call `fetch` once per matrix to obtain them."""
+        """Start a run for the nodes and rows in `wanted`, and call `fetch` once per matrix to obtain its rows."""
         run = cls()
         for nodes, need in wanted:
             for node in nodes:
@@ -244,7 +244,7 @@ class Run:
         return run
 
     def demand(self, node: Node, need: NDArray[np.int64]) -> None:
-        """Record the matrix rows behind the rows `need` of `node`, once even if they are used twice."""
+        """Record the matrix rows from which the rows `need` of `node` are computed, once even if used twice."""
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:

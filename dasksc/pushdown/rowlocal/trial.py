@@ -13,7 +13,7 @@ from dasksc.pushdown.computed_chunks import DaskMatrix, as_layout
 from dasksc.pushdown.rowlocal.nodes import Node, Run, joined
 from dasksc.storage import Matrix, RowBuffer, as_matrix
 
-__all__ = ["N_TRIED", "are_equal", "made_up_run", "trial"]
+__all__ = ["N_TRIED", "are_equal", "synthetic_run", "trial"]
 
 # Number of synthetic rows for functions that are known (True) and for others (False). Whether the others mix rows may
 # depend on the number of rows.
@@ -39,7 +39,7 @@ def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -
         return np.asarray(values)
 
     try:
-        run = made_up_run([(nodes, together)])
+        run = synthetic_run([(nodes, together)])
         expected = computed(together)
         for part in parts:
             if len(part) and not are_equal(computed(together[part]), expected[part]):
@@ -54,12 +54,12 @@ def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -
     return None
 
 
-def made_up_run(wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
-    """Start a run on synthetic rows for `wanted`, without reading any."""
-    return Run.started(wanted, _made_up)
+def synthetic_run(wanted: list[tuple[list[Node], NDArray[np.int64]]]) -> Run:
+    """Start a run for the nodes and rows in `wanted` on synthetic rows, without reading any matrix."""
+    return Run.started(wanted, _synthetic_rows)
 
 
-def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
+def _synthetic_rows(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
     """Return synthetic rows that differ in scale and sparsity, with values in the range of the data type."""
     generator = np.random.default_rng(len(rows))
     largest = np.iinfo(matrix.dtype).max if matrix.dtype.kind in "iu" else 10_000
@@ -69,8 +69,10 @@ def _made_up(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
     values = 1 + (generator.random(shape) * scale[:, None]).astype(np.int64)
     values[generator.random(shape) >= share[:, None]] = 0
     block = values.astype(matrix.dtype)
-    made_up = as_matrix(sp.csr_matrix(block) if matrix.layout == "csr" else block, f"synthetic rows for {matrix.label}")
-    return made_up.fetch(np.arange(len(rows), dtype=np.int64))
+    synthetic = as_matrix(
+        sp.csr_matrix(block) if matrix.layout == "csr" else block, f"synthetic rows for {matrix.label}"
+    )
+    return synthetic.fetch(np.arange(len(rows), dtype=np.int64))
 
 
 def are_equal(a: NDArray[Any], b: NDArray[Any]) -> bool:

@@ -170,7 +170,7 @@ def test_a_checkpoint_of_changed_code_is_refused(raw, monkeypatch):
     monkeypatch.setattr(Wide, "width", 5)
     with pytest.raises(
         InputError,
-        match=r"arguments are the same, so its code or data differ.*has shape \[5, 40\] and had \[4, 40\]",
+        match=r"arguments are the same, so the code or the data differ.*has shape \[5, 40\] and had \[4, 40\]",
     ):
         train(raw, training__resume_from="auto")
 

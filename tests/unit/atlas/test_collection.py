@@ -299,7 +299,7 @@ def test_a_file_can_be_opened_from_another_working_directory(tmp_path: Path, mon
 
 def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
     write_store(make_adata(), tmp_path, "h5ad")
-    with pytest.raises(MissingPathError, match=r"atlsa\.h5ad; near it: atlas\.h5ad"):
+    with pytest.raises(MissingPathError, match=r"atlsa\.h5ad; similar names: atlas\.h5ad"):
         dasksc.open(tmp_path / "atlsa.h5ad")
     with pytest.raises(FileNotFoundError, match=r"nowhere is not a directory"):
         dasksc.open(tmp_path / "nowhere" / "atlas.h5ad")

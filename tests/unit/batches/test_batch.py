@@ -28,7 +28,7 @@ def test_parts_are_items_and_attributes() -> None:
 
 
 def test_an_unknown_attribute_says_what_to_request() -> None:
-    known = r"this batch has no 'cell_type'; known are X, index, layers, obs, obsm\. "
+    known = r"this batch has no 'cell_type'; expected one of X, index, layers, obs, obsm\. "
     with pytest.raises(AttributeError, match=known + r".* scDataset\(\.\.\., obs=\['cell_type'\]"):
         make_batch().cell_type  # noqa: B018
     with pytest.raises(MissingKeyError, match="this batch has no 'layer'; did you mean 'layers'"):
@@ -39,7 +39,7 @@ def test_unknown_categories_say_what_to_request() -> None:
     categories = Categories(cell_type=["B", "T"])
     with pytest.raises(MissingKeyError, match=r"no 'cell type'; did you mean 'cell_type'\?.*obs=\['cell type'\]"):
         categories["cell type"]
-    with pytest.raises(MissingKeyError, match=r"categories has no 'donor'; there are none\. Request the column"):
+    with pytest.raises(MissingKeyError, match=r"categories has no 'donor'; none are available\. Request the column"):
         Categories()["donor"]
 
 

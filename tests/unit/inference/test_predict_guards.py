@@ -190,10 +190,12 @@ def test_a_second_run_for_the_same_cells_is_refused_while_the_first_is_at_work(a
         assert is_inside.wait(60)
         again = {"rank": 1, "world_size": 2}
         for options in ({}, again, {"overwrite": True}):
-            with pytest.raises(StorageError, match=f"written by process {os.getpid()} on .*Wait for it or end it"):
+            with pytest.raises(
+                StorageError, match=f"written by process {os.getpid()} on .*Wait for that process or stop it"
+            ):
                 predict(slow, adata, out, **options)
         for overwrite in (False, True):
-            with pytest.raises(StorageError, match="Wait for it or end it"):
+            with pytest.raises(StorageError, match="Wait for that process or stop it"):
                 predict(two, adata, out, overwrite=overwrite)
     finally:
         may_end.set()
@@ -230,7 +232,7 @@ def test_a_second_key_for_a_file_is_refused_while_the_first_is_predicted(atlas, 
         may_end.set()
         first.join()
     assert len(refused) == 2
-    assert all("Wait for it or end it" in one for one in refused)
+    assert all("Wait for that process or stop it" in one for one in refused)
     predict(two, atlas, atlas, key="X_second", in_place=True)
     assert {"X_first", "X_second"} <= set(read(atlas).obsm)
     assert entries(tmp_path) == ["atlas.h5ad"]

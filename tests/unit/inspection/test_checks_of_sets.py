@@ -12,7 +12,7 @@ import pytest
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.inspection.dryrun_warnings import wanted_share
+from dasksc.inspection.dryrun_warnings import used_share
 from dasksc.kernels import sets as kernels
 from dasksc.loader import components_of
 
@@ -87,7 +87,7 @@ def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorte
     assert plan.sampler.run_rows == run_rows
     with (
         mock.patch("dasksc.inspection.dryrun_warnings.is_url", return_value=True),
-        mock.patch("dasksc.inspection.dryrun_warnings.wanted_share", side_effect=wanted_share) as share,
+        mock.patch("dasksc.inspection.dryrun_warnings.used_share", side_effect=used_share) as share,
         mock.patch("dasksc.inspection.dryrun_warnings._MIN_USED_SHARE", 1.1),
     ):
         (warning,) = dasksc.check(data).warnings
@@ -99,9 +99,9 @@ def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorte
 
 def test_the_share_that_is_wanted() -> None:
     # 100 single rows use a tenth of each chunk of 10 rows in an infinite atlas; runs of 10 rows touch 1.9 chunks each.
-    assert wanted_share(100, 1, 10**9, 10.0) == pytest.approx(0.1, rel=1e-3)
-    assert wanted_share(100, 10, 10**9, 10.0) == pytest.approx(10 / 19, rel=1e-3)
-    assert wanted_share(100, 1, 10, 10.0) == 1.0
+    assert used_share(100, 1, 10**9, 10.0) == pytest.approx(0.1, rel=1e-3)
+    assert used_share(100, 10, 10**9, 10.0) == pytest.approx(10 / 19, rel=1e-3)
+    assert used_share(100, 1, 10, 10.0) == 1.0
 
 
 def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:

@@ -754,7 +754,7 @@ def test_missing_keys_of_a_batch_or_its_labels_are_reported_with_the_existing_on
             held[key]
         assert key not in held
         assert held.get(key) is None
-    with pytest.raises(KeyError, match="known are cell_type, int8"):
+    with pytest.raises(KeyError, match="expected one of cell_type, int8"):
         batch.obs["plate"]
 
 

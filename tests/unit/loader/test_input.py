@@ -44,7 +44,7 @@ def test_a_missing_path(path):
 
 
 def test_a_misspelled_path_is_reported_with_similar_names(path):
-    refuse(MissingPathError, "near it: atlas.h5ad", path.with_name("atlass.h5ad"))
+    refuse(MissingPathError, "similar names: atlas.h5ad", path.with_name("atlass.h5ad"))
 
 
 def test_a_directory_that_is_no_store(tmp_path):

@@ -286,7 +286,7 @@ def test_what_cannot_be_compared_is_refused(caplog):
         dasksc.highly_variable_genes(adata, 0)
     with pytest.raises(MissingKeyError, match="nothing"):
         dasksc.highly_variable_genes(adata, 50, batch_key="nothing")
-    with pytest.raises(InputError, match="the filter leaves none"):
+    with pytest.raises(InputError, match="the filter selects none"):
         dasksc.highly_variable_genes(adata, 50, filter="batch == 'b9'")
     adata.obs["gaps"] = adata.obs["batch"].where(np.arange(600) > 9)
     with pytest.raises(InputError, match="no batch for 10 cells"):

@@ -16,7 +16,7 @@ import scipy.sparse as sp
 import torch
 
 from dasksc import DaskscError, InputError, MissingKeyError, MissingPathError
-from dasksc.train.checks import check_config, load_config, why_not_finite
+from dasksc.train.checks import check_config, explain_nonfinite_loss, load_config
 from dasksc.train.config import Config
 from dasksc.train.data import make_loaders
 from dasksc.train.loggers import metrics_line
@@ -203,7 +203,7 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
     ],
 )
 def test_a_loss_that_is_not_finite_is_explained_by_x_or_by_the_learning_rate(x, says):
-    assert says in why_not_finite(SimpleNamespace(collection=SimpleNamespace(X=x)))
+    assert says in explain_nonfinite_loss(SimpleNamespace(collection=SimpleNamespace(X=x)))
 
 
 def test_lines_say_whether_they_are_of_training_or_validation():

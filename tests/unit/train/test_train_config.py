@@ -81,7 +81,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ),
         ({"training": {"precision": "bf16"}}, "training.precision='bf16': did you mean 'bf16-mixed'?"),
         ({"training": {"strategy": "fsdb"}}, "training.strategy='fsdb': did you mean 'fsdp'?"),
-        ({"training": {"strategy": "horovod"}}, "training.strategy='horovod': known are ddp, dp, fsdp, single"),
+        ({"training": {"strategy": "horovod"}}, "training.strategy='horovod': expected one of ddp, dp, fsdp, single"),
         ({"training": {"logger": "tensorbord"}}, "training.logger='tensorbord': did you mean 'tensorboard'?"),
         ({"training": {"logger": ["csv", "std"]}}, "training.logger.1='std': did you mean 'stdout'?"),
         (
@@ -297,9 +297,11 @@ def test_the_strategy_follows_from_the_other_settings(training, world_size, expe
 def test_a_run_on_another_number_of_nodes_than_configured_is_refused():
     said = Training(num_gpus=4, num_nodes=2)
     assert strategy_of(said, 4, 2) == strategy_of(said, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
-    with pytest.raises(InputError, match="num_nodes=2, but this run is on 1. .* --set training.num_nodes=1"):
+    with pytest.raises(
+        InputError, match="num_nodes=2, but the number of nodes of this run is 1. .* --set training.num_nodes=1"
+    ):
         strategy_of(said, 4, 1)
-    with pytest.raises(InputError, match="num_nodes=2, but this run is on 1"):
+    with pytest.raises(InputError, match="num_nodes=2, but the number of nodes of this run is 1"):
         strategy_of(Training(strategy="dp", num_gpus=4, num_nodes=2), 1, 1)
 
 

@@ -142,7 +142,11 @@ def test_errors_are_raised_unchanged_if_the_command_has_not_started_the_ranks(mo
     [
         (["--nproc", 2], {"num_gpus": 8}, "num_gpus=8 is the total over all nodes, and this run has 2"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 1], {"num_gpus": 2}, "and this run has 4"),
-        (["--nproc", 2, "--nnodes", 2, "--node-rank", 0], {"num_nodes": 4}, "num_nodes=4, but this run is on 2"),
+        (
+            ["--nproc", 2, "--nnodes", 2, "--node-rank", 0],
+            {"num_nodes": 4},
+            "num_nodes=4, but the number of nodes of this run is 2",
+        ),
         (["--nproc", 2], {"strategy": "single"}, "strategy='single' runs in one process, but this run has 2"),
         (["--nproc", 2], {"strategy": "dp"}, "strategy='dp' runs in one process, but this run has 2"),
         (
@@ -185,7 +189,7 @@ def test_a_configuration_for_two_nodes_is_refused_under_torchrun_on_one_node(tmp
         monkeypatch.setenv(name, value)
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(write(tmp_path, num_nodes=2))])
     assert isinstance(shown.exception, InputError), shown.exception
-    assert "training.num_nodes=2, but this run is on 1" in str(shown.exception)
+    assert "training.num_nodes=2, but the number of nodes of this run is 1" in str(shown.exception)
 
 
 def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):
