@@ -306,7 +306,7 @@ def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="not a Zarr group"):
+    with pytest.raises(StorageError, match="neither a Zarr group"):
         dasksc.open(tmp_path)
 
 

@@ -48,7 +48,7 @@ def test_a_misspelled_path_is_reported_with_similar_names(path):
 
 
 def test_a_directory_that_is_no_store(tmp_path):
-    refuse(StorageError, "not a Zarr group", tmp_path)
+    refuse(StorageError, "neither a Zarr group", tmp_path)
 
 
 def test_a_truncated_file(path, tmp_path):
