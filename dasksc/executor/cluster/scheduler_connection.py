@@ -20,7 +20,7 @@ _PROBE_S = 5.0  # Maximum time between two probes of the scheduler.
 
 
 class SchedulerConnection:
-    """Connection of a window to its scheduler, which is probed continuously.
+    """Connection of a window to its scheduler, which is probed every few seconds.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ class SchedulerConnection:
         try:
             return await doing
         except (FutureCancelledError, CommClosedError) as error:
-            # A lost connection makes the Client cancel its futures and breaks off pending requests.
+            # When the connection is lost, the Client cancels its futures, and pending requests fail.
             if self._closed:
                 raise
             if isinstance(error, FutureCancelledError) and self._client.status == "running":
                 raise ConnectionError(
-                    f"The Dask scheduler at {address_of(self._client)} has dropped its tasks: client.restart() was "
+                    f"The Dask scheduler at {address_of(self._client)} has dropped the tasks: client.restart() was "
                     "called, or the connection was lost for a moment. Create the data set again, and resume it with "
                     "load_state_dict."
                 ) from error
@@ -71,9 +71,9 @@ class SchedulerConnection:
 
 
 async def _lost(client: Any) -> str:
-    """Wait until the scheduler is unreachable; return an error message.
+    """Wait until the scheduler is unreachable, and return an error message.
 
-    Returns within ``dasksc.scheduler-timeout`` of the scheduler's last answer.
+    The wait ends within ``dasksc.scheduler-timeout`` of the scheduler's last answer.
     """
     timeout_s = parse_timedelta(config.get("scheduler-timeout"))
     probe_s = min(_PROBE_S, timeout_s / 4)
