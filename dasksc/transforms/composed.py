@@ -38,7 +38,7 @@ class Composed:
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Return the transforms for batches without other references, up to the first that may keep a batch."""
+        """Let the transforms change batches in place, up to the first transform that may keep a batch."""
         n_owning = next(
             (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
         )
@@ -88,7 +88,7 @@ def at_epoch(transform: Any, epoch: int) -> Any:
 
 
 def owning(transform: Any) -> Any:
-    """Return the transform for batches without other references, which may change them in place."""
+    """Return the transform for batches that no other code refers to, so that it may change them in place."""
     return transform.owning() if hasattr(transform, "owning") else transform
 
 
@@ -103,7 +103,7 @@ def early_and_late(transform: Any, parts: Container[str]) -> tuple[list[Any], An
     Parameters
     ----------
     transform
-        A transform, or None. A transform with a method ``change`` is early if all transforms before it are.
+        A transform, or None. A transform whose attribute ``part`` is in `parts` is early if all those before it are.
     parts
         Keys of the matrices that early transforms can change.
 
