@@ -66,8 +66,8 @@ class MemoryAdmission:
     def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
         """Run `fetch` once there is room for it; return None if `is_wanted` returns False before that.
 
-        `size` is the size of the largest result so far, in bytes; None before the first. A result with ``nbytes`` counts
-        towards the memory as long as it is referenced.
+        `size` is the size of the largest result so far, in bytes; None before the first. A result with ``nbytes`` is
+        counted as long as it is referenced.
         """
         if not self._has_limit:
             return fetch()

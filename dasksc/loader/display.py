@@ -105,7 +105,7 @@ def _memory(parts: LoaderParts) -> str:
         return "unknown: rows that are read by indexing have no known size"
     try:
         demand = parts.projection.reading_mode().demand
-    except DaskscError as error:  # such as a cluster that is gone
+    except DaskscError as error:  # such as a cluster that cannot be reached
         return f"unknown: {error}"
     return f"at most {format_bytes(demand.anonymous)}, and {format_bytes(demand.pages)} of page cache"
 

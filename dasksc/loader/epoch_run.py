@@ -40,6 +40,7 @@ from dasksc.transforms.composed import at_batch, at_epoch, early_and_late, ownin
 
 __all__ = ["EpochRun", "DeviceTransfer"]
 
+# Maximum size of the batches that one job gathers.
 _TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
@@ -54,7 +55,7 @@ class _GatheredBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceTransfer:
-    """Device and pinning of batches."""
+    """Transfer of batches to a device or to pinned memory."""
 
     device: torch.device | str | int | None = None
     pin_memory: bool = False
@@ -84,7 +85,7 @@ class EpochRun:
     scheduler
         Scheduler that runs the fetches.
     projection
-        Memory of the fetches.
+        Projection of the memory of the fetches.
     hooks, transform, placement
         Functions applied to fetched rows and to each batch, and the destination of batches.
     key
@@ -277,7 +278,8 @@ class EpochRun:
         _ = source.recycling
         loader = self._loader_properties(n_parts)
         window, plans = self._window(task, reading)
-        # Entered first, since Ctrl-C before that would leave the window open, and closed before the last report.
+        # The window is entered twice: first, because an earlier Ctrl-C would leave it open, and last, so that it is
+        # closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
             fetches = Assembled(window, n_parts)
             synchronous = window.scheduler.kind == "synchronous"
@@ -367,7 +369,7 @@ def _add_batch_note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan)
 
 
 def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method of an object that has it, or of the objects in a container; others are unchanged."""
+    """Call a method of each object in a batch that has the method; leave other objects unchanged."""
     if isinstance(batch, torch.Tensor) and method == "to":
         return on_device(batch, *args, **options)
     if hasattr(batch, method):

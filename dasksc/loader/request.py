@@ -60,7 +60,7 @@ class BatchRequest:
         Raises
         ------
         InputError
-            If tensors do not support it.
+            If tensors do not support the data type.
         """
         if self.dtype is None:
             return None
