@@ -1,4 +1,4 @@
-"""Binding of strategies to a collection, its row count and its filters."""
+"""Binding of strategies to a collection: its number of rows, its obs columns and a filter."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     """
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
-            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give it "
-            "the rows of dasksc.rows_where(...)"
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give the "
+            "strategy the rows of dasksc.rows_where(...)"
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
@@ -144,7 +144,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     changed: dict[str, Any] = {"indices": rows}
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
-        if values is None or isinstance(values, str | Mapping):  # those of CellSets are by group
+        if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
             continue
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:

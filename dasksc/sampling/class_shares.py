@@ -46,7 +46,7 @@ def shares_of(
         share[present] = (1 - smoothing) / present.sum()
         share += smoothing * counts / counts.sum()
     else:
-        # Relative to the most frequent class, since powers of small frequencies could underflow.
+        # Counts are relative to the most frequent class, because powers of small frequencies could underflow.
         share[present] = (counts[present] / counts.max()) ** (1 / temperature)
     share *= _factors(class_weights, names)
     if not share.sum() > 0:
@@ -101,7 +101,7 @@ def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
 
 
 def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
-    """Raise an error if more rows of a class are to be drawn than it has."""
+    """Raise an error if more rows of a class are to be drawn than the class has."""
     over = np.flatnonzero(quotas > counts)
     if len(over):
         c = int(over[0])

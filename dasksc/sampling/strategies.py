@@ -113,7 +113,7 @@ class SamplingStrategy:
         data_collection
             Collection to draw from, with ``len()``.
         seed
-            Seed of the draw; equal seeds give equal rows. None draws a seed.
+            Seed of the draw; equal seeds give equal rows. None draws a random seed.
         rng
             Random number generator, used instead of `seed` if given.
 
@@ -259,7 +259,7 @@ class BlockShuffling(BuiltInStrategy):
 
 
 def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalancedSampling) -> None:
-    """Raise an error for invalid sizes, and convert the others to Python integers, which never overflow."""
+    """Raise an error for invalid sizes, and convert valid ones to Python integers, which never overflow."""
     for name in ("block_size", "total_size", "sampling_size"):
         value = getattr(strategy, name, None)
         if value is not None or name == "block_size":
@@ -415,7 +415,7 @@ class ClassBalancedSampling(BuiltInStrategy):
             check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:
             raise InputError(
-                "per_batch=True draws all rows of a class in turn, so it cannot use sampling_size=; leave that out"
+                "per_batch=True draws all rows of a class in turn, so it excludes sampling_size=; omit that argument"
             )
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:

@@ -223,7 +223,7 @@ def test_a_path_alone_is_shuffled_in_batches_of_64(gzipped: Path) -> None:
     [
         ({"strategy": "shufle"}, "strategy='shufle' is not the name of a strategy; expected 'shuffle', 'stream', 'bal"),
         ({"strategy": "balance"}, "strategy='balance' needs label_key="),
-        ({"label_key": "kind"}, "label_key='kind' applies to strategy='balance', and strategy is 'shuffle'"),
+        ({"label_key": "kind"}, "label_key='kind' applies only to strategy='balance', but strategy is 'shuffle'"),
         ({"strategy": "stream", "label_key": "kind"}, "strategy is 'stream'"),
         (
             {"strategy": dasksc.Streaming(), "label_key": "kind"},
