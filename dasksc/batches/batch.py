@@ -281,7 +281,7 @@ class BatchMaker:
     ----------
     obs
         Encoded columns by name, each of shape (n_obs,).
-    codes
+    n_classes
         Number of classes of each column that holds label codes. Batches hold the codes as int64, whatever their stored
         type.
     layout
@@ -299,7 +299,7 @@ class BatchMaker:
     """
 
     obs: Mapping[str, NDArray[Any]]
-    codes: Mapping[str, int]
+    n_classes: Mapping[str, int]
     layout: Layout
     dtype: np.dtype[Any] | None
     columns: Mapping[str, Columns]
@@ -323,10 +323,15 @@ class BatchMaker:
             return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)
         index = rows[positions]
         obs = NamedTensors(
-            (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
+            (
+                name,
+                torch.from_numpy(
+                    column[index].astype(np.int64 if name in self.n_classes else column.dtype, copy=False)
+                ),
+            )
             for name, column in self.obs.items()
         )
-        obs.n_classes = self.codes
+        obs.n_classes = self.n_classes
         batch = Batch()
         if self.modalities:
             batch.update(

@@ -60,7 +60,7 @@ def epoch_array(
     spec = _ChunkSpec(matrix, plan if small else None, layout, dtype, columns)
     graph: dict[Any, Any] = {source: DataNode(source, spec)}
     for k in range(plan.n_fetches):
-        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _RowsOf(plan, k))
+        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _PlannedRows(plan, k))
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
     rows = (plan.fetch_rows,) * full + ((rest,) if rest else ())
     meta = sp.csr_matrix((0, 0), dtype=dtype) if layout == "csr" else np.empty((0, 0), dtype=dtype)
@@ -121,7 +121,7 @@ def _n_bytes(plan: EpochPlan) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RowsOf:
+class _PlannedRows:
     """Row numbers of one fetch, computed when they are used or pickled. The pickle does not contain the plan."""
 
     plan: EpochPlan
@@ -149,7 +149,7 @@ class _Rows:
 
 def _chunk(spec: _ChunkSpec, fetch: Any) -> NDArray[Any] | sp.csr_matrix:
     # `fetch` is the number of a fetch, or an object that returns its row numbers.
-    rows, order = _RowsOf(spec.plan, fetch)() if spec.plan is not None else fetch()
+    rows, order = _PlannedRows(spec.plan, fetch)() if spec.plan is not None else fetch()
     fetched = spec.matrix.fetch(rows)
     n_vars = fetched.shape[1] if spec.columns is None else len(spec.columns)
     shape = (len(order), n_vars)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import join
 
-__all__ = ["Assembled", "PartNumbers", "part_of"]
+__all__ = ["AssembledFetches", "PartNumbers", "part_of"]
 
 
 class PartNumbers(Sequence[int]):
@@ -61,7 +61,7 @@ class FetchParts(Protocol):
     def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]: ...
 
 
-class Assembled:
+class AssembledFetches:
     """Fetches assembled from their parts. Iterating yields ``(k, fetched)``.
 
     Parameters

@@ -148,7 +148,7 @@ class _LocalRunner:
         return perf_counter() - start, result
 
 
-class _OnDemand:
+class _OnDemandFetch:
     """Fetch that runs when its result is requested, in the requesting thread."""
 
     def __init__(self, fetch: Callable[[], Timed]) -> None:
@@ -164,11 +164,11 @@ class _OnDemand:
 class OnDemandRunner(_LocalRunner):
     """Runner of fetches in the thread that requests their results."""
 
-    def submit(self, k: int) -> _OnDemand:
+    def submit(self, k: int) -> _OnDemandFetch:
         """Return a promise of fetch `k`."""
-        return _OnDemand(lambda: self._fetch(k))
+        return _OnDemandFetch(lambda: self._fetch(k))
 
-    def close(self, pending: Sequence[_OnDemand], *, wait_s: float, exiting: bool) -> None:
+    def close(self, pending: Sequence[_OnDemandFetch], *, wait_s: float, exiting: bool) -> None:
         """Announce the end of the computation to the callbacks."""
         self._diagnostics.finish()
 

@@ -242,7 +242,7 @@ def _with_client(client: Any) -> FetchScheduler:
     if client in _before_fork:
         if _is_inproc(address):
             raise InputError(
-                f"The Client at {address} and its cluster live in the parent of this process and cannot be "
+                f"The Client at {address} and its cluster belong to the parent of this process and cannot be "
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
         remember_security(address, client.security)

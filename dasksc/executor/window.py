@@ -353,7 +353,7 @@ class Window(Generic[T]):
 
     def _end(self) -> Exception:
         if self._flight.exiting:  # In a thread that outlives the main thread, this is not the end of the epoch.
-            return FetchError("The interpreter is exiting, and the fetches have been cancelled.")
+            return FetchError("The interpreter is exiting, so the fetches have been cancelled.")
         return StopIteration()
 
     def close(self) -> None:

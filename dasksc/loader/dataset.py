@@ -485,7 +485,7 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
             raise InputError(
-                "this state was taken inside DataLoader workers, so it resumes only with the same num_workers"
+                "this state was taken in DataLoader workers, so it can be resumed only with the same num_workers"
             )
         last = position.consumed[-1] if position.consumed else None
         if (
@@ -494,8 +494,8 @@ class scDataset(IterableDataset[Any]):
             and len(position.split_consumed(self._sizes(self._session.current_world()))[0])
         ):
             raise InputError(
-                "inside DataLoader workers an epoch resumes only with the world size, batch_size and fetch_factor it "
-                f"was read with: {last}. Use num_workers=0 to change them"
+                "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
+                f"fetch_factor as before: {last}. Use num_workers=0 to change them"
             )
         self._session.seed = seed
         self._tracker.load(position)

@@ -81,7 +81,7 @@ def _of_strategy(before: str, settings: Mapping[str, str], settings_then: Mappin
         return
     if not settings_then:
         yield (
-            f"the arguments of {strategy} differ; the state is of an earlier version of dasksc, which did not save them"
+            f"the arguments of {strategy} differ; the state is from an earlier version of dasksc that did not save them"
         )
         return
     names = [name for name in {**settings, **settings_then} if settings.get(name) != settings_then.get(name)]

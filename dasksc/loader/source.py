@@ -32,7 +32,7 @@ from dasksc.loader.genes import GeneMatch
 from dasksc.loader.request import BatchRequest
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.sampling.binding import n_rows_named
+from dasksc.sampling.binding import n_rows_from_indices
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import (
     Columns,
@@ -353,8 +353,8 @@ def source_of(
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = "hooks determine what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
-        request.refuse_where_rows_are_indexed(why)
+        why = "hooks determine the items" if hooks else f"a {type(data).__name__} is read by indexing"
+        request.refuse_matrix_options(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
@@ -382,12 +382,12 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
         return count_rows(data)
     except TypeError as error:
         # Only the callback reads the collection, so its rows are those of the indices.
-        n_obs = None if hooks.fetch_callback is None else n_rows_named(strategy)
+        n_obs = None if hooks.fetch_callback is None else n_rows_from_indices(strategy)
         if n_obs is None:
             raise WrongTypeError(
                 f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
-                "another collection that can be indexed by row numbers; or fetch_callback= with indices= of the "
-                "strategy"
+                "another collection that can be indexed by row numbers; or give fetch_callback= together with "
+                "indices= of the strategy"
             ) from error
         return n_obs
 
@@ -458,7 +458,7 @@ def _maker(
 ) -> BatchMaker:
     return BatchMaker(
         obs=encoded,
-        codes={name: len(labels) for name, labels in categories.items()},
+        n_classes={name: len(labels) for name, labels in categories.items()},
         layout=request.layout,
         dtype=request.value_dtype,
         columns=columns,

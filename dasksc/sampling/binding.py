@@ -20,7 +20,7 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import RowSampler, Sampler
 from dasksc.sampling.strategies import BuiltInStrategy, SamplingStrategy
 
-__all__ = ["UserSampler", "bind", "is_random", "n_rows_named", "restricted"]
+__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "restricted"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def is_random(sampler: Sampler) -> bool:
     return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
 
 
-def n_rows_named(strategy: SamplingStrategy) -> int | None:
+def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
     """Return the minimum number of rows that the indices of a strategy imply; None if they imply none."""
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
@@ -149,8 +149,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} could be one per entry of indices or one per row, because both have the same length; give "
-                    "one per row of the collection"
+                    f"{name} could hold one value per entry of indices or one per row, because both have the same length; "
+                    "give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

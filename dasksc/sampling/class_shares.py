@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
-__all__ = ["largest_remainders", "most_drawn", "refuse_beyond", "shares_of"]
+__all__ = ["largest_remainders", "max_draws", "check_quotas", "shares_of"]
 
 _Int64s = NDArray[np.int64]
 
@@ -93,14 +93,14 @@ def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
     return quotas
 
 
-def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
+def max_draws(counts: _Int64s, share: NDArray[np.float64]) -> int:
     """Return the number of rows that can be drawn by share without replacement, limited by the rarest class."""
     wanted = share > 0
     # The factor corrects rounding errors: 3 rows with a share of 3/9 allow 9 rows, not 8.
     return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
 
 
-def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
+def check_quotas(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
     """Raise an error if more rows of a class are to be drawn than the class has."""
     over = np.flatnonzero(quotas > counts)
     if len(over):

@@ -15,7 +15,7 @@ from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond
+from dasksc.sampling.class_shares import check_quotas, largest_remainders, max_draws
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import sorted_rows
 from dasksc.sampling.random_keys import Purpose, epoch_keys
@@ -173,7 +173,7 @@ class StratifiedSampler:
             )
         sampler = replace(self, total_size=total, batch_rows=batch_rows)
         if not self.replace:
-            refuse_beyond(sampler.quotas, np.diff(self.starts), self.names)
+            check_quotas(sampler.quotas, np.diff(self.starts), self.names)
         return sampler
 
     @cached_property
@@ -182,7 +182,7 @@ class StratifiedSampler:
             return self.total_size
         if self.replace:
             return self.candidates.n
-        return most_drawn(np.diff(self.starts), self.share)
+        return max_draws(np.diff(self.starts), self.share)
 
     @cached_property
     def quotas(self) -> _Int64s:

@@ -12,7 +12,7 @@ from typing import Any
 from dasksc.batches.batch import Batch
 from dasksc.errors import WrongTypeError
 
-__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "early_and_late", "owning"]
+__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "split_early", "owning"]
 
 Transform = Callable[[Any], Any]
 
@@ -97,7 +97,7 @@ def at_batch(transform: Any, number: int) -> Any:
     return transform.at_batch(number) if hasattr(transform, "at_batch") else transform
 
 
-def early_and_late(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
+def split_early(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
     """Split a transform into early ones, which change values before a batch is complete, and the rest.
 
     Parameters

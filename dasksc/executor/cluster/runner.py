@@ -114,7 +114,7 @@ class ClusterRunner:
                 logger.debug("The Client was closed at the same time.")
             except TimeoutError:
                 address = self._client.scheduler.address
-                logger.warning("A fetch of an ended iteration is still running on the Dask cluster at %s.", address)
+                logger.warning("A fetch still runs on the Dask cluster at %s, but its iteration has ended.", address)
 
     async def _register_task(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""
@@ -170,13 +170,13 @@ class ClusterRunner:
             # The scheduler is about to lose its executors and must have no work of this window by then.
             # Without the task, fetches that have not begun end immediately.
             await self._unregister_task(task_plugin)
-            await _ended(pending)
+            await _wait_for_all(pending)
             await self._wait_until_forgotten()
             return
         # Cancelling a gather would also cancel others that the Client merged with it, so running transfers are
         # completed. Releasing the futures of the other fetches ends their wait.
         self._fetches.release_all_but(self._arriving)
-        await _ended(pending)
+        await _wait_for_all(pending)
         if not lost:
             await self._unregister_task(task_plugin)
 
@@ -208,5 +208,5 @@ class ClusterRunner:
         return scheduler if isinstance(scheduler, distributed.Scheduler) else None
 
 
-async def _ended(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
+async def _wait_for_all(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
     await asyncio.gather(*map(asyncio.wrap_future, promises), return_exceptions=True)

@@ -72,7 +72,7 @@ class Watchdog:
         if address not in self._warned_silent:
             self._warned_silent.add(address)
             logger.warning(
-                "Fetch %d waits: the Dask worker at %s has not been heard from for %.0f s. %s",
+                "Fetch %d waits: the Dask worker at %s has sent no heartbeat for %.0f s. %s",
                 k,
                 address,
                 silence_s,

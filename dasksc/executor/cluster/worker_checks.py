@@ -60,7 +60,7 @@ async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, .
     _advised.add(client.scheduler.address)
     if all(host == here[0] and pid != here[1] for host, pid, _ in answers.values()):
         logger.warning(
-            "The Dask workers at %s are other processes on this machine: every result is copied "
+            "The Dask workers at %s are other processes on this machine, so every result is copied "
             "through a socket. scheduler='threads', or LocalCluster(processes=False), is faster.",
             client.scheduler.address,
         )
