@@ -191,8 +191,8 @@ class scDataset(IterableDataset[Any]):
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index
-        If True, yield a `Batch`, which has the row numbers ``batch.index``, even if only X is requested. If False, such
-        a data set yields plain tensors.
+        If True, yield a `Batch`, which has the row numbers ``batch.index``, even if only X is requested. If False, a
+        data set of X alone yields plain tensors.
 
     Attributes
     ----------

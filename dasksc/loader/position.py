@@ -35,7 +35,10 @@ class EpochPosition:
         return [dataclasses.astuple(segment) for segment in self.consumed]
 
     def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
-        """Return the segments before a last one of the same `sizes`, and the number of batches of that one, or 0."""
+        """Split off the last segment if it was read with `sizes`.
+
+        Return the other segments and the number of batches in it. If its sizes differ, return all segments and 0.
+        """
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
         return self.consumed, 0
@@ -89,7 +92,7 @@ class EpochTracker:
             self._current, self._ended = EpochPosition(self._ended + 1), None
 
     def resuming(self, epoch: int) -> EpochPosition:
-        """Return the position from which an epoch would resume: the loaded one, or else the start of the epoch."""
+        """Return the position from which an epoch would resume: the loaded one if it is in this epoch, or the start."""
         resume = self._resume
         return EpochPosition(epoch) if resume is None or resume.epoch != epoch else resume
 

@@ -55,7 +55,7 @@ class RankSequence:
 
     @property
     def end_of_piece(self) -> int:
-        """Position in the sequence of the last unit of the piece, which is the repeated unit of a padded rank."""
+        """Position in the sequence of the last unit of the piece; if the rank is padded, this is the repeated unit."""
         return self.piece_round * self.sizes.block_size + len(self.piece) - 1
 
     @cached_property
