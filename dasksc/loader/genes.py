@@ -221,8 +221,8 @@ class GeneRequest:
         )
         if match.share < _LOW_SHARE:
             logger.warning(
-                "%s. Give names of the same kind as in the atlas, such as Ensembl IDs, or match another column of var with "
-                "genes_key=",
+                "%s. Give names of the same kind as in the atlas, such as Ensembl IDs, or match another column of "
+                "var with genes_key=",
                 match,
             )
         else:
