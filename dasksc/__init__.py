@@ -1,7 +1,7 @@
 """Feed single-cell atlases on disk to PyTorch.
 
-`open` returns an atlas as an AnnData of lazy Dask arrays, a sampling strategy determines the rows of
-an epoch, and `scDataset` yields them as torch tensors, with a share for each rank.
+`open` returns an atlas as an AnnData of lazy Dask arrays. A sampling strategy selects the rows of an epoch.
+`scDataset` yields these rows as torch tensors, and each rank receives its share.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
 # Module of each public name. Names are imported on first use, so that planning and reading do not require torch.
-_HOMES = {
+_MODULE_OF = {
     "AnnDataView": "dasksc.atlas.view",
     "Batch": "dasksc.batches.batch",
     "BlockShuffling": "dasksc.sampling.strategies",
@@ -159,8 +159,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"dasksc.{name}")
     if name == "__version__":
         value: Any = _version()
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
     else:
         raise AttributeError(f"module 'dasksc' has no attribute {name!r}")
     globals()[name] = value

@@ -1,4 +1,4 @@
-"""`python -m dasksc` is the `dasksc` command."""
+"""Entry point of ``python -m dasksc``, which runs the ``dasksc`` command."""
 
 from dasksc.cli import main
 

@@ -66,7 +66,7 @@ def memory_limit(given: int | str | None) -> int:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return True for integers, those of NumPy included, and False for bool."""
+    """Return True for Python and NumPy integers, and False for anything else, including bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -76,7 +76,7 @@ def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
     Raises
     ------
     InputError
-        If it is not. The message contains `name`, the name of the argument.
+        If `value` is not such an integer. The message contains `name`, the name of the argument.
     """
     if not is_whole(value) or not low <= value < end:
         above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
@@ -91,7 +91,7 @@ def true_or_false(name: str, value: Any) -> bool:
     Raises
     ------
     InputError
-        If it is not. The message contains `name`, the name of the argument.
+        If `value` is anything else. The message contains `name`, the name of the argument.
     """
     if isinstance(value, bool | np.bool_) or (is_whole(value) and value in (0, 1)):
         return bool(value)
@@ -99,6 +99,9 @@ def true_or_false(name: str, value: Any) -> bool:
 
 
 def get_seconds(key: str) -> float | None:
-    """Return the value of ``dasksc.<key>``, a number or text such as ``"500ms"``, in seconds; None if it is None."""
+    """Return the value of ``dasksc.<key>`` in seconds, or None if it is None.
+
+    The value is a number of seconds or text such as ``"500ms"``.
+    """
     value = get(key)
     return None if value is None else float(parse_timedelta(value))

@@ -1,6 +1,7 @@
-"""Short text for displays: values without their elements, objects without their default arguments, full signatures.
+"""Text for displays: values on one line, constructor calls without default arguments, full signatures.
 
-Nothing here computes, reads, or calls code of the user: objects of unknown classes are displayed by name.
+These functions compute nothing, read nothing and run no code of the user. They show an object of an unknown class
+by the name of its class.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 _N_SHOWN = 3
 _N_CHARACTERS = 60
-# Libraries whose objects have a shape and a data type that are known without computing.
+# Libraries whose objects have a shape and a dtype, which are known without computing.
 _ARRAYS = ("numpy", "pandas", "scipy", "torch", "dask")
 _BRACKETS: dict[type, tuple[str, str]] = {
     dict: ("{", "}"),
@@ -40,7 +41,7 @@ _PLAIN = (str, int, float, tuple, list)
 
 
 def brief(value: Any) -> str:
-    """Return a value on one line, as in a call: arrays by shape and data type, long collections by their start."""
+    """Return the text of a value on one line: arrays as shape and dtype, long collections as their first elements."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _N_CHARACTERS else repr(value[: _N_CHARACTERS - 3] + "...")
     if value is None or isinstance(value, bool | int | float | complex | slice | range):
@@ -63,21 +64,21 @@ def brief(value: Any) -> str:
 
 
 def constructor(value: Any, **texts: str) -> str:
-    """Return a call that makes a dataclass instance, without arguments that have their default value.
+    """Return the constructor call of a dataclass instance, without arguments that have their default value.
 
     Parameters
     ----------
     value
-        Instance of a dataclass. An instance of another class, whose arguments are unknown, has only `texts`.
+        Instance of a dataclass. For an instance of another class, whose arguments are unknown, only `texts` is shown.
     **texts
-        Text of arguments that replaces or extends their values.
+        Text of arguments, by name. It takes precedence over their values.
     """
     shown = set_arguments(value, texts)
     return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
 
 
 def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
-    """Return the arguments that make a dataclass instance, as text by name.
+    """Return the constructor arguments of a dataclass instance, as a dict of names and text.
 
     Parameters
     ----------
@@ -98,14 +99,14 @@ def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool =
 
 
 def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `given` arguments of a function that differ from its defaults, as text, in the order of its signature.
+    """Return the text of each argument that differs from its default value, in the order of the signature.
 
     Parameters
     ----------
     function
         Function with default values.
     given
-        Values by name, such as ``locals()``. Other names than those of arguments, and ``self``, are ignored.
+        Values by name, such as ``locals()``. ``self`` and names that are not arguments are ignored.
     """
     return {
         name: brief(given[name])
@@ -126,7 +127,7 @@ def with_options_of(
     function
         Function or class that receives the options. Arguments without a default value are not options.
     without
-        Names of arguments that may not be given as options, or have no effect.
+        Names of arguments that are not allowed as options or have no effect.
     **defaults
         Default values that differ from those of `function`.
     """
@@ -147,7 +148,7 @@ def with_options_of(
 
 
 def first_of(names: Sequence[object], n: int = 3) -> str:
-    """Return the first `n` names, separated by commas, and the number of the others."""
+    """Return the first `n` names, separated by commas, followed by the number of further names."""
     return ", ".join(map(str, names[:n])) + (f" and {len(names) - n:,} more" if len(names) > n else "")
 
 

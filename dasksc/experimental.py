@@ -1,4 +1,4 @@
-"""Public names of `dasksc.inspection.suggestions`."""
+"""Suggestions of parameters: public names of `dasksc.inspection.suggestions`."""
 
 from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 

@@ -1,8 +1,7 @@
-"""Indexing of several collections as one.
+"""Joint indexing of several collections.
 
-`MultiIndexable` holds collections with the same rows (a matrix, its labels, a second modality): indexing its rows
-indexes the rows of every member. `count_rows` and `take_rows` define rows for the supported types of
-collections.
+`MultiIndexable` holds collections with the same rows: a matrix, its labels, a second modality. An index of rows
+applies to every member. `count_rows` and `take_rows` define the rows of each supported type of collection.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def count_rows(data: Any) -> int:
     Parameters
     ----------
     data
-        Object with a ``shape`` or a ``len()``. Sparse matrices of SciPy have only a shape.
+        Object with a ``shape`` or a ``len()``. SciPy sparse matrices have only a shape.
     """
     shape = getattr(data, "shape", None)
     if isinstance(shape, tuple) and shape:
@@ -64,14 +63,14 @@ class MultiIndexable:
     names
         Names for members given by position.
     unstructured
-        Further elements of the data (gene names, a description), which indexing of rows does not change.
+        Further elements of the data (gene names, a description), which row indexing leaves unchanged.
     **named_indexables
         Members by name.
 
     Raises
     ------
     InputError
-        If the members have different lengths, or `names` does not fit them.
+        If the members have different lengths, or `names` does not hold a different name for each.
     TypeError
         If there is no member, members are given both by position and by name, or a member has no length.
 
@@ -108,12 +107,14 @@ class MultiIndexable:
             indexables = ()
         if named_indexables:
             if names is not None:
-                raise InputError("names= needs members given by position; these have names already. Leave names= out")
+                raise InputError(
+                    "names= applies only to members given by position; these members already have names. Omit names="
+                )
             names, indexables = list(named_indexables), tuple(named_indexables.values())
         if not indexables:
             raise TypeError("MultiIndexable needs at least one member, for example MultiIndexable(X=X, y=y)")
         if names is not None and (len(names) != len(indexables) or len(set(names)) != len(names)):
-            raise InputError(f"{len(indexables)} members need as many different names; got {list(names)}")
+            raise InputError(f"{len(indexables)} members require {len(indexables)} different names; got {list(names)}")
 
         self._names = None if names is None else list(names)
         self._indexables = list(indexables)

@@ -9,19 +9,18 @@ from typing import IO, Any
 
 __all__ = ["after_fork", "cpus_of_process", "lock_file"]
 
-# Offset of the lock on Windows: beyond the end of the file, because other processes cannot read a locked
-# range.
-_FAR = 2**30
+# Offset of the lock on Windows. It is beyond the end of the file, because other processes cannot read a locked range.
+_LOCK_OFFSET = 2**30
 
 
 def after_fork(call: Callable[[], None]) -> None:
-    """Register a function that every forked child of this process calls first. Does nothing on Windows."""
+    """Register a function that each forked child of this process calls first; do nothing on Windows."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
 
 
 def cpus_of_process() -> int:
-    """Return the number of CPUs that this process may run on; all CPUs on systems without affinity (macOS)."""
+    """Return the number of CPUs that this process may run on; on systems without affinity (macOS), of all CPUs."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -53,7 +52,7 @@ def lock_file(file: IO[Any], *, wait: bool) -> None:
 def _lock_on_windows(number: int, *, wait: bool) -> None:
     msvcrt: Any = importlib.import_module("msvcrt")
     before = os.lseek(number, 0, os.SEEK_CUR)
-    os.lseek(number, _FAR, os.SEEK_SET)
+    os.lseek(number, _LOCK_OFFSET, os.SEEK_SET)
     try:
         while True:
             try:

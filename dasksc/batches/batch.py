@@ -22,15 +22,15 @@ from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
 __all__ = ["Batch", "BatchMaker", "Categories", "Change", "on_device"]
 
-# PyTorch warns once per process, at the first sparse CSR tensor, that these are in beta. Where warnings
-# are errors, that would end an epoch, so the warning is triggered and ignored here.
+# PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
+# this one would end an epoch, so it is triggered and ignored here.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
 
 
 class _Named(dict[str, Any]):
-    """Dict whose error for a missing key suggests similar keys, and the argument that requests a key."""
+    """Dict whose error for a missing key names similar keys and the argument that requests the key."""
 
     _kind: ClassVar[str]
     _advice: ClassVar[str]
@@ -47,7 +47,7 @@ class _Named(dict[str, Any]):
 
 
 class NamedTensors(_Named):
-    """Tensors of a batch, by the requested names.
+    """Tensors of one part of a batch (obs, layers or obsm), by name.
 
     Attributes
     ----------
@@ -76,8 +76,8 @@ class Batch(_Named):
     """A minibatch: a dict of tensors whose items are also attributes.
 
     A `Batch` can be constructed from any mapping or sequence of pairs. Code that moves or copies dicts of tensors
-    (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`. Printing one shows the name, shape,
-    data type and number of classes of each tensor, without values.
+    (DataLoader, DataParallel, Lightning, Accelerate) therefore returns a `Batch`. Printing a batch shows the name,
+    shape, data type and number of classes of each tensor, without values.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class Batch(_Named):
     )
     _kind = "this batch"
     _advice = (
-        "Batches hold X and index, and obs, layers and obsm as requested: with scDataset(..., obs=[{key!r}]), a column "
-        "is at batch.obs[{key!r}]"
+        "A batch holds X, index, and the requested obs, layers and obsm. Request a column with "
+        "scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
     )
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ class Batch(_Named):
 def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = False) -> torch.Tensor:
     """Return `tensor` on `device`.
 
-    ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While threads make batches, it then waits
+    ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While other threads make batches, it takes
     milliseconds to reacquire the GIL.
     """
     return tensor if tensor.device == torch.device(device) else tensor.to(device, non_blocking=non_blocking)
@@ -191,7 +191,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _described(entries: Mapping[Any, Any], prefix: str = "", *, is_batch: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the name of each entry as it is written in code, with a description of its value."""
+    """Yield the name of each entry, as it is written in code, and a description of its value."""
     n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
     for key, value in entries.items():
         is_attribute = is_batch and isinstance(key, str) and key.isidentifier()
@@ -254,9 +254,9 @@ class Change(Protocol):
         rows
             Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
-            Position in the batch of the first of the rows to change.
+            Position in the batch of the first row to change.
         indptr, columns, values
-            Rows to change, in CSR layout: bounds of the n rows, shape (n + 1,), and column and value of each nonzero.
+            Rows to change, in CSR layout: row pointers, shape (n + 1,), and the column and value of each nonzero.
         """
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
@@ -293,21 +293,21 @@ class Change(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
-    """Assembly of minibatches from fetched rows. Thread-safe.
+    """Thread-safe assembly of minibatches from fetched rows.
 
     Parameters
     ----------
     obs
         Encoded columns by name, each of shape (n_obs,).
-    codes
-        Number of classes of each column that holds codes of labels. Batches have these as int64, whatever their stored
+    n_classes
+        Number of classes of each column that holds label codes. Batches hold the codes as int64, whatever their stored
         type.
     layout
         Layout of X and the layers; obsm is always dense.
     dtype
         Data type of the values; None keeps the type of each matrix.
     columns
-        Selected columns of each matrix, by its key; all columns of matrices without an entry.
+        Selected columns, by key of the matrix. Matrices without an entry keep all columns.
     modalities
         Names of the modalities, whose matrices have keys such as ``"rna:X"``; empty for a single modality.
     only_x
@@ -317,7 +317,7 @@ class BatchMaker:
     """
 
     obs: Mapping[str, NDArray[Any]]
-    codes: Mapping[str, int]
+    n_classes: Mapping[str, int]
     layout: Layout
     dtype: np.dtype[Any] | None
     columns: Mapping[str, Columns]
@@ -332,18 +332,24 @@ class BatchMaker:
         positions: NDArray[np.int64],
         changes: Sequence[Change] = (),
     ) -> torch.Tensor | Batch:
-        """Gather the rows at `positions` of a fetch whose row numbers are `rows`, and change their values.
+        """Gather a batch from a fetch, and apply `changes` to its values.
 
-        `changes` are applied in order; they require a `Batch` of a single modality.
+        `rows` holds the row numbers of the fetch, and `positions` the positions of the batch in the fetch. `changes`
+        are applied in order; they require a `Batch` of a single modality.
         """
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)
         index = rows[positions]
         obs = NamedTensors(
-            (name, torch.from_numpy(column[index].astype(np.int64 if name in self.codes else column.dtype, copy=False)))
+            (
+                name,
+                torch.from_numpy(
+                    column[index].astype(np.int64 if name in self.n_classes else column.dtype, copy=False)
+                ),
+            )
             for name, column in self.obs.items()
         )
-        obs.n_classes = self.codes
+        obs.n_classes = self.n_classes
         batch = Batch()
         if self.modalities:
             batch.update(
@@ -379,7 +385,7 @@ class BatchMaker:
         n_vars = buffer.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(
-                f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, and a sparse tensor holds at most "
+                f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
                 f"{np.iinfo(np.int32).max}. Lower batch_size"
             )
         for one in changes.of(key):
@@ -408,7 +414,7 @@ class BatchMaker:
         source = None if columns is not None else buffer.source(positions, dtype=dtype)
         if len(wanted) == 1 and source is not None and wanted[0].scatter(changes.rows, source, out.numpy()):
             return out
-        # Rows are changed some at a time, so that their copies as CSR take little memory.
+        # Rows are changed in groups, so that their CSR copies take little memory.
         n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
         for first in range(0, len(positions), n_at_once):
             some = slice(first, first + n_at_once)
@@ -427,13 +433,13 @@ class BatchMaker:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Changes of a batch, and its row numbers."""
+    """Changes to a batch, and the row numbers of the batch."""
 
     rows: NDArray[np.int64]
     changes: Sequence[Change]
 
     def of(self, key: str) -> list[Change]:
-        """Return the changes of one matrix."""
+        """Return the changes to one matrix."""
         return [one for one in self.changes if one.part == key] if self.changes else []
 
 
@@ -442,7 +448,7 @@ _CHANGED_BYTES = 2**25
 
 
 def _as_words(values: NDArray[Any]) -> NDArray[Any]:
-    """Return float16 values as integers, since kernels do not support them, and others as they are."""
+    """View float16 values as int16, because kernels do not support float16; return other values unchanged."""
     return values.view(np.int16) if values.dtype == np.float16 else values
 
 

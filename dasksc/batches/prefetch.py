@@ -1,7 +1,7 @@
 """Preparation of batches ahead of the training loop, on a few threads.
 
 Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would wait for it.
-Here a job consists of two locks, and waking a thread once serves several jobs.
+A job here consists of two locks, and one wake-up of a thread serves several jobs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["run_ahead"]
 
 T = TypeVar("T")
 
-_JOIN_S = 60.0  # Maximum time to wait for a job that is closed halfway; its thread then ends on its own.
+_JOIN_S = 60.0  # Maximum wait, on closing, for the job that a thread runs; the thread then ends on its own.
 
 
 class _Job(Generic[T]):
-    """Future result of a job that runs at most once."""
+    """Job that runs at most once, and its future result."""
 
     __slots__ = ("_claim", "_done", "_error", "_run", "_value")
 
@@ -56,7 +56,7 @@ class _Job(Generic[T]):
             self._run = None
 
     def result(self) -> T:
-        """Wait for the job; return its result or raise its error. May be called once."""
+        """Wait for the job, and return its result or raise its error. Call this method only once."""
         self._done.acquire()
         error, value = self._error, self._value
         self._error = self._value = None
@@ -75,7 +75,7 @@ def run_ahead(
     """Run `jobs` on a few threads, ahead of the consumer, and yield their results in order.
 
     The consumer submits jobs when it takes results, so no thread ever waits for another. Closing the iterator ends
-    the threads. They also end when the interpreter begins to exit, and the consumer runs all later jobs itself.
+    the threads. They also end when the interpreter begins to exit; the consumer then runs the remaining jobs itself.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def run_ahead(
     is_ready
         Function that returns True if taking the next job would not block.
     n_ahead
-        Maximum number of results that are finished or being computed, beyond the one being consumed.
+        Maximum number of results that are finished or being computed, in addition to the one being consumed.
     n_threads
         Number of threads; 0 runs each job in the consumer when its result is requested.
     """
@@ -95,9 +95,8 @@ def run_ahead(
     pending: deque[_Job[T]] = deque()
     failure: Exception | None = None
     more = True
-    # Jobs are submitted several at a time, so that one wake-up of a thread covers several. With longer
-    # runs, the loop would wait less for batches, but its own steps would wait more for the interpreter
-    # lock.
+    # Several jobs are submitted at a time, so that one wake-up of a thread serves all of them. With more jobs at a
+    # time, the loop would wait less for batches, but its own steps would wait longer for the GIL.
     low = min(n_ahead - 1, max(n_threads, n_ahead // 2))
     pool = _ThreadPool(n_threads)
 
@@ -109,7 +108,7 @@ def run_ahead(
             except StopIteration:
                 more = False
             except Exception as error:
-                # Raised after the results of the jobs before it.
+                # The error is raised after the results of the preceding jobs.
                 if not pending:
                     raise
                 more, failure = False, error
@@ -145,7 +144,7 @@ class _ThreadPool:
     Attributes
     ----------
     closed
-        True if the threads may leave jobs submitted from now on unrun.
+        True if the threads may not run jobs that are submitted from now on.
     """
 
     instances: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
@@ -153,7 +152,7 @@ class _ThreadPool:
 
     def __init__(self, n_threads: int) -> None:
         self.closed = _ThreadPool.exiting
-        # Threads reference only the queue. They must not keep alive a pool that Ctrl-C has left unclosed; garbage
+        # Threads reference only the queue. They must not keep alive a pool that Ctrl-C has left open; garbage
         # collection of the pool ends them.
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
@@ -166,8 +165,8 @@ class _ThreadPool:
 
     def close(self) -> None:
         """End the threads once they have run the queued jobs."""
-        # Set before the stop signal is queued: a job queued after the signal is run by the consumer,
-        # which checks this flag.
+        # The flag is set before the stop signal is queued. The consumer checks it, and runs jobs queued after the
+        # signal itself.
         self.closed = True
         self._jobs.put(None)
 

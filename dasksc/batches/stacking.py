@@ -1,4 +1,4 @@
-"""Refusal of DataLoaders that would stack batches."""
+"""Detection of DataLoaders that would stack batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["refuse_stacking"]
 
 _STACKED = (
     "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
-    "(1, batch_size, n_vars). The data set makes the batches: DataLoader(dataset, batch_size=None)"
+    "(1, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
 )
 
 
 def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_rows: int | None) -> Iterator[Any]:
-    """Return the items of a data set; raise an error if a DataLoader would stack batches among them.
+    """Return the iterator `items`, or raise an error if a DataLoader would stack its batches.
 
     A DataLoader stacks the items of an iterable data set unless its ``batch_size`` is None, and does not inform the
     data set. Its fetcher requests the iterator, in this process or in a DataLoader worker, so the requesting frame
@@ -29,7 +29,7 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     Parameters
     ----------
     items
-        Iterator over the items, which has not started.
+        Iterator over the items of a data set, which has not started.
     requested_in
         Frame in which the iterator is requested.
     n_hook_rows

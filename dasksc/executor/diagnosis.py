@@ -1,4 +1,4 @@
-"""Sentence that names what limits an epoch, computed from its figures."""
+"""Diagnosis of an epoch: a sentence that names its bottleneck."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 __all__ = ["diagnosis"]
 
-# Fraction of the time that training may wait before its loader counts as a limit.
+# Fraction of the time that training may wait before the loader counts as a bottleneck.
 _HEALTHY = 0.05
 
-# For each part of the work, the name of the limit if it takes most of the time, and the remedy.
-_LIMITS = {
+# Name and remedy of the bottleneck that each part of the work can be.
+_BOTTLENECKS = {
     "read": ("reading", "raise block_size or fetch_factor"),
     "decode": ("decoding", "raise block_size, or use more cores"),
     "other": ("chunk lookup and array code", "raise block_size or fetch_factor"),
@@ -22,7 +22,7 @@ _LIMITS = {
 
 
 def diagnosis(figures: Mapping[str, Any]) -> str:
-    """Return a sentence that says whether training waits for data, what limits it, and what helps.
+    """Return a sentence that says whether training waits for data, and names the bottleneck and a remedy.
 
     Parameters
     ----------
@@ -38,11 +38,11 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
 
     Notes
     -----
-    An epoch is healthy if training waits for less than 5% of the time. Otherwise, the limit is:
+    An epoch is healthy if training waits for less than 5% of the time. Otherwise, the bottleneck is:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;
-    3. otherwise the part of the work that took most thread time.
+    3. otherwise the part of the work that took the most thread time.
     """
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:
@@ -56,11 +56,11 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
         if figures["n_batches_left"] > 0 or figures["n_fetching"] > 0:
             return f"starting: {wait_share:.0%} waiting for the first fetch"
         return f"the epoch is too short to read ahead: {wait_share:.0%} waiting for its only fetch"
-    limit, remedy = _LIMITS[_limit(figures)]
-    return f"limited by {limit}: {wait_share:.0%} waiting; {remedy}"
+    bottleneck, remedy = _BOTTLENECKS[_bottleneck(figures)]
+    return f"limited by {bottleneck}: {wait_share:.0%} waiting; {remedy}"
 
 
-def _limit(figures: Mapping[str, Any]) -> str:
+def _bottleneck(figures: Mapping[str, Any]) -> str:
     n_in_flight = figures["n_fetching"] + figures["n_ready"]
     if n_in_flight and not figures["n_fetching"]:
         return "gather"

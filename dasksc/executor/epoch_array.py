@@ -1,4 +1,4 @@
-"""Epoch of a rank as one lazy Dask array."""
+"""A rank's epoch as one lazy Dask array."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def epoch_array(
     matrix
         Matrix to read from.
     plan
-        Plan of the epoch. A task computes the row numbers of its own fetch. A pickled task carries the plan if that
-        takes at most 16 KiB, and otherwise the row numbers.
+        Plan of the epoch. A task computes the row numbers of its own fetch. A pickled task carries the plan if the
+        plan takes at most 16 KiB, and otherwise the row numbers.
     name
         Prefix of the name of the array. A unique suffix is appended.
     layout, dtype, columns
-        Contents of the chunks: `csr_matrix` or ndarray, their data type (None: that of `matrix`), and their
+        Layout of the chunks (`csr_matrix` or ndarray), their data type (None: that of `matrix`), and their
         columns (None: all).
 
     Returns
@@ -53,14 +53,14 @@ def epoch_array(
     """
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
-    # Dask computes equal keys only once, and nothing identifies a matrix in memory.
+    # Dask computes equal keys only once, and a matrix in memory has no identifier, so the name must be unique.
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
     small = _n_bytes(plan) <= _SMALL_PLAN_BYTES
     spec = _ChunkSpec(matrix, plan if small else None, layout, dtype, columns)
     graph: dict[Any, Any] = {source: DataNode(source, spec)}
     for k in range(plan.n_fetches):
-        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _RowsOf(plan, k))
+        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _PlannedRows(plan, k))
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
     rows = (plan.fetch_rows,) * full + ((rest,) if rest else ())
     meta = sp.csr_matrix((0, 0), dtype=dtype) if layout == "csr" else np.empty((0, 0), dtype=dtype)
@@ -93,7 +93,7 @@ class _ChunkSpec:
     """Arguments that all chunks share."""
 
     matrix: Matrix
-    # None if the tasks of the chunks carry their row numbers.
+    # None if the task of each chunk carries its row numbers.
     plan: EpochPlan | None
     layout: Layout
     dtype: np.dtype[Any]
@@ -121,7 +121,7 @@ def _n_bytes(plan: EpochPlan) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _RowsOf:
+class _PlannedRows:
     """Row numbers of one fetch, computed when they are used or pickled. The pickle does not contain the plan."""
 
     plan: EpochPlan
@@ -147,9 +147,9 @@ class _Rows:
         return self.rows, self.order.astype(np.int64)
 
 
-def _chunk(spec: _ChunkSpec, which: Any) -> NDArray[Any] | sp.csr_matrix:
-    # `which` is the number of a fetch, or an object that returns its row numbers.
-    rows, order = _RowsOf(spec.plan, which)() if spec.plan is not None else which()
+def _chunk(spec: _ChunkSpec, fetch: Any) -> NDArray[Any] | sp.csr_matrix:
+    # `fetch` is the number of a fetch, or an object that returns its row numbers.
+    rows, order = _PlannedRows(spec.plan, fetch)() if spec.plan is not None else fetch()
     fetched = spec.matrix.fetch(rows)
     n_vars = fetched.shape[1] if spec.columns is None else len(spec.columns)
     shape = (len(order), n_vars)

@@ -1,4 +1,4 @@
-"""Large fetches as several tasks.
+"""Division of large fetches into several tasks.
 
 Smaller tasks let all cores work on one fetch and keep less memory in flight.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import join
 
-__all__ = ["Assembled", "PartNumbers", "part_of"]
+__all__ = ["AssembledFetches", "PartNumbers", "part_of"]
 
 
 class PartNumbers(Sequence[int]):
@@ -48,7 +48,7 @@ class PartNumbers(Sequence[int]):
 
 
 def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int64]:
-    """Return the rows of one part. They are contiguous in `rows`, so that parts share few chunks."""
+    """Return the rows of one part. A part is contiguous in `rows`, so that parts share few chunks."""
     return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
 
 
@@ -61,7 +61,7 @@ class FetchParts(Protocol):
     def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]: ...
 
 
-class Assembled:
+class AssembledFetches:
     """Fetches assembled from their parts. Iterating yields ``(k, fetched)``.
 
     Parameters
@@ -82,7 +82,7 @@ class Assembled:
         self._failure: Exception | None = None
 
     def is_ready(self) -> bool:
-        """Take the finished parts; return True if the next fetch, its error or the end needs no waiting."""
+        """Take the finished parts; return True if the next fetch, its error or the end is available without waiting."""
         while len(self._held) < self._n_parts and not self._ended and self._window.next_is_done():
             self._take()
         return len(self._held) == self._n_parts or self._ended

@@ -1,7 +1,7 @@
 """Totals of the fetch tasks of this process, exported to Prometheus if it is installed.
 
-Dask's workers and schedulers serve the registry of ``prometheus_client`` at ``/metrics`` if they could
-import the package.
+Dask's workers and schedulers serve the registry of ``prometheus_client`` at ``/metrics`` if the
+package is installed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Totals:
     n_fetches
         Number of tasks.
     n_rows, n_bytes
-        Rows fetched, and the anonymous memory they held, in bytes.
+        Number of rows fetched, and the anonymous memory that they held, in bytes.
     read_s, decode_s, other_s
         Thread time that the tasks spent reading, decoding, and on everything else, in seconds.
     """
@@ -84,9 +84,9 @@ _collectors: dict[str, Any] = {}
 
 
 def export(name: str = "fetches", collector: Any = None) -> None:
-    """Register a collector at this process's ``/metrics``, once per name; default: the collector of the totals.
+    """Register a collector for this process's ``/metrics``, once per name; default: the collector of the totals.
 
-    Does nothing if Dask has not imported ``prometheus_client``.
+    Do nothing if Dask has not imported ``prometheus_client``.
     """
     library = sys.modules.get("prometheus_client")
     with _lock:

@@ -1,4 +1,4 @@
-"""Fetches in this process, on a few threads or in the calling thread.
+"""Runners of fetches in this process, on a few threads or in the calling thread.
 
 Each fetch is a separate call of the Dask scheduler `dask.local.get_sync`, in a thread of an executor
 owned by this module. Dask's threaded scheduler is not used: its default pool deadlocks in a forked child
@@ -46,10 +46,10 @@ _IDLE_S = 5.0  # Idle time after which a thread ends; starting a new one takes l
 
 
 class Diagnostics:
-    """Dask callbacks active when the window was created, which see the window as one computation.
+    """Dask callbacks that were active when a window was created. They see the window as one computation.
 
-    A callback such as `dask.diagnostics.Profiler` keeps the state of one computation. With a computation per
-    fetch and several concurrent fetches, each would overwrite the state of the others. The window is therefore
+    A callback such as `dask.diagnostics.Profiler` keeps the state of one computation. If each fetch
+    were a computation of its own, concurrent fetches would overwrite the state of each other. The window is therefore
     announced as one computation with as many tasks as it has fetches, so `dask.diagnostics.ProgressBar` shows
     the progress of the epoch. Calls are serialized.
     """
@@ -100,7 +100,7 @@ class Diagnostics:
                 self._state["released"].add(key)
 
     def _call(self, hook: int, *args: Any) -> None:
-        """Call one hook of every callback: start, start_state, pretask, posttask or finish, as given by `hook`."""
+        """Call the hook number `hook` (start, start_state, pretask, posttask or finish) of every callback."""
         for callback in list(self._callbacks):
             function = callback[hook]
             if function is None:
@@ -122,7 +122,7 @@ def _active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
 
 
 class _LocalRunner:
-    """Base class of the runners in this process, which runs one fetch."""
+    """Base class of the runners in this process."""
 
     needs_executors = False
     transfer_s = 0.0
@@ -148,7 +148,7 @@ class _LocalRunner:
         return perf_counter() - start, result
 
 
-class _OnDemand:
+class _OnDemandFetch:
     """Fetch that runs when its result is requested, in the requesting thread."""
 
     def __init__(self, fetch: Callable[[], Timed]) -> None:
@@ -164,11 +164,11 @@ class _OnDemand:
 class OnDemandRunner(_LocalRunner):
     """Runner of fetches in the thread that requests their results."""
 
-    def submit(self, k: int) -> _OnDemand:
+    def submit(self, k: int) -> _OnDemandFetch:
         """Return a promise of fetch `k`."""
-        return _OnDemand(lambda: self._fetch(k))
+        return _OnDemandFetch(lambda: self._fetch(k))
 
-    def close(self, pending: Sequence[_OnDemand], *, wait_s: float, exiting: bool) -> None:
+    def close(self, pending: Sequence[_OnDemandFetch], *, wait_s: float, exiting: bool) -> None:
         """Announce the end of the computation to the callbacks."""
         self._diagnostics.finish()
 
@@ -178,30 +178,30 @@ class ThreadRunner(_LocalRunner):
 
     def __init__(self, name: str, ks: Sequence[int], run: Callable[[int], Any], *, n_threads: int) -> None:
         super().__init__(name, ks, run)
-        self._threads = _SharedThreadPool.enter(self, n_threads)
+        self._pool = _SharedThreadPool.enter(self, n_threads)
 
     def submit(self, k: int) -> Future[Timed]:
         """Queue fetch `k` for the next free thread."""
-        return self._threads.submit(self._fetch, k)
+        return self._pool.submit(self._fetch, k)
 
     def close(self, pending: Sequence[Future[Timed]], *, wait_s: float, exiting: bool) -> None:
         """Cancel queued fetches, wait for running ones, and end the threads if no other window uses them."""
-        deadline = perf_counter() + (0.0 if self._threads.is_current() else wait_s)
+        deadline = perf_counter() + (0.0 if self._pool.is_current() else wait_s)
         for future in pending:
             future.cancel()
         try:
             # The standard library rejects infinite timeouts.
             wait(pending, min(max(0.0, deadline - perf_counter()), threading.TIMEOUT_MAX))
         finally:
-            self._threads.leave(self, deadline=deadline)
+            self._pool.leave(self, deadline=deadline)
             self._diagnostics.finish()
 
 
 class _SharedThreadPool:
     """Thread pool whose threads live only while a window uses it.
 
-    `concurrent.futures.ThreadPoolExecutor` differs in one point: when the interpreter exits, it waits for all
-    threads and all queued work before any handler can cancel them. The threads of this pool are daemons, and an
+    When the interpreter exits, a `concurrent.futures.ThreadPoolExecutor` waits for all threads and all queued work
+    before any handler can cancel them. The threads of this pool are daemons, and an
     exit handler that waits for a limited time closes the windows that are still open. Idle threads end as well,
     because a traceback may hold a window that Ctrl-C left open.
     """
@@ -215,7 +215,7 @@ class _SharedThreadPool:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._limit = 0
-        # Weak, so that a window that Ctrl-C kept from leaving does not keep the threads alive.
+        # The references are weak, so that a window that Ctrl-C kept from leaving does not keep the threads alive.
         self._members: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
         self._queue: queue.SimpleQueue[tuple[Future[Timed], Callable[[], Timed]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -225,16 +225,16 @@ class _SharedThreadPool:
 
     @classmethod
     def enter(cls, member: ThreadRunner, n_threads: int) -> _SharedThreadPool:
-        """Return this process's thread pool, with at least `n_threads`, and keep it alive until `member` leaves."""
+        """Return this process's pool, with at least `n_threads` threads, and keep it alive until `member` leaves."""
         with cls._registry:
             while True:
-                threads = cls._current
-                if threads is None or threads._stopped or threads._pid != os.getpid():
-                    threads = cls._current = _SharedThreadPool()
-                threads._members.add(member)
-                threads._limit = max(threads._limit, n_threads)
-                if not threads._stopped:
-                    return threads
+                pool = cls._current
+                if pool is None or pool._stopped or pool._pid != os.getpid():
+                    pool = cls._current = _SharedThreadPool()
+                pool._members.add(member)
+                pool._limit = max(pool._limit, n_threads)
+                if not pool._stopped:
+                    return pool
 
     def leave(self, member: ThreadRunner, *, deadline: float) -> None:
         """End the threads if `member` was the last one; wait for them until the deadline."""

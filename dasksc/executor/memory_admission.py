@@ -24,7 +24,7 @@ _MAPPED_SHARE = 0.5  # Share of a worker's memory limit above which mapped pages
 _SHARE = 0.7  # Usable share of the limit if Dask configures neither spilling nor pausing.
 _WORKING = 3  # Memory of a running fetch (input, result and its compact copy), in units of the largest result.
 _POLL_S = 0.005
-# Time after which a fetch starts without room, since a busy rank may leave its results on the worker.
+# Time after which a fetch starts even without room, because a busy rank may leave its results on the worker.
 _PATIENCE_S = 10.0
 _RELEASE_S = 0.1
 
@@ -58,7 +58,7 @@ class MemoryAdmission:
     @classmethod
     def of(cls, worker: Any) -> MemoryAdmission:
         """Return the instance of `worker`, shared by all windows."""
-        with _making:
+        with _admissions_lock:
             if worker not in _admissions:
                 _admissions[worker] = cls(worker)
             return _admissions[worker]
@@ -66,13 +66,13 @@ class MemoryAdmission:
     def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
         """Run `fetch` once there is room for it; return None if `is_wanted` returns False before that.
 
-        `size` is the largest result of this kind so far, in bytes, None before the first. A result with ``nbytes`` is
+        `size` is the size of the largest result so far, in bytes; None before the first. A result with ``nbytes`` is
         counted as long as it is referenced.
         """
         if not self._has_limit:
             return fetch()
         reserved = _WORKING * (size or 0)
-        while not self._begins(reserved, is_known=size is not None):
+        while not self._try_begin(reserved, is_known=size is not None):
             if not is_wanted():
                 return None
             time.sleep(_POLL_S)
@@ -83,11 +83,11 @@ class MemoryAdmission:
         finally:
             self._end(result, reserved)
 
-    def _begins(self, reserved: int, *, is_known: bool) -> bool:
+    def _try_begin(self, reserved: int, *, is_known: bool) -> bool:
         with self._lock:
             now = time.monotonic()
-            # A rank that takes no results must not block forever the ranks that share its workers, so one
-            # fetch starts whenever `_PATIENCE_S` have passed.
+            # A rank that takes no results must not block the other ranks on its workers forever, so one fetch starts
+            # whenever `_PATIENCE_S` seconds have passed.
             if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
                 return False
             self._last_begun = now
@@ -109,7 +109,7 @@ class MemoryAdmission:
     def _has_room(self, reserved: int, *, is_known: bool) -> bool:
         """Return True if one more fetch fits.
 
-        One fetch always fits if nothing runs or is held. Until a size is known, only one runs at a time.
+        A fetch always fits if no other runs and no result is held. Until a size is known, only one runs at a time.
         """
         self._unsent = [one for one in self._unsent if one[0]() is not None]
         if not self._n_running and not self._unsent:
@@ -130,4 +130,4 @@ class MemoryAdmission:
 
 
 _admissions: weakref.WeakKeyDictionary[Any, MemoryAdmission] = weakref.WeakKeyDictionary()
-_making = threading.Lock()
+_admissions_lock = threading.Lock()

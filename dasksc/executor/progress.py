@@ -26,7 +26,7 @@ class FetchFigures:
     Parameters
     ----------
     n_fetching, n_ready, n_fetched
-        Number of tasks submitted and not finished, finished and not consumed, and consumed.
+        Numbers of tasks that are submitted but not finished, finished but not consumed, and consumed.
     in_flight_bytes, limit_bytes
         Size of the tasks in flight, in bytes, and its limit, None for no limit. An unfinished task counts as
         the largest result so far.
@@ -35,7 +35,7 @@ class FetchFigures:
     read_s, decode_s
         Parts of `fetch_s` spent reading and decoding. The remainder locates chunks and runs array code.
     transfer_s
-        Time that results took from the workers of a cluster to this process, summed, in seconds.
+        Duration of the transfers of results from Dask workers to this process, summed, in seconds.
     """
 
     n_fetching: int = 0
@@ -193,7 +193,7 @@ def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
     report
         Figures of the epoch.
     title
-        Format of the beginning of the line, in which figures of `report` may occur.
+        Format string of the beginning of the line, whose fields are figures of `report`.
     """
     before = f" after {report['n_batches_before']:,} earlier ones" if report["n_batches_before"] else ""
     return (

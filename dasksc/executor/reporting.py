@@ -1,7 +1,7 @@
 """Reports of a rank to the loader page of its scheduler's dashboard.
 
-A rank reports about once a second, and at the end of an epoch. The Client's own event loop takes and sends the
-figures, so an epoch never waits for them. A rank first checks that the scheduler has the page
+A rank reports about once a second, and at the end of an epoch. The Client's own event loop collects and sends
+the figures, so an epoch never waits for them. A rank first checks that the scheduler has the page
 (`dasksc.dashboard`); if not, it repeats the check every few seconds.
 """
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("dasksc.window.reporting")
 PAGE_METADATA_KEY = "dasksc-loader-page"
 OPERATION = "dasksc_report"
 # Minimum time between two checks for a page that was missing.
-_PATIENCE_S = 5.0
+_RECHECK_S = 5.0
 # Maximum wait for the last report, which would otherwise be lost when the process exits.
 _FINAL_REPORT_S = 1.0
 
@@ -107,7 +107,7 @@ class _Reporter:
             is_last = self.ended.is_set()
             state.sent_at[key] = clock()
             try:
-                if not state.has_page and clock() - state.checked_at >= _PATIENCE_S:
+                if not state.has_page and clock() - state.checked_at >= _RECHECK_S:
                     state.checked_at = clock()
                     state.has_page = await metadata(self._client, PAGE_METADATA_KEY, default=False)
                 if state.has_page:

@@ -77,7 +77,7 @@ class FetchScheduler:
     def n_threads(self) -> int | None:
         """Threads of all workers of the cluster, as known to this process; None without a cluster.
 
-        Sends no request, so reading it is cheap. The count is current for a scheduler in this process. A Client of any
+        This property sends no request. The count is current for a scheduler in this process. A Client of any
         other scheduler updates it every two seconds (``distributed.client.scheduler-info-interval``).
         """
         if self.client is None:
@@ -95,7 +95,7 @@ class FetchScheduler:
 def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) -> FetchScheduler:
     """Return the scheduler to use in the calling process.
 
-    Call this again in every process: a Client created before a fork is replaced by a new one with the same
+    Call this function again in every process: a Client created before a fork is replaced by a new one with the same
     address.
 
     Parameters
@@ -154,7 +154,7 @@ def portable_scheduler(scheduler: FetchScheduler | Client | str | None) -> str |
 
 
 class SchedulerChoice:
-    """Scheduler as given by the user, resolved on each call since a Client may be created or closed.
+    """Scheduler given by the user, resolved on each call, because a Client may be created or closed in between.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class SchedulerChoice:
 
     def __init__(self, given: FetchScheduler | Client | str | None) -> None:
         self._given = given
-        resolve_scheduler(given)  # raise an error for an invalid one
+        resolve_scheduler(given)  # raises an error if it is invalid
 
     def __call__(self) -> FetchScheduler:
         return resolve_scheduler(self._given)
@@ -199,13 +199,13 @@ def _active_scheduler() -> FetchScheduler:
     except ValueError:
         return _configured_scheduler()
     if client.asynchronous:
-        if client not in _said_asynchronous:
-            _said_asynchronous.add(client)
+        if client not in _warned_asynchronous:
+            _warned_asynchronous.add(client)
             logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
         return FetchScheduler(kind="threads")
     if client in _before_fork and _is_inproc(address_of(client)):
-        if client not in _said_of_parent:
-            _said_of_parent.add(client)
+        if client not in _warned_of_parent:
+            _warned_of_parent.add(client)
             logger.warning("The active Dask Client belongs to the parent process; fetches run on threads instead.")
         return FetchScheduler(kind="threads")
     return _with_client(client)
@@ -229,20 +229,20 @@ def _address_in(file: str) -> str:
     except OSError as error:
         raise InputError(
             f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, with dask scheduler "
-            f"--scheduler-file {file}, in a folder that all machines see."
+            f"--scheduler-file {file}, in a folder that all machines can access."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file!r} is not a scheduler file: it contains no address ({error!r})") from error
 
 
 def _with_client(client: Any) -> FetchScheduler:
-    if _which_is_unknown is not None:
-        raise _which_is_unknown
+    if _fork_error is not None:
+        raise _fork_error
     address = address_of(client)
     if client in _before_fork:
         if _is_inproc(address):
             raise InputError(
-                f"The Client at {address} and its cluster live in the parent of this process and cannot be "
+                f"The Client at {address} and its cluster belong to the parent of this process and cannot be "
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
         remember_security(address, client.security)
@@ -250,7 +250,7 @@ def _with_client(client: Any) -> FetchScheduler:
     if client.asynchronous:
         raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
     if client.status == "closed":
-        raise InputError(f"The Client at {address} is closed. Give an open one, or its address.")
+        raise InputError(f"The Client at {address} is closed. Give an open Client, or the address of its scheduler.")
     return FetchScheduler(kind="client", client=client)
 
 
@@ -281,11 +281,11 @@ def _is_inproc(address: str) -> bool:
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
 _before_fork: set[Client] = set()
-# Error raised in a forked child that cannot determine which Clients belong to its parent.
-_which_is_unknown: UnsupportedVersionError | None = None
-# Active Clients for which a warning was logged, because an epoch resolves its scheduler many times.
-_said_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
-_said_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
+# Error to raise in a forked child that cannot determine which Clients belong to its parent.
+_fork_error: UnsupportedVersionError | None = None
+# Active Clients for which a warning was logged. An epoch resolves its scheduler many times, but warns only once.
+_warned_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
+_warned_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
 # Security settings by scheduler address. A forked child needs them to connect again.
 _securities: dict[str, Any] = {}
 
@@ -299,8 +299,8 @@ def remember_security(address: str, security: Any) -> None:
 def securities_for_child() -> dict[str, Any]:
     """Return the security settings by scheduler address if a child process is being spawned, else an empty dict.
 
-    Private keys may be sent through the pipe to a child process. They are left out of every other pickle, which may be
-    written to a file.
+    Private keys may be sent through the pipe to a child process. Other pickles may be written to a file, so they omit
+    the keys.
     """
     return _securities if get_spawning_popen() is not None else {}
 
@@ -308,7 +308,7 @@ def securities_for_child() -> dict[str, Any]:
 def connected(address: Any, **options: Any) -> Client:
     """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
-    Otherwise garbage collection would close the failed Client, in any thread. If that thread has just been started by
+    Garbage collection would otherwise close the failed Client, in any thread. If that thread has just been started by
     another Client, which holds a lock at that time, both deadlock.
     """
     import distributed
@@ -345,7 +345,7 @@ def _close_clients() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _which_is_unknown
+    global _lock, _fork_error
     _lock = threading.Lock()
     _before_fork.update(_clients.values())
     distributed = sys.modules.get("distributed")
@@ -353,7 +353,7 @@ def _after_fork() -> None:
         try:
             _before_fork.update(clients_of_process(distributed))
         except UnsupportedVersionError as error:  # Errors raised in a fork hook are lost, so this one is stored.
-            _which_is_unknown = error
+            _fork_error = error
     _clients.clear()
 
 
@@ -397,5 +397,5 @@ def _cgroup_quota(root: Path, membership: Path) -> float | None:
 
 
 def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:
-    """Return the number of CPUs of one rank, or of one of its `n_workers` DataLoader workers; at least 1."""
+    """Return the number of CPUs for one rank, or for one of its `n_workers` DataLoader workers; at least 1."""
     return max(1, cpu_count() // (max(1, local_world_size) * max(1, n_workers)))

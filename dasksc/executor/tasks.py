@@ -47,8 +47,8 @@ class FetchMatrices:
     matrices
         Matrices to fetch from, by name.
     reading
-        Reading mode, which has the labels of the matrices whose files are not memory-mapped; None maps every file
-        that can be mapped. It cannot be pickled.
+        Reading mode, which lists the matrices whose files are not memory-mapped; None maps every file that can be
+        mapped. A reading mode cannot be pickled.
     """
 
     matrices: Mapping[str, Matrix]

@@ -1,8 +1,8 @@
 """Bounded, ordered window of fetches in flight.
 
-A `Window` runs ``task(k)`` for each fetch number k, each as one Dask task, a few ahead of the
-consumer, and returns the results in order. It holds results only until they are consumed: at most
-`depth` fetches and at most `max_bytes` bytes are in flight or finished and not consumed.
+A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fetches ahead of the
+consumer. It returns the results in order, and holds them only until they are consumed. At most `depth`
+fetches and `max_bytes` bytes are in flight, or finished but not consumed.
 
 However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the
 window leaves no thread, task, future or key behind.
@@ -60,7 +60,7 @@ class Promise(Protocol):
 
 
 class FetchRunner(Protocol):
-    """Interface of everything that runs fetches."""
+    """Interface of the runners of fetches."""
 
     @property
     def needs_executors(self) -> bool:
@@ -74,10 +74,10 @@ class FetchRunner(Protocol):
         """Submit fetch `k` and return its `Promise`."""
 
     def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
-        """Cancel the `pending` promises, release all resources, and wait until nothing runs any more.
+        """Cancel the `pending` promises, release all resources, and wait until no fetch runs any more.
 
-        Waits at most `wait_s` seconds. `exiting` is True if the interpreter is exiting. Called once, and
-        once more if Ctrl-C interrupted the first call.
+        The wait takes at most `wait_s` seconds. `exiting` is True if the interpreter is exiting. The window calls
+        this method once, and again if Ctrl-C interrupted the first call.
         """
 
 
@@ -111,7 +111,7 @@ class WindowStats:
 class _Flight:
     """Fetches in flight.
 
-    A separate object, so that a window can be garbage-collected while its fetches are in flight.
+    This is a separate object, so that a window can be garbage-collected while its fetches are in flight.
     """
 
     def __init__(self, runner: FetchRunner) -> None:
@@ -136,8 +136,8 @@ class _Flight:
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
         """Release everything, once, in the process that created it.
 
-        Ctrl-C may interrupt this anywhere. The next call then repeats all of it, at the latest that of the window's
-        finalizer.
+        Ctrl-C may interrupt this method anywhere. The next call then repeats all of it; the last such call is that of
+        the window's finalizer.
         """
         if self.foreign:
             return
@@ -190,16 +190,16 @@ class Window(Generic[T]):
     name
         Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
     depth
-        Maximum number of fetches in flight or finished and not consumed; or a function that returns the current
+        Maximum number of fetches in flight, or finished but not consumed; or a function that returns the current
         maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
         With the ``"synchronous"`` scheduler, no fetch runs ahead.
     scheduler
         Scheduler that runs the fetches, as for `resolve_scheduler`.
     argument
         Function of k that returns the argument of `task`; default: k itself. It is called in this process, so
-        a fetch sent through a Client carries only its rows, and the plan stays here.
+        a fetch sent through a Client carries only its rows, not the plan.
     max_bytes
-        Maximum number of bytes in flight or finished and not consumed. An unfinished fetch counts as the
+        Maximum number of bytes in flight, or finished but not consumed. An unfinished fetch counts as the
         largest result so far. One fetch is always admitted, and only one until a size is known.
     describe
         Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
@@ -273,7 +273,7 @@ class Window(Generic[T]):
 
     @property
     def n_in_flight(self) -> int:
-        """Number of fetches submitted and not consumed."""
+        """Number of fetches submitted but not consumed."""
         return len(self._flight.promises)
 
     def figures(self) -> FetchFigures:
@@ -353,11 +353,11 @@ class Window(Generic[T]):
 
     def _end(self) -> Exception:
         if self._flight.exiting:  # In a thread that outlives the main thread, this is not the end of the epoch.
-            return FetchError("The interpreter is exiting, and the fetches have been cancelled.")
+            return FetchError("The interpreter is exiting, so the fetches have been cancelled.")
         return StopIteration()
 
     def close(self) -> None:
-        """Cancel the fetches in flight and wait until nothing runs any more. Idempotent."""
+        """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""
         self._flight.close(wait_s=math.inf)
         self._finalizer.detach()
 
@@ -384,8 +384,8 @@ class Window(Generic[T]):
                     promise = flight.runner.submit(k)
                     self._next_k = next(self._ks, None)
                 except Exception as error:
-                    # Raised at the position of this fetch, like any other failure, because the earlier
-                    # results are valid.
+                    # The error is raised at the position of this fetch, like that of any other failed fetch, because
+                    # the earlier results are valid.
                     promise = Future()
                     promise.set_exception(error)
                     self._next_k = None

@@ -1,7 +1,7 @@
 """Augmentation of a batch: downsampling of counts, and masking of values.
 
-All random numbers are keyed by the row and the number of a column, or by the row and the number of a count in it, so
-dense and CSR rows get the same values.
+Random numbers are keyed by the row and the number of a column, or by the row and the number of a count in the row.
+Dense and CSR rows therefore get the same values.
 
 Counts are drawn by binomial thinning. For a small count, one random word is compared with each step of the
 distribution function; a larger count is divided into several small ones. The largest counts use the transformed
@@ -9,12 +9,12 @@ rejection of Hörmann [1]_ or, if the expected number is small, a sequential sea
 
 A fixed number of counts is drawn without replacement in two steps. First, all counts are thinned with the same
 probability, which leaves about the target number. Given its size, such a sample is uniform for any probability. Then
-the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the others. The
-result is multivariate hypergeometric.
+the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the removed
+ones. The result is multivariate hypergeometric.
 
 A random word has 53 bits. The first 32 bits come from a hash of 32-bit operations, which processors compute for many
-elements at a time. They decide all but one of 2**32 comparisons. The other bits are drawn only if the first 32 are
-equal.
+elements at a time. They decide all but one of 2**32 comparisons with a step. The other bits are drawn only if the
+first 32 equal those of the step.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.
@@ -26,7 +26,7 @@ key, number
 rows
     Row numbers of the batch, shape (n_rows,), int64.
 first_row
-    Position in the batch of the first row whose values are given.
+    Position in the batch of the first of the given rows.
 indptr, columns, values
     CSR rows of the batch: shapes (n + 1,), (nnz,) and (nnz,). Values are changed in place, and zeros stay stored.
 dense
@@ -88,7 +88,7 @@ _N_SHARES = 2**_SHARE_BITS
 _FEW = 8
 # Number of values in a block. A search uses the sums of blocks, so it looks at the values of only one.
 _BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
-# Number of elements of dense rows, and of nonzeros of CSR rows, that are changed at a time; more if a row has more.
+# Number of elements of dense rows, and of nonzeros of CSR rows, to change at a time; more if a single row has more.
 _DENSE_AT_ONCE, _NONZEROS_AT_ONCE = 2**14, 2**13
 _WORD_BITS, _WORDS, _WORD_SHIFT, _WORD_MASK = 64, np.uint64(64), np.uint64(6), np.uint64(63)
 # Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
@@ -214,7 +214,7 @@ def _many_of(key, n, p):
 
 @kernel
 def binomial_kept(key, n, p):
-    """Draw a binomial number: how many of `n` are kept with probability `p` each, under a uint64 `key`."""
+    """Draw a binomial number: the number of `n` counts that are kept with probability `p` each. `key` is uint64."""
     if p > 0.5:
         return n - binomial_below(key, n, 1.0 - p)
     return binomial_below(key, n, p)
@@ -320,8 +320,8 @@ def _take(key, pool, n, n_taken, kept, step, ends, taken):
 
 @kernel
 def _reach(row_key, columns, counts, n, target, kept):
-    # Keep `target` counts of `n` values of any size. Each round thins by the remaining difference, which leaves a
-    # smaller one.
+    # Keep `target` counts of `n` values of any size. Each round thins by the remaining difference, which
+    # leaves a smaller difference.
     pool, drawn = np.empty(n, np.int64), np.empty(n, np.int64)
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     difference, number = np.int64(target), _ROUNDS
@@ -353,7 +353,7 @@ def _reach(row_key, columns, counts, n, target, kept):
 @kernel
 def _fill_words(row_key, columns, start, stop, words, first):
     # Write the first 32 bits of the random words of `columns` from `start` to `stop` into `words` from `first` on.
-    # Whole vectors are written, where `columns` does not end first, so `words` is padded by one vector.
+    # Whole vectors are written, except at the end of `columns`, so `words` is padded by one vector.
     factor, offset = _affine(row_key)
     columns_at = columns.ctypes.data + np.uint64(columns.itemsize * start)
     words_at = words.ctypes.data + np.uint64(words.itemsize * first)
@@ -367,7 +367,8 @@ def _fill_words(row_key, columns, start, stop, words, first):
 @kernel
 def _thin_small(values, words, n, steps, bitmap):
     # Thin values of up to 3, given the first 32 bits of their random words. `bitmap` gets a bit for each value that
-    # is above 3, and for each that the other bits decide. `words` is padded to whole words of the bitmap.
+    # is above 3, and for each value whose result depends on the other bits. `words` is padded to whole words of the
+    # bitmap.
     values_at, words_at = values.ctypes.data, words.ctypes.data
     n_whole = n // _WORD_BITS
     for i in range(n_whole):
@@ -401,7 +402,7 @@ def _keys_of(key, number, rows):
 
 
 @kernel
-def _room(dense):
+def _dense_scratch(dense):
     # Return the number of dense rows that are changed at a time, and arrays for their nonzeros as CSR.
     n_at_once = max(1, _DENSE_AT_ONCE // max(1, dense.shape[1]))
     size = n_at_once * dense.shape[1]
@@ -409,7 +410,7 @@ def _room(dense):
 
 
 @kernel
-def _room_of(source, dense):
+def _csr_scratch(source, dense):
     # Return arrays for CSR rows of `source` that are changed at a time.
     positions, lengths = source[0], source[1]
     size = _NONZEROS_AT_ONCE
@@ -458,8 +459,8 @@ def _flat_position(first, n_vars, indptr, columns, bad):
 def downsample(key, number, rows, first_row, indptr, columns, values, p, table, heads):
     """Keep each count of CSR rows with probability `p`.
 
-    `table` and `heads` are those of `steps_of`. Return the position in `values` of the first that is not a whole
-    number from 0 to 2**53, or -1. The rows before it have then been changed.
+    `table` and `heads` are those of `steps_of`. Return the position in `values` of the first value that is not a whole
+    number from 0 to 2**53, or -1. If there is one, other values may have been changed already.
     """
     return _downsample(_keys_of(key, number, rows), first_row, indptr, columns, values, p, table, heads)
 
@@ -468,7 +469,7 @@ def downsample(key, number, rows, first_row, indptr, columns, values, p, table, 
 def downsample_dense(key, number, rows, first_row, dense, p, table, heads):
     """Downsample dense rows as `downsample` does; return the flat position in `dense` of the first bad value, or -1."""
     keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _room(dense)
+    n_at_once, indptr, columns, values = _dense_scratch(dense)
     for first in range(0, len(dense), n_at_once):
         some = dense[first : first + n_at_once]
         n = squeeze(some, indptr, columns, values)
@@ -487,7 +488,7 @@ def downsample_scattered(key, number, rows, source, dense, p, table, heads):
     Return False if a value is not a count, or columns of `source` are out of range or not ascending.
     """
     keys = _keys_of(key, number, rows)
-    indptr, columns, values = _room_of(source, dense)
+    indptr, columns, values = _csr_scratch(source, dense)
     first = np.int64(0)
     while first < len(dense):
         stop = _copy_next(source, first, indptr, columns, values)
@@ -566,8 +567,8 @@ def _longest(indptr):
 def sample(key, number, rows, first_row, indptr, columns, values, target):
     """Keep `target` of the counts of each CSR row.
 
-    Return the position in `values` of the first that is not a whole number from 0 to 2**53, or that makes the sum of
-    its row larger than 2**53; -1 if there is none. The rows before it have then been changed.
+    Return the position in `values` of the first value that is not a whole number from 0 to 2**53, or that makes the sum
+    of its row larger than 2**53; -1 if there is none. If there is one, the rows before it have been changed already.
     """
     return _sample(_keys_of(key, number, rows), first_row, indptr, columns, values, target)
 
@@ -576,7 +577,7 @@ def sample(key, number, rows, first_row, indptr, columns, values, target):
 def sample_dense(key, number, rows, first_row, dense, target):
     """Sample dense rows as `sample` does; return the flat position in `dense` of the first bad value, or -1."""
     keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _room(dense)
+    n_at_once, indptr, columns, values = _dense_scratch(dense)
     for first in range(0, len(dense), n_at_once):
         some = dense[first : first + n_at_once]
         squeeze(some, indptr, columns, values)
@@ -591,7 +592,7 @@ def sample_dense(key, number, rows, first_row, dense, target):
 def sample_scattered(key, number, rows, source, dense, target):
     """Write the rows of `source` into `dense` and sample them as `sample` does; see `downsample_scattered`."""
     keys = _keys_of(key, number, rows)
-    indptr, columns, values = _room_of(source, dense)
+    indptr, columns, values = _csr_scratch(source, dense)
     first = np.int64(0)
     while first < len(dense):
         stop = _copy_next(source, first, indptr, columns, values)
@@ -614,7 +615,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
     taken = np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
     for i in range(len(indptr) - 1):
         start = np.int64(indptr[i])
-        first = np.uint64(start)  # numba handles negative values of a signed index, which may count from the end
+        first = np.uint64(start)  # for a signed index, numba also handles negative values
         n = np.int64(indptr[i + 1]) - start
         row_key = keys[first_row + i]
         is_slow = False
@@ -694,7 +695,7 @@ def mask(key, number, rows, first_row, indptr, columns, values, p):
 def mask_dense(key, number, rows, first_row, dense, p):
     """Set each nonzero of dense rows to 0 with probability `p`, as `mask` does."""
     keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _room(dense)
+    n_at_once, indptr, columns, values = _dense_scratch(dense)
     for first in range(0, len(dense), n_at_once):
         some = dense[first : first + n_at_once]
         squeeze(some, indptr, columns, values)
@@ -706,7 +707,7 @@ def mask_dense(key, number, rows, first_row, dense, p):
 def mask_scattered(key, number, rows, source, dense, p):
     """Write the rows of `source` into `dense` and mask them as `mask` does; see `downsample_scattered`."""
     keys = _keys_of(key, number, rows)
-    indptr, columns, values = _room_of(source, dense)
+    indptr, columns, values = _csr_scratch(source, dense)
     first = np.int64(0)
     while first < len(dense):
         stop = _copy_next(source, first, indptr, columns, values)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function for each combination of argument types: serial, without the GIL, cached on disk."""
+    """Compile a function for each combination of argument types, serial and without the GIL, and cache it on disk."""
     dispatcher: Any = njit(nogil=True)(function)
     if config.DISABLE_JIT or not can_cache():
         return dispatcher

@@ -5,8 +5,8 @@ memory-mapped files, decoded chunks and NumPy arrays, writable or not, and align
 chunks at any byte). Addresses also limit the number of compiled variants to the types of the values.
 
 The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
-data at the addresses is not trusted: a column outside [0, n_vars) ends the kernel, which returns the
-position of the row among the fetched rows. Without such an error a kernel returns -1.
+data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the
+position of the row among the fetched rows. Without such an error, a kernel returns -1.
 
 Common parameters
 -----------------
@@ -22,6 +22,10 @@ maps, lookups
     `maps` holds the row of `lookups` that applies to each fetched row, shape (n_fetched,), int32. `lookups` holds
     the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and a
     smaller value a column that no row may contain.
+kinds
+    `LEFT_OUT`, `KEPT` or `REFUSED` for each entry of `lookups`, uint8.
+renumbered
+    `lookups` as unsigned integers, if all columns are kept or refused.
 any_order
     If True, the columns of a row may be unsorted and repeated. If False, the first row whose columns are not
     strictly ascending ends the kernel, which returns `UNORDERED`.
@@ -64,14 +68,17 @@ __all__ = [
 ]
 
 
+# Kinds of columns. The lowest bit marks kept columns, and the next bit those that no row may contain.
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
+# Result of a kernel for a row whose columns are not strictly ascending.
 UNORDERED = -2
 # Source of output columns that have no column in the matrix: a fill value, or zero.
 NOWHERE, ZERO = -1, -2
 
+# Number of elements of a dense row that are cleared at a time if the columns of the CSR row are not ascending.
 _CLEARED_AHEAD = np.uint64(2048)
-# Longest dense row that is cleared as a whole, since it stays in the L1 cache. A longer row is cleared in steps of this
-# number of values.
+# Longest dense row that is cleared as a whole, because it stays in the L1 cache. A longer row is cleared step by step,
+# before each `_CLEARED_STRIDE` values are written.
 _CLEARED_WHOLE = 4096
 _CLEARED_STRIDE = 256
 # Number of elements processed between two prefetches.
@@ -125,7 +132,7 @@ def _prefetch(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
 
 
 @kernel
-def _ascending(columns_at, start, stop, like_indices):
+def _is_ascending_at(columns_at, start, stop, like_indices):
     if stop - start == _STRIDE + 1:
         return descent_bits(columns_at, start, like_indices) == 0
     # A loop without branches is vectorized.
@@ -154,7 +161,7 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
             _prefetch(next_columns_at, first, like_indices)
             _prefetch(next_values_at, first, like_data)
             end = min(first + _STRIDE, n)
-            ascending = _ascending(columns_at, max(first - 1, 0), end, like_indices)
+            ascending = _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices)
             if not ascending:
                 break
             # The last column of a stride is its largest. Each column is checked nevertheless, since the file may
@@ -203,7 +210,7 @@ def renumber_rows(
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         lookup = renumbered[maps[row]]
         dense = out[i]
-        if not (any_order or _ascending(columns_at, 0, n, like_indices)):
+        if not (any_order or _is_ascending_at(columns_at, 0, n, like_indices)):
             return UNORDERED
         dense[:] = 0
         for first in range(0, n, _STRIDE):
@@ -229,7 +236,7 @@ def _longest(positions, lengths):
 
 
 @kernel
-def _ascend(columns, n):
+def _is_ascending(columns, n):
     # A loop without branches is vectorized.
     ascending = True
     for k in range(1, n):
@@ -238,7 +245,7 @@ def _ascend(columns, n):
 
 
 @kernel
-def _choose(columns_at, n, kinds, columns, places, next_columns_at, next_values_at, like_data, like_indices):
+def _keep_columns(columns_at, n, kinds, columns, places, next_columns_at, next_values_at, like_data, like_indices):
     # Write the kept columns of a row into `columns` and their positions in the row into `places`; return their
     # number, or -1 for an invalid column. The loop has no branch per column, since branch prediction would fail.
     largest = np.uint64(0)
@@ -278,7 +285,7 @@ def scatter_columns(
         lookup = lookups[maps[row]]
         dense = out[i]
         dense[:] = 0
-        n_kept = _choose(
+        n_kept = _keep_columns(
             indices_at[row],
             n,
             kinds[maps[row]],
@@ -291,7 +298,7 @@ def scatter_columns(
         )
         if n_kept < 0:
             return row
-        if not (any_order or _ascend(columns, n_kept)):
+        if not (any_order or _is_ascending(columns, n_kept)):
             return UNORDERED
         for j in range(np.uint64(n_kept)):
             to = np.uint64(lookup[np.uint64(columns[j])])
@@ -360,7 +367,7 @@ def copy_rows_csr(
 
 @kernel
 def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indices):
-    """Count the nonzeros in kept columns of each row into `counts`, shape (n_rows,)."""
+    """Write the number of nonzeros in kept columns of each row into `counts`, shape (n_rows,)."""
     n_columns = np.uint64(kinds.shape[1])
     for i in range(len(positions)):
         row = positions[i]
@@ -401,7 +408,7 @@ def copy_columns_csr(
     like_indices,
     any_order=True,
 ):
-    """Copy the kept columns of CSR rows, renumbered; row i begins at ``indptr[i]``.
+    """Copy and renumber the kept columns of CSR rows; row i begins at ``indptr[i]``.
 
     `indptr` holds the sums of the counts of `count_columns`.
     """
@@ -413,7 +420,7 @@ def copy_columns_csr(
         n = lengths[row]
         values_at = data_at[row]
         lookup = lookups[maps[row]]
-        n_kept = _choose(
+        n_kept = _keep_columns(
             indices_at[row],
             n,
             kinds[maps[row]],
@@ -431,7 +438,7 @@ def copy_columns_csr(
         for j in range(np.uint64(n_kept)):
             row_indices[j] = lookup[np.uint64(columns[j])]
             row_data[j] = load(values_at, np.int64(places[j]), like_data)
-        if not (any_order or _ascend(row_indices, n_kept)):
+        if not (any_order or _is_ascending(row_indices, n_kept)):
             return UNORDERED
     return -1
 
@@ -478,7 +485,7 @@ def _list_bits(bits, listed):
 def merge_columns_csr(
     positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, sums, like_data, like_indices
 ):
-    """Copy the kept columns of CSR rows, renumbered, sorted and with repeated columns summed in stored order.
+    """Copy, renumber and sort the kept columns of CSR rows; sum repeated columns in stored order.
 
     The offsets of the resulting rows are written into `indptr`, shape (n_rows + 1,). `indices` and `data` must have
     room for the counts of `count_columns`. `sums`, shape (n_kept,), is scratch memory in the data type of the sums.
@@ -493,7 +500,7 @@ def merge_columns_csr(
         following = positions[min(i + 1, len(positions) - 1)]
         values_at = data_at[row]
         lookup = lookups[maps[row]]
-        n_kept = _choose(
+        n_kept = _keep_columns(
             indices_at[row],
             lengths[row],
             kinds[maps[row]],
@@ -509,7 +516,7 @@ def merge_columns_csr(
         row_indices, row_data = indices[total : total + n_kept], data[total : total + n_kept]
         for j in range(np.uint64(n_kept)):
             row_indices[j] = lookup[np.uint64(columns[j])]
-        if _ascend(row_indices, n_kept):
+        if _is_ascending(row_indices, n_kept):
             for j in range(np.uint64(n_kept)):
                 row_data[j] = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
             n_merged = n_kept
@@ -591,7 +598,7 @@ def renumber_rows_csr(
             row_indices[0] = lookup[np.uint64(row_indices[0])]
         if end < n:
             row_indices[n - 1] = lookup[np.uint64(row_indices[n - 1])]
-        if not (any_order or _ascend(row_indices, n)):
+        if not (any_order or _is_ascending(row_indices, n)):
             return UNORDERED
         smallest_to, largest_to = row_indices[0], row_indices[n - 1]
         if any_order:
@@ -638,9 +645,10 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
 
 @kernel
 def add_up(values, starts, out):
-    """Sum groups of neighboring columns of `values` into `out`, shape (n_rows, n_groups), in its type, left to right.
+    """Write the sums of groups of neighboring columns of `values` into `out`, shape (n_rows, n_groups).
 
-    Group g consists of columns ``[starts[g], starts[g + 1])``, at least one.
+    Group g consists of at least one column: ``[starts[g], starts[g + 1])``. Values are added from left to right, in the
+    data type of `out`.
     """
     for i in range(len(values)):
         for g in range(len(starts) - 1):
@@ -652,7 +660,7 @@ def add_up(values, starts, out):
 
 @kernel
 def count_nonzeros(dense, counts):
-    """Count the nonzeros in each row of `dense` into `counts`; NaN counts as nonzero."""
+    """Write the number of nonzeros in each row of `dense` into `counts`; NaN counts as nonzero."""
     for i in range(dense.shape[0]):
         count = 0
         for k in range(dense.shape[1]):
@@ -795,7 +803,7 @@ def count_bytes(values, bits):
 
 @kernel
 def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
-    """Copy runs of rows that cross extents of a file into `out`, concatenated.
+    """Copy runs of rows that cross extents of a file into `out`, one after the other.
 
     Run i consists of rows ``[starts[i], stops[i])``, and begins in extent ``extents[i]``. Extent e holds rows
     ``[firsts[e], ends[e])`` of `row_bytes` bytes each, from byte ``offsets[e]`` of `source`, uint8. An offset of -1

@@ -19,7 +19,7 @@ def _word(value):
     """Return 64 bits that identify a value, equal for every data type that represents it."""
     if value == np.floor(value) and -_LIMIT <= value < _LIMIT:
         return np.uint64(np.int64(value))
-    # Fractional values: the bits as float64, mixed so that they do not coincide with those of a whole number.
+    # Fractional values give their bits as float64, mixed so that they do not coincide with those of a whole number.
     return mix(np.float64(value).view(np.uint64))
 
 

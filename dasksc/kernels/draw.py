@@ -31,20 +31,20 @@ __all__ = [
     "uniforms",
 ]
 
+# Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
-# Up to this number of trials, a binomial draw simulates each trial, which takes only integers and is the fastest way.
 
+# Up to this number of draws at a node, the draws are not split between its children; each uses its own random number.
 _GROUP = 24
-# Up to this number, the draws at a node are not split between its children; each uses a random number of its own.
 
-_ABREAST = 64
 # Number of segments whose weights are loaded together, to overlap cache misses.
+_ABREAST = 64
 
-_CHUNK = 1024
 # Number of weights processed at a time in passes over all weights.
+_CHUNK = 1024
 
-_RUN = 8
 # Number of candidates of a segment whose weights are summed as one run.
+_RUN = 8
 
 _U0 = np.uint64(0)
 _U1 = np.uint64(1)
@@ -67,7 +67,7 @@ def _weight_at(i, values, table, lookup):
 @kernel
 def _copy_weights(start, size, values, table, lookup, out):
     # Copy the weights of candidates ``[start, start + size)``. Each source of weights has a plain loop of its
-    # own, since a call or a branch per weight costs more than the weight itself.
+    # own, because a call or a branch for each weight takes longer than reading the weight.
     first = np.uint64(start)
     if values.shape[0] == 0:
         out[:size] = 1.0
@@ -324,7 +324,7 @@ def _descend(heap, n_levels, n, nodes, rests):
 
 @kernel
 def _fall(key, node, n_draws, numbers, shares):
-    # Draw the positions of a node's few draws as shares of its weight, in ascending order. Extra low bits make
+    # Write the positions of the few draws at a node as shares of its weight, in ascending order. Extra low bits make
     # the random numbers distinct, so that they can be ranked without branches.
     own = stream(key, node)
     for i in range(n_draws):
@@ -339,7 +339,7 @@ def _fall(key, node, n_draws, numbers, shares):
 
 @kernel
 def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
-    """Compute the candidates of weighted draws with replacement, where draws are in storage order.
+    """Compute the candidates of weighted draws with replacement; the draws are in storage order.
 
     A heap over the candidates splits the draws. The number of a node's draws that go to its left child is
     binomial, with the weights of the two children and a key of the node. Any single draw is found by
@@ -535,7 +535,9 @@ def _gumbel(weight, u):
 
 @kernel
 def gumbel_keys(candidates, values, table, lookup, key, out):
-    """Write the random key of each candidate; the k largest keys are k weighted draws without replacement.
+    """Write the random key of each candidate into `out`.
+
+    The candidates with the k largest keys are k weighted draws without replacement.
 
     The keys are the Efraimidis-Spirakis keys ``u ** (1 / w)`` under the monotone map ``log(w) -
     log(-log(u))``, which keeps precision for weights of any size. A candidate of weight 0 gets -inf.
@@ -628,7 +630,7 @@ def leave_out(values, n, places):
 def select_quotas(n, codes, lookup, quotas, counts, key, out):
     """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class c, uniformly, in storage order.
 
-    Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one
+    This is selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one
     pass. A candidate is selected with probability (remaining quota of its class) / (remaining candidates
     of its class). If `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are
     decremented. Return the number of selected candidates.

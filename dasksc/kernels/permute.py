@@ -140,7 +140,7 @@ def permuted(position, n, half_bits, round_keys):
 
 @kernel
 def _block_at(position, n_blocks, table, half_bits, round_keys):
-    # The order is given by a table, by the network, or, if neither is given, it is storage order.
+    # The order is given by a table or by the network. Without either, it is storage order.
     if table.shape[0] > 0:
         return np.int64(table[position])
     if half_bits > 0:
@@ -150,7 +150,7 @@ def _block_at(position, n_blocks, table, half_bits, round_keys):
 
 @kernel
 def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
-    """Write the block numbers at `positions` in the order into `out`; both shape (k,), int64."""
+    """Write the block numbers at `positions` of the order into `out`; both have shape (k,), int64."""
     for i in range(positions.shape[0]):
         out[i] = _block_at(positions[i], n_blocks, table, half_bits, round_keys)
 

@@ -46,7 +46,7 @@ def read_ranges(function, descriptor, offsets, sizes, enough, addresses):
     offsets, sizes
         Offset and size of each range in bytes, shape (n_ranges,), int64.
     enough
-        Minimum number of bytes to read of each range, shape (n_ranges,), int64.
+        Minimum number of bytes to read from each range, shape (n_ranges,), int64.
     addresses
         Destination address of each range, shape (n_ranges,), uint64.
     """

@@ -1,6 +1,6 @@
-"""Sets of cells: grouping rows by codes, and keyed draws from a group.
+"""Sets of cells: grouping of rows by code, and keyed draws from a group.
 
-Every draw is a range of a keyed order of a group's cells, which permutes blocks. The cells are rotated
+Every draw is a range of a keyed order of a group's cells. The order permutes blocks of cells. The cells are rotated
 by a random offset and cut into full blocks and a short one. The full blocks are permuted, and the short
 block is inserted at a random place. Since the offset is uniform, every cell is equally likely at any
 place of the order, for any sizes. Cells that are neighbors in storage are read together.
@@ -27,14 +27,14 @@ __all__ = [
 
 @kernel
 def combine_codes(codes, lookup, radix, out):
-    """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either is missing.
+    """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either code is missing.
 
     Parameters
     ----------
     codes
         Codes in [0, radix), negative for a missing label; integers.
     lookup
-        Position in `codes` of each entry of `out`, int64; empty if positions are equal.
+        Position in `codes` of each entry of `out`, int64; empty if the positions are the same.
     radix
         Number of codes of the column.
     out
@@ -90,8 +90,8 @@ def list_members(codes, cursors, out):
     codes
         Code of each row, shape (n,), integers; rows with negative codes are skipped.
     cursors
-        Position in `out` of the first row of each code, shape (n_codes,), int64. Advanced past the last
-        row.
+        Position in `out` of the first row of each code, shape (n_codes,), int64. The call advances it
+        past the last row.
     out
         Output: rows grouped by code, shape (n_members,), int32 or int64.
     """
@@ -229,7 +229,7 @@ def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table,
 
 @kernel
 def fill_controls(keys, pools, starts, counts, block_size, n_controls, set_size, table, out):
-    """Draw `n_controls` controls for each row of each set from the row's pool.
+    """Draw `n_controls` control cells for each row of each set from the pool of the row.
 
     Rows of a set that share a pool draw from the same order of the pool. A control is repeated in a set
     only if the pool is smaller than the number of draws from it.

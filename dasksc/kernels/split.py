@@ -1,4 +1,4 @@
-"""Assignment of rows, and groups of rows, to the parts of a split."""
+"""Assignment of rows, and of groups of rows, to the parts of a split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def put_by_code(rows, codes, places, out):
     rows, codes
         Rows and their codes, shape (n,); -1 stands for the last code.
     places
-        Position in `out` of the next row of each code, shape (n_codes,), int64. Advanced by the call.
+        Position in `out` of the next row of each code, shape (n_codes,), int64. The call advances it.
     out
         Output: rows grouped by code, int64.
     """
@@ -38,7 +38,7 @@ def put_by_code(rows, codes, places, out):
 
 @kernel
 def deal_by_quota(codes, quotas, key, out):
-    """Draw the part of each row, such that every assignment that fills the quotas is equally likely.
+    """Draw the part of each row; every assignment that fills the quotas is equally likely.
 
     The draw takes one pass, without a permutation. The probability of a part is its remaining quota divided by the
     number of remaining rows of the class (selection sampling; Knuth, The Art of Computer Programming 2, 3.4.2,
@@ -50,7 +50,7 @@ def deal_by_quota(codes, quotas, key, out):
         Class of each row, shape (n,).
     quotas
         Number of rows of each class for each part, shape (n_classes, n_parts), int64. The sums over the parts are the
-        sizes of the classes. Decremented by the call.
+        sizes of the classes. The call decrements the quotas.
     key
         Key of the draw, uint64.
     out

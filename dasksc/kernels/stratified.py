@@ -1,4 +1,4 @@
-"""Rows of batches that each hold a share of every class.
+"""Rows of stratified batches: each batch has its share of every class.
 
 An epoch has `n_units` batches of equal size, with ``quotas[c]`` rows of class c in total. A batch has ``quotas[c] //
 n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling [1]_ in
@@ -22,8 +22,8 @@ from dasksc.kernels.permute import N_ROUNDS, below, bits, permuted, shuffle, str
 
 __all__ = ["drawn_of_class", "floor_sum", "more_before", "stratified_rows"]
 
+# Up to this number of runs, the order of a pass is a table, because a Feistel network mixes a small domain poorly.
 _TABLE_RUNS = 256
-# Up to this number of runs, the order of a pass is a table, since a Feistel network mixes a small domain poorly.
 
 
 @kernel
@@ -48,7 +48,7 @@ def floor_sum(n, m, a, b):
 
 @kernel
 def more_before(unit, n_units, first, length, stride, shift):
-    """Return the number of batches before `unit` whose place lies in the arc of length `length` from `first` on."""
+    """Return the number of batches before `unit` whose place lies in the arc of `length` places from `first` on."""
     if length == 0:
         return np.int64(0)
     start = shift - first

@@ -25,7 +25,7 @@ def _number(data, at, n_bytes):
 def locate_strings(references, data, starts, sizes):
     """Locate each string in a file; return the first one that cannot be found, or -1.
 
-    The search in a global heap collection begins after the preceding string, since strings are written in order.
+    The search in a global heap collection begins after the preceding string, because strings are written in order.
 
     Parameters
     ----------

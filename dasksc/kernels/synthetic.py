@@ -24,11 +24,11 @@ def fill_alias_table(share, keep, other):
     Parameters
     ----------
     share
-        Probabilities times n, shape (n,), float64. Overwritten.
+        Probabilities times n, shape (n,), float64. The call overwrites them.
     keep
-        Thresholds, shape (n,), uint32. Filled.
+        Output: thresholds, shape (n,), uint32.
     other
-        Aliases, shape (n,), int32. Filled.
+        Output: aliases, shape (n,), int32.
 
     References
     ----------
@@ -83,9 +83,9 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
     keep, other
         Alias tables, shape (n_groups, n_genes).
     indices, data
-        Filled with genes (int32) and counts (float32), shape (depths.sum() + 1,). The last element is scratch space.
+        Output: genes (int32) and counts (float32), shape (depths.sum() + 1,). The last element is scratch space.
     total
-        Filled with the molecules of each cell, shape (n_cells,), float32.
+        Output: number of molecules of each cell, shape (n_cells,), float32.
     """
     n_genes = keep.shape[1]
     counts = np.zeros(n_genes, dtype=np.int32)

@@ -34,8 +34,8 @@ __all__ = [
 
 _SIGN = np.uint32(0x80000000)
 _REST = np.uint32(0x7FFFFFFF)
-# Streams under the key of a row, for the choice of sampled genes, the choice of masked genes, the fate of a masked
-# gene, its replacement, and the bin of a value on equal edges.
+# Streams under the key of a row: for the choice of sampled genes, the choice of masked genes, the fate of a masked
+# gene, the replacement of a masked gene, and the bin of a value on equal edges.
 _SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
 
 HIDDEN, REPLACED, SHOWN = 1, 2, 3
@@ -190,7 +190,7 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
 
 @kernel
 def mask_tokens(lengths, keys, ratio, replaced, kept, first, out, draws):
-    """Choose the share `ratio` of each row's tokens, at least one token, and draw their fates.
+    """Choose the share `ratio` of the tokens of each row, at least one token, and draw their fates.
 
     The fates are written into `out`, shape (n_rows, length), uint8, which holds zeros on entry. A fate is `REPLACED`
     with probability `replaced`, `SHOWN` with probability `kept`, and otherwise `HIDDEN`. For replaced tokens a random

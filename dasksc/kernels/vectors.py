@@ -33,7 +33,7 @@ _LAST_SHIFT = 14
 
 @intrinsic
 def hashed(typingctx: Any, x: Any) -> Any:
-    """Return the hash of a uint32, a uint32."""
+    """Return the uint32 hash of a uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _hash(builder, args[0])
@@ -171,9 +171,9 @@ def sum_of(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 @intrinsic
 def thin_small(typingctx: Any, values_at: Any, words_at: Any, index: Any, like: Any, steps: Any) -> Any:
-    """Thin those of 64 values from `index` on that are at most 3; return a bit for each value that remains unthinned.
+    """Thin the values of at most 3 among 64 values from `index` on; return a bit for each value that is not thinned.
 
-    A value remains if it is not 0, 1, 2 or 3, or if its random word equals a step.
+    A value is not thinned if it is not 0, 1, 2 or 3, or if its random word equals a step.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ _CALLED = (*_HOOKS, "transform")
 
 
 def titled(dataset: scDataset, title: str) -> scDataset:
-    """Return a data set after setting the title of its log lines; see `epoch_line`."""
+    """Set the title of a data set's log lines, and return the data set; see `epoch_line`."""
     dataset._title = title
     return dataset
 
@@ -128,11 +128,11 @@ class scDataset(IterableDataset[Any]):
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
     seed
-        Seed of all random draws, an integer in [0, 2**64). None draws a seed that is equal on all ranks of a process
-        group. `Streaming` without shuffling needs no seed.
+        Seed of all random draws, an integer in [0, 2**64). None draws a random seed, the same on all ranks of a
+        process group. `Streaming` without shuffling needs no seed.
     obs, layers, obsm
-        Names of columns, layers and entries to yield in addition to X. For several modalities, ``"rna:counts"`` is an
-        element of one of them.
+        Names of columns, layers and entries to yield in addition to X. For several modalities, ``"rna:counts"`` names
+        an element of one modality.
     genes
         Genes to keep (columns of X and of every layer): names, a boolean mask or positions. A
         `dasksc.tokens.Vocabulary`, or the ``pathlib.Path`` of a vocabulary file, selects its genes in ascending order
@@ -144,8 +144,8 @@ class scDataset(IterableDataset[Any]):
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
         Data type of the values. None keeps the data type of ``adata.X``, which may be wider than the stored one. A
-        batch with a value that an integer type or float16 cannot represent raises an `InputError`. ``"bool"`` is True
-        for nonzeros.
+        batch with a value that an integer type or float16 cannot represent raises an `InputError`. With ``"bool"``,
+        nonzeros become True.
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
@@ -170,8 +170,8 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Group of the processes that share every epoch, if only some of the processes do: a ``torch.distributed`` process
-        group, or a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or
+        Processes that share every epoch, if not all processes of the run do: a ``torch.distributed`` process group, or
+        a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or
         similar. Ranks that differ only in other dimensions (tensor or pipeline parallel) read the same batches.
     transform
         Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
@@ -191,16 +191,16 @@ class scDataset(IterableDataset[Any]):
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index
-        If True, yield a `Batch` even if only X is requested, which otherwise gives plain tensors. Every `Batch` has the
-        row numbers ``batch.index``.
+        If True, yield a `Batch`, which has the row numbers ``batch.index``, even if only X is requested. If False, a
+        data set of X alone yields plain tensors.
 
     Attributes
     ----------
     categories
-        For each encoded column of `obs`, its labels in the order of their codes.
+        Labels of each encoded column of `obs`, in the order of their codes.
     gene_match
-        Result of matching the names in `genes`, a `GeneMatch`, whose ``names`` are the columns of a batch; for several
-        modalities, a dict of `GeneMatch`. None if `genes` contains no names.
+        `GeneMatch` of the names in `genes`; its ``names`` are the columns of a batch. For several modalities, a dict of
+        `GeneMatch`. None if `genes` contains no names.
 
     Raises
     ------
@@ -322,7 +322,7 @@ class scDataset(IterableDataset[Any]):
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
         self._title = EPOCH_TITLE
-        self._plan_of(self._session.detect(), epoch=0)  # raise an error for inconsistent sizes
+        self._plan_of(self._session.detect(), epoch=0)  # raises an error for inconsistent sizes
         self._session.fix_world_if_distributed()
 
     @property
@@ -382,7 +382,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def n_batches_left(self) -> int:
-        """Number of batches of this rank in the next iteration: those of an epoch, or the rest of a resumed one."""
+        """Number of batches of this rank in the next iteration; for a resumed epoch, the remaining ones."""
         epoch = self._counter.peek()
         world = self._session.current_world()
         consumed, n_done = self._tracker.resuming(epoch).split_consumed(self._sizes(world))
@@ -391,7 +391,7 @@ class scDataset(IterableDataset[Any]):
     # --- Epochs ---------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration read epoch `epoch`, and later ones the epochs after it."""
+        """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
         self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
         self._tracker.forget()
 
@@ -416,13 +416,13 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest that ranks compare, of shapes, types, the strategy with its arrays, sizes and the seed."""
+        """Digest of shapes, data types, the strategy with its arrays, sizes and the seed; the ranks compare it."""
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Properties that a state must share with the data set to be resumed; they include no paths or times."""
+        """Properties that must be equal in a state and in the data set that resumes it, without paths and times."""
         identity = {
             "n_obs": self._source.n_obs,
             "matrices": self._source.identity,
@@ -431,7 +431,7 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
         if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
-            identity["left_out"] = "evenly"  # absent in versions that left out other rows
+            identity["left_out"] = "evenly"  # absent in states of versions that dropped other rows
         return identity
 
     @functools.cached_property
@@ -470,7 +470,7 @@ class scDataset(IterableDataset[Any]):
         return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
 
     def load_state_dict(self, state: Any) -> None:
-        """Resume from `state` in the next iteration, at the next batch.
+        """Make the next iteration resume from `state`, at the batch that follows it.
 
         With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Every
         row of the epoch is still yielded exactly once, up to padding, and dropped rows stay dropped.
@@ -485,7 +485,7 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
             raise InputError(
-                "this state was taken inside DataLoader workers, so it resumes only with the same num_workers"
+                "this state was taken in DataLoader workers, so it can be resumed only with the same num_workers"
             )
         last = position.consumed[-1] if position.consumed else None
         if (
@@ -494,8 +494,8 @@ class scDataset(IterableDataset[Any]):
             and len(position.split_consumed(self._sizes(self._session.current_world()))[0])
         ):
             raise InputError(
-                "inside DataLoader workers an epoch resumes only with the world size, batch_size and fetch_factor it "
-                f"was read with: {last}. Use num_workers=0 to change them"
+                "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
+                f"fetch_factor as before: {last}. Use num_workers=0 to change them"
             )
         self._session.seed = seed
         self._tracker.load(position)
@@ -513,7 +513,7 @@ class scDataset(IterableDataset[Any]):
         return batches
 
     def _iterate(self) -> Iterator[Any]:
-        # A generator function, so the world is fixed and the epoch begins only when the first batch is requested.
+        # This is a generator function, so the world is fixed and the epoch begins when the first batch is requested.
         session = self._session
         world = session.require_same_world()
         worker = get_worker_info()
@@ -544,7 +544,7 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = run.stats
-        # Set before reading, so that an epoch that fails before its first batch can also be resumed.
+        # The position is set before reading, so that an epoch that fails before its first batch can also be resumed.
         self._tracker.move(run.position if n_done or worker is not None else EpochPosition(epoch, consumed))
         try:
             yield from run.batches(
@@ -572,8 +572,8 @@ class scDataset(IterableDataset[Any]):
         """Return statistics of the latest epoch of this rank.
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers,
-        the last worker writes the log line. The statistics then combine the workers that have finished: counts are
-        added, and times are those of the slowest worker.
+        the last worker to finish writes the log line. The statistics then combine the workers that have finished:
+        counts are added, and times are those of the slowest worker.
 
         Returns
         -------
@@ -629,7 +629,7 @@ class scDataset(IterableDataset[Any]):
                 logger.info("%s", epoch_line(total, self._title))
 
     def to_dask(self, epoch: int | None = None) -> da.Array:
-        """Return the epoch of X of this rank as one lazy Dask array.
+        """Return X of this rank's epoch as one lazy Dask array.
 
         Parameters
         ----------

@@ -74,8 +74,8 @@ def _batch_lines(source: MatrixSource | IndexedSource, plan: EpochPlan) -> Itera
     if maker.only_x:
         return
     for name, column in maker.obs.items():
-        is_coded = name in maker.codes
-        classes = f", {maker.codes[name]:,} classes" if is_coded else ""
+        is_coded = name in maker.n_classes
+        classes = f", {maker.n_classes[name]:,} classes" if is_coded else ""
         yield f"obs[{name!r}]: ({n},) {'int64' if is_coded else column.dtype}{classes}"
     yield f"index: ({n},) int64"
     if isinstance(plan.sampler, SetSampler):
@@ -102,10 +102,10 @@ def _padded(plan: EpochPlan) -> str:
 
 def _memory(parts: LoaderParts) -> str:
     if isinstance(parts.source, IndexedSource):
-        return "unknown: rows that are read by indexing have no known size"
+        return "unknown, because rows are read by indexing"
     try:
         demand = parts.projection.reading_mode().demand
-    except DaskscError as error:  # such as a cluster that is gone
+    except DaskscError as error:  # such as a cluster that cannot be reached
         return f"unknown: {error}"
     return f"at most {format_bytes(demand.anonymous)}, and {format_bytes(demand.pages)} of page cache"
 

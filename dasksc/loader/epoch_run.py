@@ -22,7 +22,7 @@ from dasksc import config
 from dasksc.batches.batch import Batch, BatchMaker, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
-from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
+from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
@@ -36,10 +36,11 @@ from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
-from dasksc.transforms.composed import at_batch, at_epoch, early_and_late, owning
+from dasksc.transforms.composed import at_batch, at_epoch, owning, split_early
 
 __all__ = ["EpochRun", "DeviceTransfer"]
 
+# Maximum size of the batches that one job gathers.
 _TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
@@ -54,7 +55,7 @@ class _GatheredBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceTransfer:
-    """Device and pinning of batches."""
+    """Transfer of batches to a device or to pinned memory."""
 
     device: torch.device | str | int | None = None
     pin_memory: bool = False
@@ -62,9 +63,9 @@ class DeviceTransfer:
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device, or in pinned memory."""
         if self.pin_memory:
-            batch = _each(batch, "pin_memory")
+            batch = _call_each(batch, "pin_memory")
         if self.device is not None:
-            batch = _each(batch, "to", self.device, non_blocking=self.pin_memory)
+            batch = _call_each(batch, "to", self.device, non_blocking=self.pin_memory)
         return batch
 
 
@@ -84,7 +85,7 @@ class EpochRun:
     scheduler
         Scheduler that runs the fetches.
     projection
-        Memory of the fetches.
+        Projection of the memory of the fetches.
     hooks, transform, placement
         Functions applied to fetched rows and to each batch, and the destination of batches.
     key
@@ -245,7 +246,7 @@ class EpochRun:
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
         left_in_fetch = 0
         has_transform = self._transform is not None
-        changes, transform = early_and_late(
+        changes, transform = split_early(
             owning(at_epoch(self._transform, plan.epoch)), () if source.maker.modalities else source.matrices
         )
 
@@ -277,9 +278,10 @@ class EpochRun:
         _ = source.recycling
         loader = self._loader_properties(n_parts)
         window, plans = self._window(task, reading)
-        # Entered first, since Ctrl-C before that would leave the window open, and closed before the last report.
+        # The window is entered twice: first, because an earlier Ctrl-C would leave it open, and last, so that it is
+        # closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
-            fetches = Assembled(window, n_parts)
+            fetches = AssembledFetches(window, n_parts)
             synchronous = window.scheduler.kind == "synchronous"
             for made, gather_s, error in run_ahead(
                 jobs(),
@@ -366,14 +368,14 @@ def _add_batch_note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan)
     )
 
 
-def _each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method of an object that has it, or of the objects in a container; others are unchanged."""
+def _call_each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
+    """Call a method of each object in a batch that has the method; leave other objects unchanged."""
     if isinstance(batch, torch.Tensor) and method == "to":
         return on_device(batch, *args, **options)
     if hasattr(batch, method):
         return getattr(batch, method)(*args, **options)
     if isinstance(batch, dict):
-        return {key: _each(value, method, *args, **options) for key, value in batch.items()}
+        return {key: _call_each(value, method, *args, **options) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(_each(value, method, *args, **options) for value in batch)
+        return type(batch)(_call_each(value, method, *args, **options) for value in batch)
     return batch

@@ -27,7 +27,7 @@ Repeated = Literal["error", "sum"]
 
 _N_SHOWN = 3
 # A smaller share of matches suggests another naming scheme, such as symbols in place of Ensembl IDs.
-_FEW = 0.5
+_LOW_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class GeneRequest:
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
 
     def columns_of(self, var: pd.DataFrame | None, n_vars: int) -> tuple[Columns | None, GeneMatch | None]:
-        """Return the requested columns, None for all, and the match of names, None without names.
+        """Return the requested columns (None for all) and the match of names (None without names).
 
         Parameters
         ----------
@@ -163,7 +163,7 @@ class GeneRequest:
         if wanted.dtype == np.bool_:
             if wanted.shape != (n_vars,):
                 raise InputError(
-                    f"genes is a mask of shape {wanted.shape}, and there are {n_vars} columns; give one entry per "
+                    f"genes is a mask of shape {wanted.shape}, but there are {n_vars} columns; give one entry per "
                     "column"
                 )
             wanted = np.flatnonzero(wanted)
@@ -177,8 +177,8 @@ class GeneRequest:
             return self._matched(wanted.tolist(), var, n_vars)
         if self._names_only:
             raise InputError(
-                f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Leave the "
-                "option out, or give gene names"
+                f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Omit the "
+                "option, or give gene names"
             )
         if wanted.max() >= n_vars:  # before the conversion, since int64 may not represent it
             raise InputError(f"genes contains position {wanted.max()}; positions must lie in [0, {n_vars})")
@@ -219,9 +219,10 @@ class GeneRequest:
             n_summed=sum(1 + len(repeats[name]) for name in kept if name in repeats),
             matched_by=matched_by,
         )
-        if match.share < _FEW:
+        if match.share < _LOW_SHARE:
             logger.warning(
-                "%s. Use the same kind of names in both, such as Ensembl IDs; genes_key= matches another column of var",
+                "%s. Give names of the same kind as in the atlas, such as Ensembl IDs, or match another column of "
+                "var with genes_key=",
                 match,
             )
         else:
@@ -233,7 +234,7 @@ class GeneRequest:
         if var is None:
             if self.key is not None:
                 raise InputError(
-                    f"genes_key={self.key!r} names a column of var, which an array does not have; leave genes_key= out"
+                    f"genes_key={self.key!r} names a column of var, which an array does not have; omit genes_key="
                 )
             return range(n_vars)
         if self.key is None:
@@ -244,10 +245,11 @@ class GeneRequest:
     def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:
         if len(missing) == n_wanted > 1:
             held = ", ".join(map(repr, list(places)[:_N_SHOWN]))
-            asked = ", ".join(map(repr, missing[:_N_SHOWN]))
+            requested = ", ".join(map(repr, missing[:_N_SHOWN]))
             raise MissingKeyError(
-                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; requested were {asked}, "
-                "... . Use symbols in both or Ensembl IDs in both, or match a column of var with genes_key="
+                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; requested were "
+                f"{requested}, ... . Use symbols in both or Ensembl IDs in both, or match a column of var with "
+                "genes_key="
             )
         try:
             require_key(matched_by, missing[0], places)

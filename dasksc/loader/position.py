@@ -24,7 +24,7 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """Number of an epoch, and the segments that have been read, each with constant sizes."""
+    """Number of an epoch, and its segments that have been read, each with constant sizes."""
 
     epoch: int
     consumed: tuple[ConsumedSegment, ...] = ()
@@ -35,7 +35,10 @@ class EpochPosition:
         return [dataclasses.astuple(segment) for segment in self.consumed]
 
     def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
-        """Return the segments read with other sizes than `sizes`, and the number of batches read with `sizes` since."""
+        """Split off the last segment if it was read with `sizes`.
+
+        Return the other segments and the number of batches in it. If its sizes differ, return all segments and 0.
+        """
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
         return self.consumed, 0
@@ -65,7 +68,7 @@ class EpochTracker:
         return current if current is None or isinstance(current, EpochPosition) else current.position
 
     def load(self, position: EpochPosition) -> None:
-        """Resume from a position."""
+        """Set the position from which the next iteration resumes."""
         self._current = self._resume = position
 
     def move(self, to: EpochPosition | _Reading) -> None:
@@ -73,7 +76,7 @@ class EpochTracker:
         self._current = to
 
     def forget(self) -> None:
-        """Discard the current position, unless a state was loaded and not yet resumed."""
+        """Return to the loaded position if it has not been resumed yet; otherwise, discard the current position."""
         self._current = self._resume
 
     def finish(self, epoch: int) -> None:
@@ -84,24 +87,24 @@ class EpochTracker:
             self._ended = epoch
 
     def begin(self) -> None:
-        """Leave an epoch that this DataLoader worker has finished."""
+        """Move past the epoch that this DataLoader worker has finished."""
         if self._ended is not None:
             self._current, self._ended = EpochPosition(self._ended + 1), None
 
     def resuming(self, epoch: int) -> EpochPosition:
-        """Return the position at which an epoch would resume; its start if no state of it was loaded."""
+        """Return the position from which an epoch would resume: the loaded one if it is in this epoch, or the start."""
         resume = self._resume
         return EpochPosition(epoch) if resume is None or resume.epoch != epoch else resume
 
     def resume(self, epoch: int) -> EpochPosition:
-        """Return the position at which an epoch resumes, only once; its start if no state of it was loaded."""
+        """Return the position from which an epoch resumes, and discard the loaded position."""
         position, loaded = self.resuming(epoch), self._resume
         self._resume = None
         if loaded is not None and loaded.epoch != epoch:
             # In later passes, workers are copies of a data set whose own epoch has not advanced.
             logger.log(
                 logging.WARNING if get_worker_info() is None else logging.DEBUG,
-                "the loaded state is of epoch %d, so epoch %d starts from its beginning",
+                "the loaded state is of epoch %d, so epoch %d starts from the beginning",
                 *(loaded.epoch, epoch),
             )
         return position
@@ -182,8 +185,8 @@ def parse_state(
     if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
         version = state.get("version") if isinstance(state, dict) else state
         raise InputError(
-            f"the state has version {version!r}; this dasksc reads version {STATE_VERSION}, which its "
-            "state_dict() returns. Load another checkpoint, or resume with the version of dasksc that saved this one"
+            f"the state has version {version!r}, but this version of dasksc reads states of version {STATE_VERSION}. "
+            "Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
     position, its_seed = _parsed(state)
     was = dict(state["fingerprint"])
@@ -191,8 +194,8 @@ def parse_state(
         if position.consumed and was.get("drop_last") == drop_last:
             raise InputError(
                 f"the state was taken in the middle of epoch {position.epoch} by a version of dasksc whose drop_last "
-                "left out other rows, so the rest of that epoch is unknown. Start the epoch from its beginning: set "
-                "state['consumed'] = [] and load it again"
+                "dropped other rows, so the remaining rows of the epoch are unknown. To start the epoch from its "
+                "beginning, set state['consumed'] = [] and load it again"
             )
         was["left_out"] = identity["left_out"]
     then = state.get("settings")

@@ -25,7 +25,7 @@ __all__ = ["MemoryProjection"]
 logger = logging.getLogger("dasksc.dataset")
 
 _AHEAD_BYTES = 2**24
-# Size of a fetch in storage order, and minimum number of chunks in it, since chunks at its ends are decoded twice.
+# Size of a fetch in storage order, and minimum number of chunks in it: chunks at its ends are decoded twice.
 _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
@@ -88,7 +88,7 @@ class MemoryProjection:
         """Return the projection of a pass in storage order in another session.
 
         If a fetch of `fetch_factor` batches is large, the pass uses smaller fetches. Large fetches serve to mix distant
-        rows, which a pass in storage order does not do, and several fetches are in memory at a time.
+        rows, which a pass in storage order does not need, and several of them are in memory at a time.
         """
         one = copy.copy(self)
         one.session = session
@@ -102,7 +102,7 @@ class MemoryProjection:
 
     @property
     def is_interprocess(self) -> bool:
-        """True if other processes fetch, so that rows are sent to this one."""
+        """True if fetches run in other processes, which send the rows to this one."""
         return not self._scheduler().in_process
 
     @property
@@ -119,7 +119,7 @@ class MemoryProjection:
     def n_threads(self) -> int:
         """Number of fetching threads in a process that is not a DataLoader worker, limited by memory.
 
-        On a cluster, it is the current share of this rank.
+        On a cluster, the number is this rank's current share of the threads of the workers.
         """
         world = self.session.detect()
         n_of_cluster = self._scheduler().n_threads
@@ -153,7 +153,7 @@ class MemoryProjection:
 
     @property
     def share(self) -> int:
-        """Memory that this process may use, in bytes; DataLoader workers divide that of the rank."""
+        """Memory that this process may use, in bytes. The DataLoader workers of a rank divide the limit of the rank."""
         worker = get_worker_info()
         return self.limit if worker is None else self.limit // worker.num_workers
 
@@ -177,7 +177,7 @@ class MemoryProjection:
         depths: dict[int, int] = {}
 
         def depth() -> int:
-            # It is called for every result, so depths are cached by the number of threads.
+            # The function is called for every result, so depths are cached by the number of threads.
             n_threads = max(1, (scheduler.n_threads or 0) // world.world_size)
             if n_threads not in depths:
                 depths[n_threads] = self.depth(n_threads)
@@ -220,7 +220,7 @@ class MemoryProjection:
         return int(n_rows / n_parts * self._model(self.fetch_factor).held_row_bytes(unmapped))
 
     def warn_of_workers(self) -> None:
-        """Warn if the DataLoader workers of a rank need more memory than its limit even with minimal prefetching."""
+        """Log a warning if the DataLoader workers of a rank exceed its memory limit even with minimal prefetching."""
         worker = get_worker_info()
         if worker is None or worker.id > 0 or isinstance(self._source, IndexedSource):
             return
@@ -254,7 +254,7 @@ class MemoryProjection:
         )
 
     def _refuse_too_large(self) -> None:
-        """Raise an error for sizes whose projection exceeds the limit; the message has sizes that fit."""
+        """Raise an error for sizes whose projection exceeds the limit; the message suggests sizes that fit."""
         if isinstance(self._source, IndexedSource):
             return
         given = self.least_demand(self.fetch_factor)

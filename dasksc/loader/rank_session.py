@@ -54,7 +54,7 @@ class RankSession:
             self._seed = config.whole_number("seed", seed, 0, 2**64)
 
     def detect(self) -> World:
-        """Return the rank and world size as detected now, even if others are fixed."""
+        """Detect the rank and world size again, even if others are fixed."""
         return World.detect(*self._given)
 
     def current_world(self) -> World:
@@ -79,12 +79,12 @@ class RankSession:
         return self._seed
 
     def fix_world_if_distributed(self) -> None:
-        """Fix a world of several ranks; a world of one is not fixed, since a process group may be created later."""
+        """Fix a world of several ranks. A world of one is not fixed, because a process group may be created later."""
         if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
             self.fix_world()
 
     def fix_world(self) -> World:
-        """Fix rank, world size and seed, unless they are fixed.
+        """Fix rank, world size and seed, unless they are already fixed.
 
         Raises
         ------
@@ -107,7 +107,7 @@ class RankSession:
         return world
 
     def require_same_world(self) -> World:
-        """Fix the world, and raise an error if it has changed since."""
+        """Fix the world; raise an error if it was fixed before and has changed since."""
         world = self.fix_world()
         if get_worker_info() is None:
             found = self.detect()

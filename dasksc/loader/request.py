@@ -60,7 +60,7 @@ class BatchRequest:
         Raises
         ------
         InputError
-            If tensors do not support it.
+            If tensors do not support the data type.
         """
         if self.dtype is None:
             return None
@@ -71,12 +71,12 @@ class BatchRequest:
             torch_dtype(result)
         except TypeError as error:
             raise InputError(
-                f"dtype={self.dtype!r} is not a data type of both NumPy and PyTorch; give one such as 'float32' or "
+                f"dtype={self.dtype!r} is not supported by both NumPy and PyTorch; give a type such as 'float32' or "
                 "'float16'"
             ) from error
         return result
 
-    def refuse_where_rows_are_indexed(self, why: str) -> None:
+    def refuse_matrix_options(self, why: str) -> None:
         """Raise an error for options that only apply to matrices of an atlas."""
         given = {name: getattr(self, name) for name in ("obs", "layers", "obsm") if getattr(self, name)}
         given |= {

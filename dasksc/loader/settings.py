@@ -12,17 +12,17 @@ from dasksc.sampling.strategies import SamplingStrategy
 
 __all__ = ["differences", "settings_of", "settings_of_batches"]
 
-# Arguments of strategies whose names `scDataset` also has.
+# Arguments of strategies that have the name of an argument of `scDataset`.
 _OF_STRATEGY = {"drop_last": "drop_last of the strategy"}
 
 _SAME_TEXT = (
-    "{strategy} draws other rows than before, although its arguments look alike: values of an array, labels in obs, "
+    "{strategy} draws other rows than before, although its arguments look the same: array values, labels in obs, "
     "or the version of dasksc differ"
 )
 
 
 def settings_of(strategy: SamplingStrategy, filter: str | None) -> dict[str, str]:
-    """Return the class and the arguments of a strategy as text, arrays by shape and data type only.
+    """Return the class and the arguments of a strategy as text, with only the shape and the data type of arrays.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def _of_strategy(before: str, settings: Mapping[str, str], settings_then: Mappin
         return
     if not settings_then:
         yield (
-            f"the arguments of {strategy} differ; the state is of an earlier version of dasksc, which did not save them"
+            f"the arguments of {strategy} differ; the state is from an earlier version of dasksc that did not save them"
         )
         return
     names = [name for name in {**settings, **settings_then} if settings.get(name) != settings_then.get(name)]

@@ -32,7 +32,7 @@ from dasksc.loader.genes import GeneMatch
 from dasksc.loader.request import BatchRequest
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.sampling.binding import n_rows_named
+from dasksc.sampling.binding import n_rows_from_indices
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import (
     Columns,
@@ -140,14 +140,14 @@ class MatrixSource(Source):
             n_missing = matrix.n_missing(columns) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
             if n_missing:
                 logger.warning(
-                    "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. Open "
-                    "them with dasksc.open(..., join='outer', fill_value=0) for zeros there",
+                    "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. For "
+                    "zeros instead, open the atlases with dasksc.open(..., join='outer', fill_value=0)",
                     *(n_missing, matrix.shape[1] if columns is None else len(columns), matrix.label),
                 )
 
     @functools.cached_property
     def costs(self) -> dict[str, Any]:
-        """Arguments of a `MemoryModel`: costs of the matrices by label, mapped and read, and which must be mapped."""
+        """Arguments of a `MemoryModel`: costs by label, mapped and read, and labels of matrices that must be mapped."""
 
         def costs() -> dict[str, FetchCost]:
             found: dict[str, FetchCost] = {}
@@ -168,7 +168,7 @@ class MatrixSource(Source):
 
     @functools.cached_property
     def recycling(self) -> buffers.Recycling:
-        """Memory of an epoch, kept for the next one."""
+        """Memory of an epoch, kept for reuse by the next one."""
         return buffers.Recycling()
 
     @property
@@ -268,7 +268,7 @@ class IndexedSource(Source):
         return
 
     def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
-        """Return ascending rows, after `fetch_transform`."""
+        """Read ascending rows and apply `fetch_transform`."""
         # Fetches of an AnnData run concurrently; hooks and collections of the user are called one at a time.
         ours = isinstance(self.collection, AnnDataView | lazy.MatrixRows)
         data = None
@@ -300,7 +300,7 @@ def source_of(
     filtered_by: Sequence[str],
     mmap: UseMmap,
 ) -> MatrixSource | IndexedSource:
-    """Return the source for `data`, which is opened if it is a path.
+    """Return the source for `data`; open it if it is a path.
 
     Parameters
     ----------
@@ -311,7 +311,7 @@ def source_of(
     hooks
         Functions that replace indexing or follow it.
     strategy
-        Strategy, whose labels may be an obs column, and whose indices give the rows of a collection without length.
+        Strategy. Its labels may be an obs column, and its indices give the rows of a collection without a length.
     filtered_by
         Columns of obs that a filter uses.
     mmap
@@ -334,7 +334,7 @@ def source_of(
         if isinstance(data, str | os.PathLike) and several_of(data) is None:
             path = os.fspath(data)
         wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
-        # Hooks receive every column. Otherwise only requested columns are read, and cell names on access to obs.
+        # Hooks receive every column. Without hooks, only requested columns are read, and cell names on access to obs.
         if hooks:
             data = open_atlas(data, mmap=mmap)
         else:
@@ -353,14 +353,14 @@ def source_of(
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = "hooks determine what is yielded" if hooks else f"a {type(data).__name__} is read by indexing"
-        request.refuse_where_rows_are_indexed(why)
+        why = "hooks determine the items" if hooks else f"a {type(data).__name__} is read by indexing"
+        request.refuse_matrix_options(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:
-            raise InputError(f"{name} has no X, which batches need")
+            raise InputError(f"{name} has no X, which every batch needs")
         return _of_atlas(name, collection, data, request)
     if not is_ours:
         return IndexedSource(name, data, _count(data, hooks, strategy))
@@ -382,12 +382,12 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
         return count_rows(data)
     except TypeError as error:
         # Only the callback reads the collection, so its rows are those of the indices.
-        n_obs = None if hooks.fetch_callback is None else n_rows_named(strategy)
+        n_obs = None if hooks.fetch_callback is None else n_rows_from_indices(strategy)
         if n_obs is None:
             raise WrongTypeError(
                 f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
-                "another collection that can be indexed by row numbers; or fetch_callback= with indices= of the "
-                "strategy"
+                "another collection that can be indexed by row numbers; or give fetch_callback= together with "
+                "indices= of the strategy"
             ) from error
         return n_obs
 
@@ -458,7 +458,7 @@ def _maker(
 ) -> BatchMaker:
     return BatchMaker(
         obs=encoded,
-        codes={name: len(labels) for name, labels in categories.items()},
+        n_classes={name: len(labels) for name, labels in categories.items()},
         layout=request.layout,
         dtype=request.value_dtype,
         columns=columns,
@@ -488,7 +488,7 @@ def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
-    """Return the columns to keep by key, for each matrix whose columns are genes."""
+    """Return `columns` under the key of each matrix whose columns are genes."""
     return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
 
 

@@ -1,1 +1,1 @@
-"""Plans of epochs, ranks, agreement between ranks, and the epoch counter."""
+"""Epoch plans, detection of ranks, agreement between ranks, and the epoch counter."""

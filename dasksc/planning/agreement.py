@@ -1,6 +1,6 @@
 """Agreement between ranks on seed and epoch.
 
-Ranks exchange notes through the key-value store of ``torch.distributed`` or ``jax.distributed``. They
+Ranks exchange records through the key-value store of ``torch.distributed`` or ``jax.distributed``. They
 never use a collective, which would hang whenever one rank reads a batch that the others do not read.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Settings that hold a number of genes; a rank that selects none has no such setting.
+# Prefix of settings that hold a number of genes. A rank that selects no genes lacks them.
 _GENES = "genes of "
 
 
@@ -60,7 +60,7 @@ class _JaxStore:
 
 
 def shared_store(prefix: str) -> Any:
-    """Return the key-value store that the processes of this run share, under a prefix; None if there is none."""
+    """Return the key-value store shared by the processes of this run, or None; `prefix` is added to all keys."""
     distributed = torch_distributed()
     if distributed is not None:
         return distributed.PrefixStore(prefix, default_store(distributed))
@@ -72,7 +72,8 @@ def shared_store(prefix: str) -> Any:
 def _unless_gone() -> Iterator[None]:
     """Log an error of the store instead of raising it.
 
-    The store may have ended with its process. An iteration that ends must then raise its own error, not this one.
+    The process that hosts the store may have exited. An iteration that is ending must then raise its own error, not
+    that of the store.
     """
     try:
         yield
@@ -82,8 +83,8 @@ def _unless_gone() -> Iterator[None]:
 
 _Ordinals = defaultdict[tuple[int, str], Iterator[int]]
 
-# Number of data sets that each rank of each group has made. The store of the run has one counter, since torch may
-# replace its object by another one with the same keys. Each store passed by the user has its own.
+# Number of data sets that each rank of each group has made. The store of the run has one counter, because torch may
+# replace the store object by another with the same keys. Each store that the user passes has a counter of its own.
 _ordinals: _Ordinals = defaultdict(itertools.count)
 _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
 
@@ -114,7 +115,7 @@ class Agreement:
 
     @staticmethod
     def is_possible() -> bool:
-        """Return True if a shared store exists at this time."""
+        """Return True if a shared store exists now."""
         return torch_distributed() is not None or jax_state() is not None
 
     def _under(self, prefix: str) -> Any:
@@ -127,7 +128,7 @@ class Agreement:
     def _store(self) -> Any:
         if self._ordinal is None:
             return None
-        # A store can outlive processes that torchrun restarts. The restart count separates old notes from new ones.
+        # A store can outlive processes that torchrun restarts. The restart count separates old records from new ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
@@ -145,7 +146,7 @@ class Agreement:
         if self._store() is None:
             raise InputError(
                 f"seed=None with world_size={self._world.world_size} and no process group: the ranks cannot agree "
-                "on a seed. Pass seed=, the same on every rank, or call torch.distributed.init_process_group first"
+                "on a seed. Pass the same seed= on every rank, or call torch.distributed.init_process_group first"
             )
         which = self._world.world_size if self._world.group else "all"
         return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
@@ -153,7 +154,7 @@ class Agreement:
     def begin(
         self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Record the epoch and data that an iteration of this rank reads, and compare with the first rank's record.
+        """Record the epoch and data that an iteration reads, and compare them with the record of the first rank.
 
         Parameters
         ----------
@@ -193,7 +194,7 @@ class Agreement:
         """Return the settings that differ between the first rank and this one, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
         if not names:
-            return "arguments look alike, but values of an array, labels in obs, genes or versions of dasksc differ"
+            return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
         return "; ".join(
             f"{_value_of(name, its_settings)} on rank {rank} and {settings.get(name, _absent(name))} on rank "
             f"{self._world.rank}"
@@ -201,19 +202,19 @@ class Agreement:
         )
 
     def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Check, after yielding `n_batches`, that no other rank has abandoned this iteration by that batch.
+        """Check that no other rank has abandoned this iteration after at most `n_batches` batches.
 
         Raises
         ------
         RankMismatchError
-            If another rank has abandoned it: the epochs of the two ranks no longer match.
+            If another rank has abandoned it, so that the epochs of the two ranks no longer match.
         """
         left = self._abandoned_by(iteration)
         if left is not None and left[1] <= n_batches:
             raise self._shifted(iteration, *left, f"continued after {n_batches}")
 
     def record_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Record that this rank abandons its iteration after `n_batches`.
+        """Record that this rank abandons its iteration after `n_batches` batches.
 
         Log a warning if another rank abandoned the iteration after a different number of batches.
         """
@@ -230,7 +231,7 @@ class Agreement:
         with _unless_gone():
             left = self._abandoned_by(iteration)
             if left is not None:
-                logger.warning("%s", self._shifted(iteration, *left, "read it to its end"))
+                logger.warning("%s", self._shifted(iteration, *left, "read it to the end"))
 
     def _abandoned_by(self, iteration: int) -> tuple[int, int] | None:
         """Return the first rank that abandoned an iteration and its number of batches, or None."""
@@ -253,5 +254,5 @@ def _value_of(name: str, settings: Mapping[str, str]) -> str:
 
 
 def _absent(name: str) -> str:
-    """Return the value to show for a setting that a rank lacks; without a selection, batches have all genes."""
+    """Return the value to show for a setting that a rank lacks; without a selection, batches hold all genes."""
     return "all" if name.startswith(_GENES) else "not set"

@@ -29,7 +29,7 @@ class Deal:
     Parameters
     ----------
     first, n_full
-        First position and number of the full blocks to distribute, a range of the block order.
+        First position and number of the full blocks to distribute. They are a range of the block order.
     rest
         Positions, in storage order, of all other rows to distribute, shape (n_rest,), int64.
     """
@@ -41,7 +41,7 @@ class Deal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Layout of the rounds in a rank's sequence, with its piece of the leftover rows before one of them.
+    """Layout of a rank's sequence: rounds of full blocks, and a piece of leftover rows before one of the rounds.
 
     Parameters
     ----------

@@ -4,9 +4,9 @@ DataLoader workers hold copies of the data set, and non-persistent workers disca
 epoch. A counter in the object would therefore restart every epoch. `EpochCounter` keeps the count in a
 small file that all copies share, whether they were made by fork or by pickling.
 
-The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. So
-does a worker that has already read the epoch of its base seed (the user reseeded torch, or the workers
-are persistent).
+The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker
+that has already read the epoch of its base seed also begins one: the user reseeded torch, or the workers are
+persistent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from dasksc.platforms import lock_file
 
 __all__ = ["EpochCounter"]
 
-_REMEMBERED_PASSES = 16
 # Number of passes whose workers may still be starting: several DataLoader iterators can be active at once.
+_REMEMBERED_PASSES = 16
 
 
 class EpochCounter:
     """Epoch counter shared by every copy of a data set on this machine.
 
-    The first copy owns the file and removes it when it is finalized. A copy continues the count independently, with a
-    file of its own, if the shared file is gone, if it was unpickled on another machine, or if it begins an epoch in
-    another process.
+    The original counter owns the file and removes it when it is finalized. A copy continues the count in a file of its
+    own if the shared file does not exist, for example on another machine, or if the copy begins an epoch in another
+    process.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class EpochCounter:
                 raise
         except OSError as error:
             raise StorageError(
-                f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Make room there, or set "
-                "TMPDIR to a folder with free space"
+                f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Free disk space there, or "
+                "set TMPDIR to another folder"
             ) from error
         self._next = next_epoch
         self._pid = os.getpid()
@@ -90,8 +90,8 @@ class EpochCounter:
     def advance(self) -> int:
         """Begin an epoch in this process and return its number.
 
-        A process that received a copy and is not a DataLoader worker is a rank of its own. From here on it counts
-        independently.
+        A process that received a copy and is not a DataLoader worker is a rank of its own. It counts independently from
+        now on.
         """
         if self._pid != os.getpid():
             self._make(self.peek())
@@ -104,7 +104,7 @@ class EpochCounter:
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
         """Make the DataLoader workers of a pass resume `epoch` when they `join`.
 
-        The next pass reads the next epoch, even if no batch of this pass has been requested by then.
+        The next pass reads the next epoch, even if no batch of this pass was requested before it.
 
         Parameters
         ----------
@@ -162,7 +162,7 @@ class EpochCounter:
         Returns
         -------
         list of dict or None
-            Reports of all DataLoader workers of the pass, if this was the last one; otherwise None.
+            Reports of all DataLoader workers of the pass if this worker is the last to finish; otherwise None.
         """
         with self._locked() as state:
             for known in reversed(state["passes"]):

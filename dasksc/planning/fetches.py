@@ -16,12 +16,12 @@ _Int64s = NDArray[np.int64]
 
 
 def ascending(rows: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """Return `rows` in ascending order and the position of each row there, both of shape (n,), int64.
+    """Sort `rows`; return them and the sorted position of each input row, both of shape (n,), int64.
 
     Equal rows keep their order.
     """
-    # Sorting a number that contains row and index is nine times as fast as a stable argsort. It has at most 63 bits,
-    # since a collection has fewer than 2**40 rows and a fetch fewer than 2**23.
+    # Sorting integers that combine row and index is nine times as fast as a stable argsort. They have at most 63 bits,
+    # because a collection has fewer than 2**40 rows and a fetch fewer than 2**23.
     n_bits = max(len(rows) - 1, 0).bit_length()
     indices = np.arange(len(rows), dtype=np.int64)
     keys = (rows.astype(np.int64, copy=False) << n_bits) | indices

@@ -6,12 +6,12 @@ be computed without the preceding ones, in time and memory that depend on the si
 The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
 are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
 ... The leftover rows, from fewer than W full blocks and one short block, are cut into W equal pieces.
-Every rank inserts its piece before the same round. Ranks therefore differ by at most one row, for any
-sizes:
+Every rank inserts its piece before the same round. The shares of the ranks therefore differ by at most
+one row, for any sizes:
 
 .. code-block:: text
 
-    order      B7 B2 B9 B0 B4 B1 B8 B5 | B3 B6 b10          W = 4, two rounds, left: B3 B6 b10
+    order      B7 B2 B9 B0 B4 B1 B8 B5 | B3 B6 b10          W = 4, two rounds, leftover: B3 B6 b10
     rank 0     B7 [piece 0] B4
     rank 1     B2 [piece 1] B1
     rank 2     B9 [piece 2] B8
@@ -24,8 +24,8 @@ An epoch may be read in several segments, with different numbers of ranks or bat
 segment leaves unread are dealt again in the next. The untouched full blocks form a range of the order,
 as at the start; all other unread rows join the leftover rows.
 
-Units of the sampler are dealt: a unit is a row, or a set of rows (`CellSets`). Positions, blocks, pieces
-and padding count units; public sizes count rows.
+A plan deals units of the sampler. A unit is a row or, with `CellSets`, a set of rows. Positions and the
+sizes of blocks, pieces and padding are in units; public sizes are in rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["EpochPlan"]
 _Int64s = NDArray[np.int64]
 
 # Upper bound of the number of batches in one segment of an epoch.
-_BATCHES_AT_MOST = 2**48
+_MAX_BATCHES = 2**48
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -121,7 +121,7 @@ class EpochPlan:
         unit = self.sampler.unit
         if self.batch_size % unit:
             raise InputError(
-                f"batch_size={self.batch_size} is not a multiple of {unit}, the number of rows in a set, and a set is "
+                f"batch_size={self.batch_size} is not a multiple of {unit}, the number of rows in a set. A set is "
                 f"never divided between batches; give a multiple, such as {-(-self.batch_size // unit) * unit}"
             )
 
@@ -165,7 +165,7 @@ class EpochPlan:
 
     @property
     def block_size(self) -> int:
-        """Number of rows in a block, which is dealt to one rank as a whole."""
+        """Number of rows in a block. A block is dealt to one rank as a whole."""
         return self._block * self.sampler.unit
 
     @property
@@ -183,7 +183,7 @@ class EpochPlan:
 
     @property
     def _block(self) -> int:
-        """Number of units in a block, which is dealt to one rank as a whole."""
+        """Number of units in a block."""
         if self.sampler.block_size is not None:
             return self.sampler.block_size
         if self.consumed:
@@ -229,7 +229,7 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Number of rows, among the `n_dealt` rows, that no rank yields."""
+        """Number of the `n_dealt` rows that no rank yields."""
         return self._sizes.n_dropped * self.sampler.unit
 
     @property
@@ -292,7 +292,7 @@ class EpochPlan:
 
     @property
     def _left_from(self) -> int:
-        """Random offset at which dealing of the leftover units begins, so that the surplus unit varies."""
+        """Offset at which dealing of the leftover units begins; random, so that the surplus units vary."""
         if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._sizes.n_left:
             return 0
         return int(permute.below(self._deal_keys[1], 0, self._sizes.n_left))
@@ -309,7 +309,7 @@ class EpochPlan:
         )
 
     def _stored(self, positions: _Int64s) -> _Int64s:
-        """Return positions, rotated if rows are dropped; otherwise blocks begin at multiples of their size."""
+        """Rotate positions if rows may be dropped; otherwise, return them unchanged."""
         if not (self.drop_last and self.sampler.shuffle_blocks):
             return positions
         return rotated(positions, n_units=self._n_units, block_size=self._block, seed=self.seed, epoch=self.epoch)
@@ -334,16 +334,16 @@ class EpochPlan:
         if unit > 1:
             stored = (stored[:, None] * unit + np.arange(unit)).ravel()
             order = (order[:, None] * unit + np.arange(unit)).ravel()
-        # Permuted rows may come in any order, and ascending ones are cheaper.
+        # Rows that are permuted later may be drawn in any order, and ascending order is the cheapest.
         rows = self._draw.rows(stored, ascending=self.sampler.shuffle_rows and unit == 1)
         if np.any(rows[1:] < rows[:-1]):
-            # Read in ascending order, and yielded in the order of the draw.
+            # The rows are read in ascending order, and yielded in the order of the draw.
             rows, positions = ascending(rows)
             order = positions[order]
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
-        """Return the positions of a fetch's units in storage order, and the order of yielding."""
+        """Return the positions, in storage order, of the units of a fetch, and the order in which they are yielded."""
         start = k * self._fetch_units
         # The last fetch includes its dropped units, so that the permutation drops a random subset.
         stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
@@ -351,7 +351,7 @@ class EpochPlan:
         order = np.arange(len(positions), dtype=np.int64)
         if self.sampler.shuffle_rows:
             if not self.sampler.is_shuffled:
-                # Blocks are ascending runs, which a merge sort does not break up.
+                # Blocks are ascending runs, which a stable sort merges without sorting them again.
                 positions.sort(kind="stable" if self._block > 4 else None)
             key = self._keys(Purpose.FETCHES, 1)[0]
             permute.shuffle(np.uint64(permute.stream(key, k * self.world_size + self.rank)), order)
@@ -362,7 +362,7 @@ class EpochPlan:
 
         The number does not depend on the process that makes the batch, and no two batches of an epoch share a number.
         """
-        return len(self.consumed) * _BATCHES_AT_MOST + i * self.world_size + self.rank
+        return len(self.consumed) * _MAX_BATCHES + i * self.world_size + self.rank
 
     def batch_rows(self, i: int) -> _Int64s:
         """Return the row numbers of batch `i` of this rank, in the order of yielding."""
@@ -385,7 +385,7 @@ class EpochPlan:
         Returns
         -------
         Diversity
-            Mean and standard deviation of the label entropy of batches, and of ideal random batches.
+            Mean and standard deviation of the label entropy of the batches and of ideal random batches.
         """
         codes, names = encode_labels(labels)
         wanted = min(self.n_fetches, -(-n_batches // self.fetch_factor))
@@ -436,8 +436,8 @@ class EpochPlan:
         start, stop
             Range of the sequence covered by fetches that have not begun.
         loose
-            Positions, in storage order, of unread units in other fetches: the fetch that was left in the
-            middle, and the last fetch if some of its units are dropped.
+            Positions, in storage order, of unread units in other fetches: the partly read fetch, and the
+            last fetch if some of its units are dropped.
         """
         k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
         start, stop = k * self._fetch_units, self._n_rank_units
@@ -446,7 +446,7 @@ class EpochPlan:
         def loosen(fetch: int, skipped: int) -> None:
             positions, order = self._units(fetch)
             if self.sampler.shuffle_rows and self.sampler.unit == 1:
-                # Rows are permuted in ascending order: put the positions in the order of their rows.
+                # A fetch permutes rows in ascending order, so the positions must be in the order of their rows.
                 rows = self._draw.rows(self._stored(positions))
                 positions = positions[np.argsort(rows, kind="stable")]
             loose.append(positions[order[skipped:]])
@@ -466,7 +466,7 @@ class EpochPlan:
 
     @property
     def _is_padded(self) -> bool:
-        """True if this rank's piece ends in a unit that another rank also has."""
+        """True if this rank's piece ends in a unit that another rank also receives."""
         return self._sizes.is_padded(self.rank)
 
     def digest(self) -> str:

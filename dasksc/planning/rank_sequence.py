@@ -17,13 +17,13 @@ __all__ = ["RankSequence"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of positions of a piece that are computed at a time.
+# Number of positions of a piece that are computed at once.
 _COMPUTED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSequence:
-    """Rounds of full blocks of a rank, with its piece of the leftover units before one of them.
+    """Sequence of the units of a rank: rounds of full blocks, and a piece of leftover units before one of the rounds.
 
     Parameters
     ----------
@@ -55,12 +55,12 @@ class RankSequence:
 
     @property
     def end_of_piece(self) -> int:
-        """Position of the last unit of the piece in the sequence, which is the padding if there is any."""
+        """Position in the sequence of the last unit of the piece; if the rank is padded, this is the repeated unit."""
         return self.piece_round * self.sizes.block_size + len(self.piece) - 1
 
     @cached_property
     def piece(self) -> _Int64s:
-        """Positions, in storage order, of this rank's piece of the leftover."""
+        """Positions, in storage order, of this rank's piece of the leftover units."""
         n_left = self.sizes.n_left
         size, n_larger = divmod(n_left, self.sizes.world_size)
         start = self.left_from + self.rank * size + min(self.rank, n_larger)
@@ -72,7 +72,7 @@ class RankSequence:
         return piece
 
     def _left_at(self, left: _Int64s) -> _Int64s:
-        """Return the positions, in storage order, of leftover units given by their numbers in the leftover."""
+        """Return the positions, in storage order, of the leftover units with the numbers `left`."""
         deal, block_size = self.deal, self.sizes.block_size
         n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
         block, within = np.divmod(left, block_size)

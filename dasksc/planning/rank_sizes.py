@@ -40,16 +40,16 @@ class RankSizes:
 
     @property
     def n_left(self) -> int:
-        """Number of leftover units, which do not make a full round."""
+        """Number of leftover units, which do not fill a round."""
         return self.n_dealt - self.n_rounds * self.world_size * self.block_size
 
     @property
     def n_larger(self) -> int:
-        """Number of ranks whose piece of the leftover has one unit more than those of the others."""
+        """Number of ranks whose piece of the leftover units is one unit larger than those of the others."""
         return self.n_left % self.world_size
 
     def n_piece(self, rank: int) -> int:
-        """Return the number of units in a rank's piece of the leftover, including padding."""
+        """Return the number of units in a rank's piece of the leftover units, including padding."""
         size = self.n_left // self.world_size
         if not self.n_larger:
             return size
@@ -74,12 +74,12 @@ class RankSizes:
         return self.world_size - self.n_larger
 
     def is_padded(self, rank: int) -> bool:
-        """Return True if a rank's piece ends in a unit that another rank also has."""
+        """Return True if a rank's piece ends in a unit that another rank also receives."""
         return self.n_padded > 0 and rank >= self.n_larger
 
     @property
     def n_dropped(self) -> int:
-        """Number of units to deal that no rank yields."""
+        """Number of the `n_dealt` units that no rank yields."""
         if not self.drop_last:
             return 0
         if self.equal_ranks or not self.n_larger:

@@ -26,8 +26,8 @@ __all__ = ["LAUNCHERS", "World"]
 logger = logging.getLogger("dasksc.world")
 
 # Environment variables of each launcher (rank, world size, local rank), in order of precedence: the first launcher
-# with rank and world size wins. `srun torchrun` and Kubeflow set several that differ; the innermost launcher, which
-# started this process, comes first.
+# whose rank and world size are set wins. `srun torchrun` and Kubeflow set the variables of several launchers, with
+# different values. The innermost launcher, which started this process, comes first.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
@@ -115,7 +115,7 @@ class World:
         sources = _sources(group)
         found = next(sources)
         if rank is None and world_size is None:
-            with contextlib.suppress(InputError):  # errors of sources that are not used do not matter
+            with contextlib.suppress(InputError):  # errors in sources that are not used do not matter
                 for other in sources:
                     if (other.rank, other.world_size) != (found.rank, found.world_size):
                         _log_ignored(found, other)
@@ -135,7 +135,7 @@ class World:
 
 
 def _sources(group: Any) -> Iterator[World]:
-    """Yield the world of each available source in order of precedence; a world of one process if there is none."""
+    """Yield the world of each available source, in order of precedence; without any, yield a world of one process."""
     if group is not None:
         yield _of_group(group)
     n_found = 0
@@ -200,7 +200,7 @@ def _of_group(group: Any) -> World:
 
 
 def _not_in_group(rank: int) -> str:
-    return f"rank {rank} is not in group=. Make the data set on the ranks of the group only"
+    return f"rank {rank} is not in group=. Create the data set only on the ranks of the group"
 
 
 def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
@@ -221,7 +221,7 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """Return the prefix of a group's keys: equal on all its ranks and different for every other group."""
+    """Return the key prefix of a group: the same on all its ranks, and different from that of any other group."""
     return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
 
 
@@ -237,7 +237,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
                 "whole numbers; unset them or pass rank= and world_size="
             ) from error
         if rank_name == "SLURM_PROCID" and (size < 2 or "SLURM_STEP_ID" not in environment):
-            continue  # an sbatch script or an interactive shell, not a task of an srun step with several
+            continue  # an sbatch script or an interactive shell, not a task of an srun step with several tasks
         yield World(rank, size, _local_size(environment, size), f"{rank_name}/{size_name}")
 
 

@@ -11,15 +11,15 @@ from dasksc.errors import InputError
 
 __all__ = ["EMPTY_FLOATS", "EMPTY_INTS", "array_of"]
 
+# Empty arrays, which stand for an absent lookup in calls of kernels.
 EMPTY_INTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 EMPTY_FLOATS: NDArray[np.float64] = np.empty(0, dtype=np.float64)
-# Empty arrays that stand for an absent lookup in calls of kernels.
 
-_TAKEN_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+# Data types that the kernels do not support, and the types that they are converted to.
+_KERNEL_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(np.longdouble): np.dtype(np.float64),
 }
-# Data types that the kernels do not accept, and the types that they are converted to.
 
 
 def array_of(name: str, values: Any) -> NDArray[Any]:
@@ -30,7 +30,7 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
     name
         Name of the argument in error messages.
     values
-        Array-like or tensor. Copied only if the kernels need another data type.
+        Array-like or tensor. It is copied only if the kernels need another data type.
 
     Raises
     ------
@@ -50,5 +50,5 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
         )
     array = np.asarray(array)
     native = array.dtype.newbyteorder("=")
-    taken: NDArray[Any] = np.require(array, cast(Any, _TAKEN_AS.get(native, native)), "A")
-    return taken
+    converted: NDArray[Any] = np.require(array, cast(Any, _KERNEL_DTYPES.get(native, native)), "A")
+    return converted

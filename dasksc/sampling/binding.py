@@ -1,4 +1,4 @@
-"""Binding of strategies to a collection, its row count and its filters."""
+"""Binding of strategies to a collection: its number of rows, its obs columns and a filter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import RowSampler, Sampler
 from dasksc.sampling.strategies import BuiltInStrategy, SamplingStrategy
 
-__all__ = ["UserSampler", "bind", "is_random", "n_rows_named", "restricted"]
+__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "restricted"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def is_random(sampler: Sampler) -> bool:
     return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
 
 
-def n_rows_named(strategy: SamplingStrategy) -> int | None:
+def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
     """Return the minimum number of rows that the indices of a strategy imply; None if they imply none."""
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
@@ -127,8 +127,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     """
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
-            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give it "
-            "the rows of dasksc.rows_where(...)"
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give the "
+            "strategy the rows of dasksc.rows_where(...)"
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
@@ -144,13 +144,13 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     changed: dict[str, Any] = {"indices": rows}
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
-        if values is None or isinstance(values, str | Mapping):  # those of CellSets are by group
+        if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
             continue
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} could be one per entry of indices or one per row, because both have the same length; give "
-                    "one per row of the collection"
+                    f"{name} could hold one value per entry of indices or per row, because both have the same length; "
+                    "give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -15,9 +15,9 @@ __all__ = ["BlockOrder"]
 
 _Int64s = NDArray[np.int64]
 
-_TABLE_BLOCKS = 65_536
-# Up to this number of blocks the order is a Fisher-Yates table (half a megabyte, 1 ms). A Feistel network
+# Up to this number of blocks, the order is a Fisher-Yates table (half a megabyte, 1 ms). A Feistel network
 # is always an even permutation and mixes a small domain poorly.
+_TABLE_BLOCKS = 65_536
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Candidates:
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
             indices = np.arange(span.start, span.stop, span.step)
-        array = asked = index_array(indices, name=name)
+        array = converted = index_array(indices, name=name)
         if array.dtype == np.bool_:
             if len(array) != n_obs:
                 raise InputError(
@@ -76,7 +76,7 @@ class Candidates:
         if len(array) and int(array[-1]) - int(array[0]) == len(array) - 1 and np.all(array[1:] > array[:-1]):
             return cls(n=len(array), start=int(array[0]), given=given)
         # Copy if the array could change later. A new array, or a read-only one that owns its data, cannot.
-        may_change = array is asked and (array.flags.writeable or not array.flags.owndata)
+        may_change = array is converted and (array.flags.writeable or not array.flags.owndata)
         rows = array.astype(np.int64, copy=may_change)
         rows.flags.writeable = False
         return cls(n=len(rows), array=rows, given=given)
@@ -127,7 +127,7 @@ class Candidates:
 
 
 def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
-    """Convert indices to an array of row numbers or a boolean mask; `name` is that of the argument, for errors."""
+    """Convert indices to an array of row numbers or a boolean mask; `name` is used in error messages."""
     array = array_of(name, indices)
     if array.ndim != 1:
         raise InputError(f"{name} must be one-dimensional; got shape {array.shape}")
@@ -153,9 +153,9 @@ def check_entries(name: str, values: Any, indices: Any) -> None:
     try:
         n = count_rows(values)
     except TypeError as error:
-        raise WrongTypeError(f"{name} must be one per row; got {values!r}") from error
+        raise WrongTypeError(f"{name} must contain one value per row; got {values!r}") from error
     except ValueError as error:
-        raise InputError(f"{name} have chunks of unknown sizes; call its compute_chunk_sizes() first") from error
+        raise InputError(f"{name} have chunks of unknown sizes; call compute_chunk_sizes() of the array") from error
     if n == 0:
         raise InputError(f"{name} are empty; give one per row")
     if indices is None or isinstance(indices, slice):

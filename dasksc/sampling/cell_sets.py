@@ -37,7 +37,7 @@ class Expression:
     text
         Text of the expression.
     holds
-        True for each row for which it holds, shape (n_obs,), bool.
+        True for each row for which the expression holds, shape (n_obs,), bool.
     """
 
     def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
@@ -53,7 +53,7 @@ class CellSets(BuiltInStrategy):
     """Strategy that draws sets of cells of one group, such as one perturbation in one cell line, with matched controls.
 
     A batch holds ``batch_size / set_size`` whole sets, with the rows of a set next to each other. Sets are shuffled;
-    rows never leave their set. A `Batch` has the further entry ``batch.sets``, the group of each set as a code of
+    rows never leave their set. A `Batch` also has the entry ``batch.sets``: the group of each set, as a code of
     ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control cells, whose
     rows ``i * n_controls`` to ``(i + 1) * n_controls - 1`` match row i of the batch.
 
@@ -163,7 +163,7 @@ class CellSets(BuiltInStrategy):
         self._check_weights()
         if not self.replace and (self.n_sets is not None or self.weights != "cells"):
             raise InputError(
-                "replace=False draws every cell once, so n_sets= and weights= have no effect; leave them out, or draw "
+                "replace=False draws every cell once, so n_sets= and weights= have no effect; omit them, or draw "
                 "with replace=True"
             )
         if self.control is None:
@@ -204,7 +204,7 @@ class CellSets(BuiltInStrategy):
         return replace(self, control=Expression(str(self.control), mask), match=match)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
-        """See `bind`."""
+        """See `BuiltInStrategy.bind`."""
         known: dict[str, CodedColumn] = {}
         candidates = Candidates.of(self.indices, n_obs)
         by = columns_named("by=", self.by, labels_of, n_obs, known)
@@ -219,13 +219,13 @@ class CellSets(BuiltInStrategy):
             is_control = self._is_control(n_obs, labels_of, known)
             if not self.include_control:
                 codes[is_control[candidates.selector]] = -1
-            own = candidates
+            control_candidates = candidates
             if self.control_indices is not None:
-                own = Candidates.of(self.control_indices, n_obs, name="control_indices")
-            if not is_control[own.selector].any():
+                control_candidates = Candidates.of(self.control_indices, n_obs, name="control_indices")
+            if not is_control[control_candidates.selector].any():
                 raise InputError(
-                    f"none of the {own.n} rows to draw controls from matches control={self._named()}; give rows with "
-                    "control cells in control_indices="
+                    f"none of the {control_candidates.n} rows to draw controls from matches "
+                    f"control={self._control_text()}; give rows with control cells in control_indices="
                 )
             request = MatchRequest(
                 by=self.by,
@@ -235,20 +235,27 @@ class CellSets(BuiltInStrategy):
                 unmatched=self.unmatched,
             )
             if len(codes) and codes.max() < 0:
-                raise self._nothing(candidates)
+                raise self._no_sets_error(candidates)
             if {column.name for column in request.match} <= set(self.by):
                 groups = group_rows(codes, n_codes)
                 del codes  # 4 bytes per row
-                controls, groups, found = match_groups(request, candidates, groups, own=own, is_control=is_control)
+                controls, groups, found = match_groups(
+                    request, candidates, groups, control_candidates=control_candidates, is_control=is_control
+                )
             else:
                 controls, groups, found = match_rows(
-                    request, candidates, codes, n_codes, own=own, is_control=is_control
+                    request,
+                    candidates,
+                    codes,
+                    n_codes,
+                    control_candidates=control_candidates,
+                    is_control=is_control,
                 )
         n_short = int(np.count_nonzero(groups.counts < self.set_size))
         if self.incomplete == "drop" and n_short:
             groups, controls = _kept(groups, controls, groups.counts >= self.set_size)
         if not len(groups.counts):
-            raise self._nothing(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
+            raise self._no_sets_error(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
         accounts = SetAccounts(
             n_groups=len(groups.counts),
             n_cells=groups.n_rows,
@@ -259,7 +266,7 @@ class CellSets(BuiltInStrategy):
         )
         return self._sampler(candidates, groups, tuple(by), controls, accounts)
 
-    def _nothing(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
+    def _no_sets_error(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
         """Return the error for rows without a group to draw."""
         reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
@@ -345,7 +352,7 @@ class CellSets(BuiltInStrategy):
 
     # --- Control cells --------------------------------------------------------------------------------
 
-    def _named(self) -> str:
+    def _control_text(self) -> str:
         control = self.control.text if isinstance(self.control, Expression) else self.control
         return repr(control) if isinstance(control, Mapping | str) else "a mask"
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
-__all__ = ["largest_remainders", "most_drawn", "refuse_beyond", "shares_of"]
+__all__ = ["largest_remainders", "max_draws", "check_quotas", "shares_of"]
 
 _Int64s = NDArray[np.int64]
 
@@ -46,7 +46,7 @@ def shares_of(
         share[present] = (1 - smoothing) / present.sum()
         share += smoothing * counts / counts.sum()
     else:
-        # Relative to the most frequent class, since powers of small frequencies could underflow.
+        # Counts are relative to the most frequent class, because powers of small frequencies could underflow.
         share[present] = (counts[present] / counts.max()) ** (1 / temperature)
     share *= _factors(class_weights, names)
     if not share.sum() > 0:
@@ -93,15 +93,15 @@ def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
     return quotas
 
 
-def most_drawn(counts: _Int64s, share: NDArray[np.float64]) -> int:
+def max_draws(counts: _Int64s, share: NDArray[np.float64]) -> int:
     """Return the number of rows that can be drawn by share without replacement, limited by the rarest class."""
     wanted = share > 0
     # The factor corrects rounding errors: 3 rows with a share of 3/9 allow 9 rows, not 8.
     return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
 
 
-def refuse_beyond(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
-    """Raise an error if more rows of a class are to be drawn than it has."""
+def check_quotas(quotas: _Int64s, counts: _Int64s, names: list[Any]) -> None:
+    """Raise an error if more rows of a class are to be drawn than the class has."""
     over = np.flatnonzero(quotas > counts)
     if len(over):
         c = int(over[0])

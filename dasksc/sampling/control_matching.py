@@ -77,7 +77,7 @@ def match_groups(
     targets: Candidates,
     groups: RowGroups,
     *,
-    own: Candidates,
+    control_candidates: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
     """Match control cells to groups of targets, if all columns of `match` are in `by`.
@@ -90,7 +90,7 @@ def match_groups(
         Rows to draw targets from.
     groups
         Targets by group.
-    own
+    control_candidates
         Rows to draw controls from.
     is_control
         True for each row of the collection that is a control cell, shape (n_obs,).
@@ -105,14 +105,14 @@ def match_groups(
     InputError
         If cells are unmatched and ``unmatched="error"``.
     """
-    positions = np.flatnonzero(is_control[own.selector])
+    positions = np.flatnonzero(is_control[control_candidates.selector])
     key_rows = targets.rows(groups.first_rows())
-    pools = _pools_of(key_rows, request, own, positions)
+    pools = _pools_of(key_rows, request, control_candidates, positions)
     found = _accounts(groups.counts, pools) | {"n_control_cells": len(positions)}
-    found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _concerned(pools).items()}
-    is_open = pools.of_key < 0
-    _refuse_unmatched(request, groups.counts, key_rows, is_open)
-    return _controls(request, pools, pools.of_key[~is_open], EMPTY_INTS), groups.kept(~is_open), found
+    found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _affected_keys(pools).items()}
+    is_unmatched = pools.of_key < 0
+    _refuse_unmatched(request, groups.counts, key_rows, is_unmatched)
+    return _controls(request, pools, pools.of_key[~is_unmatched], EMPTY_INTS), groups.kept(~is_unmatched), found
 
 
 def match_rows(
@@ -121,17 +121,18 @@ def match_rows(
     codes: NDArray[Any],
     n_codes: int,
     *,
-    own: Candidates,
+    control_candidates: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
     """Match control cells to single targets, if `match` has columns that are not in `by`.
 
     Parameters
     ----------
-    request, targets, own, is_control
+    request, targets, control_candidates, is_control
         As for `match_groups`.
     codes, n_codes
-        Group code of each target, -1 for none, and the number of codes. Targets to leave out are set to -1.
+        Group code of each target, -1 for none, and the number of codes. The codes of targets to leave out are set
+        to -1 in place.
 
     Returns
     -------
@@ -143,7 +144,7 @@ def match_rows(
     InputError
         If cells are unmatched and ``unmatched="error"``.
     """
-    positions = np.flatnonzero(is_control[own.selector])
+    positions = np.flatnonzero(is_control[control_candidates.selector])
     n_obs = len(is_control)
     keys, n_keys = combined_codes([_missing_as_label(column) for column in request.match], slice(None), n_obs)
     of_target = keys[targets.selector]
@@ -151,13 +152,13 @@ def match_rows(
     kernels.count_groups(np.where(codes < 0, -1, of_target), counts, firsts)
     present = np.flatnonzero(counts)
     key_rows = targets.rows(firsts[present])
-    pools = _pools_of(key_rows, request, own, positions)
+    pools = _pools_of(key_rows, request, control_candidates, positions)
     found = _accounts(counts[present], pools) | {"n_control_cells": len(positions)}
     _refuse_unmatched(request, counts[present], key_rows, pools.of_key < 0)
-    for what, mask in _concerned(pools).items():
-        is_concerned = np.zeros(n_keys, dtype=np.bool_)
-        is_concerned[present[mask]] = True
-        cells = is_concerned[of_target] & (codes >= 0)
+    for what, mask in _affected_keys(pools).items():
+        is_affected = np.zeros(n_keys, dtype=np.bool_)
+        is_affected[present[mask]] = True
+        cells = is_affected[of_target] & (codes >= 0)
         found[f"n_{what}_groups"] = len(np.unique(codes[cells]))
         if what == "unmatched":
             codes[cells] = -1
@@ -171,12 +172,12 @@ def _controls(request: MatchRequest, pools: _Pools, of_group: _Int64s, codes: ND
     return Controls(pools.rows, pools.starts, pools.counts, of_group, codes, block_size, request.n_controls)
 
 
-def _concerned(pools: _Pools) -> dict[str, NDArray[np.bool_]]:
+def _affected_keys(pools: _Pools) -> dict[str, NDArray[np.bool_]]:
     return {"unmatched": pools.of_key < 0, "loosened": pools.is_loosened}
 
 
 def _accounts(cells: _Int64s, pools: _Pools) -> dict[str, int]:
-    return {f"n_{what}_cells": int(cells[mask].sum()) for what, mask in _concerned(pools).items()}
+    return {f"n_{what}_cells": int(cells[mask].sum()) for what, mask in _affected_keys(pools).items()}
 
 
 def _missing_as_label(column: CodedColumn) -> CodedColumn:
@@ -189,7 +190,7 @@ def _missing_as_label(column: CodedColumn) -> CodedColumn:
     return CodedColumn(column.name, codes, [*column.labels, None])
 
 
-def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positions: _Int64s) -> _Pools:
+def _pools_of(key_rows: _Int64s, request: MatchRequest, control_candidates: Candidates, positions: _Int64s) -> _Pools:
     """Find the control cells that agree with each key row in the largest possible number of columns.
 
     Parameters
@@ -198,10 +199,10 @@ def _pools_of(key_rows: _Int64s, request: MatchRequest, own: Candidates, positio
         One row of the collection for each key, shape (n_keys,), int64.
     request
         Columns to match, and the option to ignore some of them.
-    own, positions
+    control_candidates, positions
         Rows to draw controls from, and the positions of control cells among them, shape (n,), int64.
     """
-    control_rows = own.rows(positions)
+    control_rows = control_candidates.rows(positions)
     of_key = np.full(len(key_rows), -1, dtype=np.int64)
     is_loosened = np.zeros(len(key_rows), dtype=np.bool_)
     listed: list[_Int64s] = []

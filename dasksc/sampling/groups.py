@@ -21,10 +21,10 @@ __all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group
 
 _Int64s = NDArray[np.int64]
 
-_FEW_CODES = 2**22
 # Number of codes up to which a table is small for any number of rows.
-_N_SHOWN = 20
+_FEW_CODES = 2**22
 # Maximum number of labels in an error message.
+_N_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def columns_named(
 def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
     """Return one code for the combination of labels of each row, and the number of codes.
 
-    Codes are in lexicographic order of the combinations. Takes O(n) time per column, and 4 bytes per row.
+    Codes are in lexicographic order of the combinations. Combining takes O(n) time per column, and 4 bytes per row.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ class RowGroups:
 def group_rows(codes: NDArray[Any], n_codes: int) -> RowGroups:
     """Group rows by code; rows with negative codes belong to no group.
 
-    Takes O(n) time. Memory per row is 4 bytes (8 beyond 2**31 rows), or none if every group is one run.
+    Grouping takes O(n) time. Memory per row is 4 bytes (8 beyond 2**31 rows), or none if every group is one run.
 
     Parameters
     ----------

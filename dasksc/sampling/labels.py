@@ -15,8 +15,8 @@ __all__ = ["encode_labels"]
 
 _Int64s = NDArray[np.int64]
 
-_MOST_FRACTIONS = 100
-# Largest number of distinct fractional labels. More of them are a measurement, not classes.
+# Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
+_MAX_FRACTIONAL_LABELS = 100
 
 
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
@@ -103,7 +103,7 @@ def _table_end(n_labels: int) -> int:
 
 
 def _ascending(names: list[Any]) -> tuple[_Int64s, list[Any]]:
-    """Return the place of each name in ascending order, followed by -1, and the names in that order."""
+    """Return the position of each name in ascending order, followed by -1, and the names in that order."""
     try:
         order = sorted(range(len(names)), key=names.__getitem__)
     except TypeError:  # labels of several types, such as numbers and strings
@@ -121,7 +121,7 @@ def _classes(names: list[Any], n_labels: int, *, negative_is_missing: bool) -> t
         return numbers, names
     values = np.array(names, dtype=np.float64)
     if not np.all(np.isfinite(values) & (values == np.floor(values))):
-        if len(names) > min(_MOST_FRACTIONS, max(8, n_labels // 2)):
+        if len(names) > min(_MAX_FRACTIONAL_LABELS, max(8, n_labels // 2)):
             some = ", ".join(f"{name:g}" for name in names[:3])
             raise InputError(
                 f"{n_labels} labels have {len(names)} different fractional values ({some}, ...), as in a continuous "

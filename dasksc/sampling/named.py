@@ -72,7 +72,7 @@ def strategy_named(name: str, *, label_key: str | None = None, block_size: int |
         raise InputError(f"strategy={name!r} needs label_key=, the name of the obs column whose classes it balances")
     if not is_balanced(name) and label_key is not None:
         raise InputError(
-            f"label_key={label_key!r} applies to strategy='balance', and strategy is {name!r}; give "
+            f"label_key={label_key!r} applies only to strategy='balance', but strategy is {name!r}; give "
             "strategy='balance', or leave out label_key="
         )
     options: dict[str, Any] = {"label_key": label_key, "block_size": block_size}
@@ -82,7 +82,7 @@ def strategy_named(name: str, *, label_key: str | None = None, block_size: int |
 
 
 def as_strategy(given: Any, *, label_key: str | None = None) -> SamplingStrategy:
-    """Return the strategy that `scDataset` was given: an object, or a short name with its labels.
+    """Return the strategy for an argument of `scDataset`: an object, or a short name with its `label_key`.
 
     Raises
     ------

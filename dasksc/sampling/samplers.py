@@ -1,7 +1,7 @@
 """Samplers: strategies bound to a collection.
 
-`Sampler` is the protocol that plans use (`dasksc.planning.plan`). The sampler by weight is in
-`dasksc.sampling.weighted`, and that of a user-defined strategy in `dasksc.sampling.binding`.
+`Sampler` is the protocol that plans use (`dasksc.planning.plan`). The weighted sampler is in
+`dasksc.sampling.weighted`, and the sampler of a user-defined strategy in `dasksc.sampling.binding`.
 """
 
 from __future__ import annotations

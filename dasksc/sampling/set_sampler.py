@@ -20,8 +20,8 @@ __all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
 
 _Int64s = NDArray[np.int64]
 
+# Maximum number of blocks of a group that a table permutes; filling the table takes microseconds.
 _TABLE_BLOCKS = 16_384
-# Maximum number of blocks of a group that a table permutes; filling it takes microseconds.
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Controls:
     def pools_of(self, groups: _Int64s, rows: _Int64s) -> _Int64s:
         """Return the pool of each row; `rows` are listed set by set, and `groups` has the group of each set."""
         if len(self.codes):
-            own: _Int64s = self.pools[self.codes[rows]]
-            return own
+            pools: _Int64s = self.pools[self.codes[rows]]
+            return pools
         return np.repeat(self.pools[groups], len(rows) // max(1, len(groups)))
 
     def digest(self) -> str:
@@ -79,11 +79,11 @@ class SetAccounts:
     n_control_cells
         Number of control cells.
     n_unmatched_groups, n_unmatched_cells
-        Numbers of groups and cells without matching controls (``unmatched="drop"``); the cells are left out, and a
-        group counts if any of its cells is.
+        Numbers of groups and cells without matching controls (``unmatched="drop"``). The cells are left out, and a
+        group counts if any of its cells is unmatched.
     n_loosened_groups, n_loosened_cells
-        Numbers of groups and cells whose controls match fewer columns (``unmatched="loosen"``); a group counts if any
-        of its cells does.
+        Numbers of groups and cells whose controls match fewer columns (``unmatched="loosen"``). A group counts if any
+        of its cells has such controls.
     n_short_groups
         Number of groups with fewer cells than a set.
     drops_short
@@ -224,7 +224,7 @@ class SetSampler:
 
 @dataclass(frozen=True, slots=True)
 class SetDraw:
-    """Draw of the sets of one epoch; each set depends only on the key and its number.
+    """Draw of the sets of one epoch; each set depends only on the keys and on its number.
 
     Parameters
     ----------
@@ -244,11 +244,11 @@ class SetDraw:
         if sampler.controls is None:
             return DrawnSets(groups, rows, None)
         controls = sampler.controls
-        own_keys = np.empty(len(numbers), dtype=np.uint64)
-        kernels.set_keys(self.keys[2], numbers, own_keys)
+        control_keys = np.empty(len(numbers), dtype=np.uint64)
+        kernels.set_keys(self.keys[2], numbers, control_keys)
         chosen = np.empty(len(rows) * controls.n_controls, dtype=np.int64)
         kernels.fill_controls(
-            own_keys,
+            control_keys,
             controls.pools_of(groups, rows),
             controls.starts,
             controls.counts,

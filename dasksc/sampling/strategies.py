@@ -24,7 +24,7 @@ from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.candidates import Candidates, check_entries, index_array
-from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond, shares_of
+from dasksc.sampling.class_shares import check_quotas, largest_remainders, max_draws, shares_of
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import QuotaSampler, RowSampler, Sampler
@@ -113,7 +113,7 @@ class SamplingStrategy:
         data_collection
             Collection to draw from, with ``len()``.
         seed
-            Seed of the draw; equal seeds give equal rows. None draws a seed.
+            Seed of the draw; equal seeds give equal rows. None draws a random seed.
         rng
             Random number generator, used instead of `seed` if given.
 
@@ -259,7 +259,7 @@ class BlockShuffling(BuiltInStrategy):
 
 
 def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalancedSampling) -> None:
-    """Raise an error for invalid sizes, and convert the others to Python integers, which never overflow."""
+    """Raise an error for invalid sizes, and convert valid ones to Python integers, which never overflow."""
     for name in ("block_size", "total_size", "sampling_size"):
         value = getattr(strategy, name, None)
         if value is not None or name == "block_size":
@@ -415,7 +415,7 @@ class ClassBalancedSampling(BuiltInStrategy):
             check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:
             raise InputError(
-                "per_batch=True draws all rows of a class in turn, so it cannot use sampling_size=; leave that out"
+                "per_batch=True draws all rows of a class in turn, so sampling_size= would have no effect; omit it"
             )
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
@@ -478,11 +478,11 @@ class ClassBalancedSampling(BuiltInStrategy):
         share: NDArray[np.float64],
         names: list[Any],
     ) -> QuotaSampler:
-        total = most_drawn(counts, share) if self.total_size is None else int(self.total_size)
+        total = max_draws(counts, share) if self.total_size is None else int(self.total_size)
         quotas = largest_remainders(share, total)
         if self.total_size is None:
             quotas = np.minimum(quotas, counts)
-        refuse_beyond(quotas, counts, names)
+        check_quotas(quotas, counts, names)
         return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
 
 

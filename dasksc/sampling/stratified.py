@@ -1,4 +1,4 @@
-"""Draws in which every batch has a share of each class."""
+"""Stratified draws: every batch has its share of each class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.class_shares import largest_remainders, most_drawn, refuse_beyond
+from dasksc.sampling.class_shares import check_quotas, largest_remainders, max_draws
 from dasksc.sampling.digests import digest_of
 from dasksc.sampling.draws import sorted_rows
 from dasksc.sampling.random_keys import Purpose, epoch_keys
@@ -24,10 +24,11 @@ __all__ = ["StratifiedRows", "StratifiedSampler"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of batches among which draws of a class are distributed at random: neighboring rows are read together, and
-# still mixed.
+# Number of batches among which the draws of a class are distributed at random. Neighboring rows are then read
+# together, but still mixed.
 _GROUP_UNITS = 16
 
+# Number of rows that are computed at once.
 _PIECE_ROWS = 2**20
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -53,7 +54,7 @@ class StratifiedRows:
         n_units = sampler.n_rows // sampler.unit
         circle = _stride(n_units), int(permute.below(self.keys[3], 0, n_units))
         units, within = np.divmod(positions, sampler.unit)
-        groups, which = np.unique(units // _GROUP_UNITS, return_inverse=True)
+        groups, group_index = np.unique(units // _GROUP_UNITS, return_inverse=True)
         out = np.empty(len(positions), dtype=np.int64)
         n_together = max(1, _PIECE_ROWS // (_GROUP_UNITS * sampler.unit))
         for first in range(0, len(groups), n_together):
@@ -62,8 +63,8 @@ class StratifiedRows:
             source = sampler.quotas, sampler.starts, sampler.members, sampler.run_rows
             kernels.stratified_rows(some, _GROUP_UNITS, n_units, *source, *circle, self.keys[:3], drawn)
             is_one = len(some) == len(groups)
-            here = slice(None) if is_one else np.flatnonzero((which >= first) & (which < first + len(some)))
-            out[here] = drawn[which[here] - first, units[here] % _GROUP_UNITS, within[here]]
+            here = slice(None) if is_one else np.flatnonzero((group_index >= first) & (group_index < first + len(some)))
+            out[here] = drawn[group_index[here] - first, units[here] % _GROUP_UNITS, within[here]]
         rows = sampler.candidates.rows(out)
         return sorted_rows(rows) if ascending else rows
 
@@ -82,7 +83,7 @@ def _stride(n_units: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StratifiedSampler:
-    """Sampler whose batches each have a share of every class; the shares of an epoch are exact.
+    """Sampler that gives every batch its share of each class; the shares of an epoch are exact.
 
     Parameters
     ----------
@@ -172,7 +173,7 @@ class StratifiedSampler:
             )
         sampler = replace(self, total_size=total, batch_rows=batch_rows)
         if not self.replace:
-            refuse_beyond(sampler.quotas, np.diff(self.starts), self.names)
+            check_quotas(sampler.quotas, np.diff(self.starts), self.names)
         return sampler
 
     @cached_property
@@ -181,7 +182,7 @@ class StratifiedSampler:
             return self.total_size
         if self.replace:
             return self.candidates.n
-        return most_drawn(np.diff(self.starts), self.share)
+        return max_draws(np.diff(self.starts), self.share)
 
     @cached_property
     def quotas(self) -> _Int64s:

@@ -23,14 +23,14 @@ __all__ = ["WeightedRows", "WeightedSampler", "Weights"]
 _Int64s = NDArray[np.int64]
 
 _SEGMENT_LEVELS = 6
-_SEGMENT = 1 << _SEGMENT_LEVELS
 # Number of candidates per segment. The sums of weights of all segments are kept: 1.6 million numbers for 10^8 rows.
+_SEGMENT = 1 << _SEGMENT_LEVELS
 
-_SPLIT_LEVELS = 16
 # Level of the heap down to which the split of an epoch's draws is computed once and kept: half a megabyte, 5 ms.
+_SPLIT_LEVELS = 16
 
-_SAMPLED_KEYS = 65_536
 # Number of keys sampled to estimate the threshold of the largest keys.
+_SAMPLED_KEYS = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class WeightedSampler:
         draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
         keys[::-1].sort()
         rank = size / n * len(keys)
-        reach = 6 * np.sqrt(rank) + 6  # about 6 standard deviations, unless weights repeat with the sample's step
+        reach = 6 * np.sqrt(rank) + 6  # about 6 standard deviations, unless weights repeat with the step of the sample
         n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
         while True:
             first, last = int(rank - reach), int(rank + reach)
@@ -238,12 +238,12 @@ class WeightedSampler:
             self.block_size,
             self.n_rows,
             self.round_size,
-            _way_of_drawing(),
+            _fingerprint_of_draws(),
         )
 
 
 @functools.cache
-def _way_of_drawing() -> str:
+def _fingerprint_of_draws() -> str:
     """Return a digest of some draws, which changes with the version of the kernels and the math library."""
     weights = Weights(np.arange(4096, dtype=np.float64), EMPTY_FLOATS, EMPTY_INTS)
     sampler = WeightedSampler(Candidates(n=4096), weights, 8, 1_000_000, None)

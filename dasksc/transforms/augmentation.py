@@ -25,13 +25,13 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 __all__ = ["Downsample", "MaskGenes"]
 
 # Data types that the kernels do not support, and the types that their values are converted to.
-_TREATED_AS: dict[np.dtype[Any], np.dtype[Any]] = {
+_KERNEL_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.float16): np.dtype(np.float32),
     np.dtype(np.bool_): np.dtype(np.uint8),
 }
-# Key and number of a batch, its row numbers, and the position of the first row that is given.
+# Key and number of a batch, its row numbers, and the position in the batch of the first row to change.
 _BatchRows = tuple[np.uint64, int, NDArray[np.int64], int]
-# Position of the key for the rows of a batch, and of the key for its control cells, among the keys of an epoch.
+# Positions, among the keys of an epoch, of the key for the rows of a batch and of the key for its control cells.
 _TARGETS, _CONTROLS = range(2)
 
 
@@ -77,7 +77,7 @@ class _Augmentation:
         return self._with(_number=number)
 
     def owning(self) -> Self:
-        """Return this transform for batches without other references, whose values it may change in place."""
+        """Return a copy of this transform that changes batches in place, for batches that no other code refers to."""
         return self._with(_owns=True)
 
     def of_controls(self) -> Self:
@@ -161,7 +161,7 @@ class _Augmentation:
         return made
 
     def _values(self, given: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Return rows with changed values, in place if no other code refers to the batch."""
+        """Return a matrix with changed values, which is `given` itself if no other code refers to the batch."""
         given = given.detach()
         dtype = given.dtype
         if dtype == torch.bfloat16:  # which NumPy does not have
@@ -189,17 +189,17 @@ class _Augmentation:
         rows
             Row number in the collection of every row of the batch, shape (n_rows,), int64.
         first_row
-            Position in the batch of the first of the rows to change.
+            Position in the batch of the first row to change.
         indptr, columns, values
-            Rows to change, in CSR layout: bounds of the n rows, shape (n + 1,), and column and value of each nonzero.
+            Rows to change, in CSR layout: row pointers, shape (n + 1,), and the column and value of each nonzero.
 
         Raises
         ------
         InputError
             If a value is invalid for this transform.
         """
-        with _as_treated(values) as treated:
-            self._change((self._keys[self._key_index], self._number, rows, first_row), indptr, columns, treated)
+        with _in_kernel_dtype(values) as converted:
+            self._change((self._keys[self._key_index], self._number, rows, first_row), indptr, columns, converted)
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
         """Change the values of consecutive dense rows of a batch in place.
@@ -218,8 +218,8 @@ class _Augmentation:
         InputError
             If a value is invalid for this transform.
         """
-        with _as_treated(dense) as treated:
-            self._change_dense((self._keys[self._key_index], self._number, rows, first_row), treated)
+        with _in_kernel_dtype(dense) as converted:
+            self._change_dense((self._keys[self._key_index], self._number, rows, first_row), converted)
 
     def scatter(self, rows: NDArray[np.int64], source: tuple[Any, ...], dense: NDArray[Any]) -> bool:
         """Write CSR rows into dense rows of a batch, with changed values.
@@ -238,19 +238,19 @@ class _Augmentation:
         bool
             False if `change` must do this instead, because it supports more data types or reports an error.
         """
-        if dense.dtype in _TREATED_AS:
+        if dense.dtype in _KERNEL_DTYPES:
             return False
         return bool(self._scatter((self._keys[self._key_index], self._number, rows), source, dense))
 
-    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+    def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         """Implement `change` for values of a data type that the kernels support."""
         raise NotImplementedError
 
-    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
+    def _change_dense(self, batch: _BatchRows, dense: NDArray[Any]) -> None:
         """Implement `change_dense` for values of a data type that the kernels support."""
         raise NotImplementedError
 
-    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+    def _scatter(self, batch: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
         """Implement `scatter` for values of a data type that the kernels support."""
         raise NotImplementedError
 
@@ -325,31 +325,31 @@ class Downsample(_Augmentation):
         how = f"fraction={self.fraction}" if self.fraction is not None else f"target_counts={self.target_counts}"
         return f"Downsample({how}, layer={self.layer!r}, seed={self.seed})"
 
-    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+    def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         if self.target_counts is not None:
-            bad = int(kernels.sample(*which, indptr, columns, values, self.target_counts))
+            bad = int(kernels.sample(*batch, indptr, columns, values, self.target_counts))
         else:
-            bad = int(kernels.downsample(*which, indptr, columns, values, self.fraction, *self._steps))
+            bad = int(kernels.downsample(*batch, indptr, columns, values, self.fraction, *self._steps))
         if bad >= 0:
             row = int(np.searchsorted(indptr, bad, side="right")) - 1
-            self._refuse(values[bad], which, row, int(columns[bad]))
+            self._refuse(values[bad], batch, row, int(columns[bad]))
 
-    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
+    def _change_dense(self, batch: _BatchRows, dense: NDArray[Any]) -> None:
         if self.target_counts is not None:
-            bad = int(kernels.sample_dense(*which, dense, self.target_counts))
+            bad = int(kernels.sample_dense(*batch, dense, self.target_counts))
         else:
-            bad = int(kernels.downsample_dense(*which, dense, self.fraction, *self._steps))
+            bad = int(kernels.downsample_dense(*batch, dense, self.fraction, *self._steps))
         if bad >= 0:
             row, column = divmod(bad, dense.shape[1])
-            self._refuse(dense[row, column], which, row, column)
+            self._refuse(dense[row, column], batch, row, column)
 
-    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+    def _scatter(self, batch: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
         if self.target_counts is not None:
-            return kernels.sample_scattered(*which, source, dense, self.target_counts)
-        return kernels.downsample_scattered(*which, source, dense, self.fraction, *self._steps)
+            return kernels.sample_scattered(*batch, source, dense, self.target_counts)
+        return kernels.downsample_scattered(*batch, source, dense, self.fraction, *self._steps)
 
-    def _refuse(self, value: Any, which: _BatchRows, position: int, column: int) -> None:
-        _, _, rows, first_row = which
+    def _refuse(self, value: Any, batch: _BatchRows, position: int, column: int) -> None:
+        _, _, rows, first_row = batch
         name = "X" if self.layer is None else f"layer {self.layer!r}"
         raise InputError(
             "Downsample needs counts: whole numbers from 0 to 2**53, whose sum in a cell is also at most 2**53; "
@@ -405,26 +405,26 @@ class MaskGenes(_Augmentation):
     def __repr__(self) -> str:
         return f"MaskGenes({self.p}, layer={self.layer!r}, seed={self.seed})"
 
-    def _change(self, which: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
-        kernels.mask(*which, indptr, columns, values, self.p)
+    def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
+        kernels.mask(*batch, indptr, columns, values, self.p)
 
-    def _change_dense(self, which: _BatchRows, dense: NDArray[Any]) -> None:
-        kernels.mask_dense(*which, dense, self.p)
+    def _change_dense(self, batch: _BatchRows, dense: NDArray[Any]) -> None:
+        kernels.mask_dense(*batch, dense, self.p)
 
-    def _scatter(self, which: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
-        return kernels.mask_scattered(*which, source, dense, self.p)
+    def _scatter(self, batch: Any, source: tuple[Any, ...], dense: NDArray[Any]) -> Any:
+        return kernels.mask_scattered(*batch, source, dense, self.p)
 
 
 @contextlib.contextmanager
-def _as_treated(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+def _in_kernel_dtype(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
     """Yield `values` in a data type that the kernels support, and write the changed values back."""
-    treated_as = _TREATED_AS.get(values.dtype)
-    if treated_as is None:
+    kernel_dtype = _KERNEL_DTYPES.get(values.dtype)
+    if kernel_dtype is None:
         yield values
     else:
-        treated = values.astype(treated_as)
-        yield treated
-        values[...] = treated
+        converted = values.astype(kernel_dtype)
+        yield converted
+        values[...] = converted
 
 
 def _is_number(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from dasksc.batches.batch import Batch
 from dasksc.errors import WrongTypeError
 
-__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "early_and_late", "owning"]
+__all__ = ["Composed", "Transform", "as_transform", "at_batch", "at_epoch", "split_early", "owning"]
 
 Transform = Callable[[Any], Any]
 
@@ -38,7 +38,7 @@ class Composed:
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Return the transforms for batches without other references, up to the first that may keep a batch."""
+        """Let the transforms change batches in place, up to the first transform that may keep a batch."""
         n_owning = next(
             (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
         )
@@ -88,7 +88,7 @@ def at_epoch(transform: Any, epoch: int) -> Any:
 
 
 def owning(transform: Any) -> Any:
-    """Return the transform for batches without other references, which may change them in place."""
+    """Return the transform for batches that no other code refers to, so that it may change them in place."""
     return transform.owning() if hasattr(transform, "owning") else transform
 
 
@@ -97,13 +97,13 @@ def at_batch(transform: Any, number: int) -> Any:
     return transform.at_batch(number) if hasattr(transform, "at_batch") else transform
 
 
-def early_and_late(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
+def split_early(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
     """Split a transform into early ones, which change values before a batch is complete, and the rest.
 
     Parameters
     ----------
     transform
-        A transform, or None. A transform with a method ``change`` is early if all transforms before it are.
+        A transform, or None. A transform whose attribute ``part`` is in `parts` is early if all those before it are.
     parts
         Keys of the matrices that early transforms can change.
 

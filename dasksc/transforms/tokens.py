@@ -154,7 +154,7 @@ class _Tokens:
         lengths = np.minimum(counts, self.max_genes)
         longest = self.max_genes if self.padding == "max_length" else int(lengths.max(initial=0))
         shape = (n_rows, first + longest)
-        # Uses the memory of earlier batches if the data set recycles it.
+        # The arrays reuse the memory of earlier batches if the data set recycles it.
         ids = buffers.empty(shape, np.int64)
         ids.fill(self.vocabulary.pad_id)
         ids[:, :first] = self.vocabulary.cls_id
@@ -280,7 +280,7 @@ class RankTokens(_Tokens):
         if self.medians is not None:
             if self.medians.shape != self._ids.shape:
                 raise InputError(
-                    f"medians has shape {self.medians.shape}; one for each of {len(self._ids)} genes is needed"
+                    f"medians has shape {self.medians.shape}; give one for each of the {len(self._ids)} genes"
                 )
             if not (self.medians > 0).all() or not np.isfinite(self.medians).all():
                 raise InputError("medians must be finite and above 0; give 1 for genes without expression")

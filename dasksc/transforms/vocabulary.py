@@ -127,7 +127,7 @@ class Vocabulary:
         MissingPathError
             If there is no such file.
         InputError
-            If the file has other content.
+            If the content of the file is invalid.
         """
         path = Path(path)
         try:
@@ -200,14 +200,14 @@ class Vocabulary:
 
 
 def _unpickled(path: Path) -> dict[str, int]:
-    """Return the dict of ids by name in a pickle. Other content is an error, since unpickling may execute code."""
+    """Unpickle a dict of ids by name. Raise an error for other content, because unpickling may execute code."""
     content = path.read_bytes()
     what = f"{path} must hold a pickled dict that maps names (strings) to ids (whole numbers)"
     try:
         for opcode, argument, _ in pickletools.genops(content):
             # An index into the memo allocates a list of that length.
             if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
-                raise InputError(f"{what}; {opcode.name} makes another object, which is not read")
+                raise InputError(f"{what}; {opcode.name} creates another object, which is refused")
         ids = pickle.loads(content)
     except (ValueError, IndexError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         if isinstance(error, InputError):

@@ -133,9 +133,9 @@ def test_repr_names_members_rows_and_what_lies_beside():
         ((X,), {"y": X}, TypeError, "not both"),
         ((X, 5), {}, TypeError, "member 1 .int. has no length"),
         ((X,), {"unstructured": [1]}, TypeError, "must be a dict, not list"),
-        ((X, X), {"names": ["a"]}, InputError, "2 members need as many different names"),
-        ((X, X), {"names": ["a", "a"]}, InputError, "2 members need as many different names"),
-        ((), {"X": X, "names": ["a"]}, InputError, "have names already"),
+        ((X, X), {"names": ["a"]}, InputError, "2 members require 2 different names"),
+        ((X, X), {"names": ["a", "a"]}, InputError, "2 members require 2 different names"),
+        ((), {"X": X, "names": ["a"]}, InputError, "already have names"),
         ((), {"X": X, "y": X[:5]}, InputError, "'X': 12, 'y': 5"),
     ],
 )

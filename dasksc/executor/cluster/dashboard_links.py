@@ -1,6 +1,6 @@
 """Links to dashboards.
 
-Dask's link contains the host of the scheduler, even if the dashboard listens on another address.
+A link that Dask returns contains the host of the scheduler, even if the dashboard listens on another address.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["with_host"]
 
-_ANYWHERE = ("", "0.0.0.0", "::")
+_ALL_INTERFACES = ("", "0.0.0.0", "::")
 
 
 def with_host(link: str, listens_at: tuple[str, int] | None) -> str:
@@ -22,6 +22,6 @@ def with_host(link: str, listens_at: tuple[str, int] | None) -> str:
         return link
     host, port = listens_at
     parts = urlsplit(link)
-    if host in _ANYWHERE or not parts.netloc.endswith(f":{port}"):
+    if host in _ALL_INTERFACES or not parts.netloc.endswith(f":{port}"):
         return link
     return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()

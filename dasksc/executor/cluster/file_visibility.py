@@ -50,7 +50,7 @@ class Fingerprint:
         return cls(identity=identity, digest=digest.hexdigest())
 
     def describe_mismatch(self) -> str | None:
-        """Describe how the file at the path on this machine differs; None if it does not."""
+        """Describe how the file at this path differs on this machine; return None if it is the same."""
         path = self.identity.path
         try:
             here = Fingerprint.of(path)
@@ -63,20 +63,20 @@ class Fingerprint:
                 f"sees {path} with a different modification time, so it is probably a copy. Preserve the time when "
                 "copying (cp -p, rsync -t)"
             )
-        return f"sees another file at {path} ({here.identity.size} bytes, not {self.identity.size})"
+        return f"sees a different file at {path} ({here.identity.size} bytes, not {self.identity.size})"
 
 
 def describe_mismatch(fingerprints: Sequence[Fingerprint]) -> str | None:
-    """Describe how the first differing file differs on this machine; None if all files are the same."""
+    """Describe the first file that differs on this machine; return None if all files are the same."""
     return next((mismatch for fingerprint in fingerprints if (mismatch := fingerprint.describe_mismatch())), None)
 
 
 def pickle_with_files(task: Callable[[Any], Any]) -> tuple[bytes, tuple[Fingerprint, ...]]:
     """Pickle `task` once; return the pickle and the fingerprints of the files that it will read."""
     buffer = io.BytesIO()
-    scout = _FileRecordingPickler(buffer)
-    scout.dump(task)
-    return buffer.getvalue(), tuple(Fingerprint.of(path) for path in sorted(scout.paths))
+    pickler = _FileRecordingPickler(buffer)
+    pickler.dump(task)
+    return buffer.getvalue(), tuple(Fingerprint.of(path) for path in sorted(pickler.paths))
 
 
 class _FileRecordingPickler(cloudpickle.Pickler):

@@ -1,4 +1,4 @@
-"""Detection of Dask workers that have fallen silent, because a process is frozen or a machine is gone."""
+"""Detection of silent Dask workers, whose process is frozen or whose machine is unreachable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dasksc._compat.distributed import heartbeat_interval
 
 __all__ = ["Heartbeats"]
 
-_SILENT_S = 5.0  # Minimum silence, unless five heartbeats take longer; their interval grows with the number of workers.
+# Time without a heartbeat after which a worker is silent. If five heartbeats take longer, their time counts instead:
+# the interval of heartbeats grows with the number of workers.
+_SILENT_S = 5.0
 
 
 class Heartbeats:
@@ -18,13 +20,13 @@ class Heartbeats:
 
     def __init__(self) -> None:
         self._latest = 0.0  # Last heartbeat of any worker, by the scheduler's clock.
-        self._known_at = 0.0  # Time at which this process received it, in seconds of `perf_counter`.
+        self._known_at = 0.0  # Time at which this process learned of it, in seconds of `perf_counter`.
 
     def silent(self, workers: Mapping[str, Mapping[str, Any]], *, requested_at: float) -> dict[str, float]:
         """Return the silent workers by address, with a lower bound of their silence in seconds.
 
         `workers` is the scheduler's answer to an identity request sent at `requested_at`, in seconds of `perf_counter`.
-        The time until the answer does not count as silence, because a slow scheduler may not have processed heartbeats.
+        The time until the answer does not count as silence, because a slow scheduler may have heartbeats to process.
         """
         latest = max((float(worker["last_seen"]) for worker in workers.values()), default=0.0)
         if latest > self._latest:

@@ -37,7 +37,7 @@ __all__ = [
 class TaskPlugin(WorkerPlugin):
     """Worker plugin that holds a window's task on every Dask worker, including workers that join later.
 
-    A future that holds the task would not do: Dask sends tasks that depend on a future to the workers that
+    A future that holds the task would not work: Dask sends tasks that depend on a future to the workers that
     hold it, and scattered data is lost with its worker.
     """
 
@@ -120,21 +120,21 @@ class RemoteTaskPlugin(TaskPlugin):
         return result
 
     async def teardown(self, worker: object) -> None:
-        """Also end the fetches that wait for memory; see `TaskPlugin.teardown`."""
+        """End the fetches that wait for memory, and wait for the running fetches."""
         self._closed = True
         await super().teardown(worker)
 
     def _compact(self, argument: Any) -> Any:
         result = self._task(argument)
-        # Done in the thread of the task: the worker's event loop, which sends the result, must stay
-        # responsive. The worker does not count memory-mapped data, so a compact copy also makes its
-        # memory accounting correct.
+        # The thread of the task makes the copy, because the worker's event loop, which sends the result, must stay
+        # responsive. The worker does not count memory-mapped data, so a compact copy also makes its memory accounting
+        # correct.
         compact = getattr(result, "compact", None)
         return result if compact is None else compact()
 
 
 def _n_bytes(result: Any) -> int | None:
-    """Return the size of a result in bytes; None if unknown, so that only one such fetch runs at a time."""
+    """Return the size of a result in bytes, or None if it is unknown. Fetches of unknown size run one at a time."""
     # Tasks that write their result to a file, such as those of a conversion, need no memory admission.
     if result is None or isinstance(result, int):
         return 0
@@ -142,25 +142,25 @@ def _n_bytes(result: Any) -> int | None:
     return None if n_bytes is None else int(n_bytes)
 
 
-def portable_plugin(inside: bytes) -> WorkerPlugin:
+def portable_plugin(pickled: bytes) -> WorkerPlugin:
     """Return a plugin that loads a pickled task on workers that can import dasksc and does nothing on others."""
 
-    # A class defined in a function is pickled by value. Workers with other work may lack dasksc, and a
-    # plugin that they cannot unpickle would keep them from starting.
+    # A class defined in a function is pickled by value. Workers that serve other programs may lack
+    # dasksc, and a plugin that they cannot unpickle would keep them from starting.
     class PortablePlugin(WorkerPlugin):
         """Plugin that unpickles its content on the worker."""
 
         def __init__(self) -> None:
-            self.inside = inside
+            self.pickled = pickled
             self.task_plugin: Any = None
 
         def __getstate__(self) -> dict[str, Any]:
-            return {"inside": self.inside, "task_plugin": None}
+            return {"pickled": self.pickled, "task_plugin": None}
 
         def setup(self, worker: Any) -> None:
-            """Unpickle the task and set it up."""
+            """Unpickle the task plugin and set it up."""
             try:
-                self.task_plugin = pickle.loads(self.inside)
+                self.task_plugin = pickle.loads(self.pickled)
             except ImportError:
                 return  # A fetch sent to this worker raises the error.
             self.task_plugin.setup(worker)

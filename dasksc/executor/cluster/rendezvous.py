@@ -17,13 +17,12 @@ from dasksc.executor.schedulers import connected, remember_security
 
 __all__ = ["attempt", "join_cluster", "publish_result"]
 
-# Timeout of the first attempt to connect to a scheduler that may be gone; it doubles with each further
-# attempt.
+# Timeout of the first attempt to connect to a scheduler, which may no longer run. It doubles with each attempt.
 _FIRST_TRY_S = 2.0
 
 
 def attempt() -> str:
-    """Return how many times torchrun has restarted the ranks of this machine, as a string."""
+    """Return the number of times that torchrun has restarted the ranks of this machine, as a string."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -37,8 +36,8 @@ def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> 
     """Connect to the cluster of rank 0.
 
     The store of torchrun's agent outlives the ranks that it restarts, so the first address read may be that of a
-    scheduler that is gone. The restart count cannot identify it, because each machine counts its own restarts. An
-    address that does not answer is therefore read again.
+    scheduler that no longer runs. The restart count cannot identify such an address, because each machine counts its
+    own restarts. If the scheduler does not answer, its address is therefore read again.
     """
     deadline = time.monotonic() + timeout_s
     try_s = _FIRST_TRY_S
@@ -69,7 +68,7 @@ def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> 
 
 
 def _wait_for_result(store: Any, deadline: float, *, timeout_s: float) -> dict[str, Any]:
-    """Wait for the answer of rank 0 and return it; raise the error that rank 0 failed with."""
+    """Wait for the answer of rank 0 and return it; raise an error if rank 0 failed."""
     try:
         store.wait(["address"], dt.timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
     except RuntimeError as error:  # Includes torch.distributed.DistStoreError.
@@ -81,7 +80,7 @@ def _wait_for_result(store: Any, deadline: float, *, timeout_s: float) -> dict[s
         answer: dict[str, Any] = json.loads(store.get("address"))
         if "error" not in answer:
             return answer
-        # An error of ranks that have been restarted since is obsolete if another answer follows.
+        # An error from before a restart of the ranks is obsolete if another answer follows.
         if answer["attempt"] == attempt() or time.monotonic() >= deadline:
             raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
         time.sleep(POLL_S)
@@ -89,7 +88,7 @@ def _wait_for_result(store: Any, deadline: float, *, timeout_s: float) -> dict[s
 
 def _no_connection(address: str, error: Exception, *, timeout_s: float) -> StartError:
     return StartError(
-        f"rank 0 has started a Dask cluster at {address}, to which this rank cannot connect within {timeout_s:g} s: "
-        f"{type(error).__name__}: {error}. Give rank 0 a host= that this machine reaches, and every rank the same "
-        "security="
+        f"rank 0 has started a Dask cluster at {address}, but this rank cannot connect to it within {timeout_s:g} s: "
+        f"{type(error).__name__}: {error}. Give rank 0 a host= that this machine can reach, and give every rank the "
+        "same security="
     )

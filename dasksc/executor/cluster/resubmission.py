@@ -1,4 +1,4 @@
-"""Fetches sent to Dask workers, and their resubmission if a worker pauses or falls silent."""
+"""Submission of fetches to Dask workers, and resubmission if a worker pauses or falls silent."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SentFetches:
     Attributes
     ----------
     closed
-        True once the window is closed. Fetches are then no longer sent again.
+        True once the window is closed. Fetches are then no longer resubmitted.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SentFetches:
         self._watchdog = watchdog
         self._connections = connections
         self._futures: dict[int, Any] = {}  # Futures of distributed.
-        self._n_again = 0  # Number of fetches sent again.
+        self._n_resubmitted = 0  # Number of fetches that were resubmitted.
         self.closed = False
 
     def send(self, k: int, argument: Any) -> None:
@@ -93,7 +93,7 @@ class SentFetches:
 
         Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
         process is frozen, may keep its fetches forever, because Dask moves fetches only from workers that are slow. The
-        earliest fetch is therefore sent again, and so are the later ones if a worker has fallen silent.
+        earliest fetch is therefore resubmitted. If a worker has fallen silent, so are the later ones.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
             await self._watchdog.poll()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
@@ -119,17 +119,17 @@ class SentFetches:
                 logger.info("Sending fetch %d again, because its worker paused at its memory limit.", k)
             elif not self._watchdog.can_reassign(k, address, silent[address]):
                 continue
-            self._send_again(k, argument, future)
+            self._resubmit(k, argument, future)
 
     async def gathered(self, k: int, argument: Any, future: Any) -> Timed | None:
-        """Return the result of fetch `k`; None if it was sent again because the worker holding it is silent."""
+        """Return the result of fetch `k`; None if it was resubmitted because the worker that holds it is silent."""
         direct = await self._connections.are_direct()
         gathers: set[asyncio.Future[Timed]] = set()
 
         def begin() -> None:
             gather = asyncio.ensure_future(self._client.gather(future, direct=direct))
-            # A gather from a silent worker is not cancelled, see ClusterRunner._close. Retrieving its
-            # exception keeps asyncio from reporting it.
+            # A gather from a silent worker is not cancelled; see ClusterRunner._close. Its exception is retrieved
+            # here, so that asyncio does not report it.
             gather.add_done_callback(lambda gather: gather.cancelled() or gather.exception())
             gathers.add(gather)
 
@@ -149,7 +149,7 @@ class SentFetches:
                 if self.closed and address is not None:
                     return 0.0, None
                 if address is not None and self._watchdog.can_reassign(k, address, silent[address]):
-                    self._send_again(k, argument, future)
+                    self._resubmit(k, argument, future)
                     return None
                 if address is None and len(gathers) == 1:
                     begin()  # The Client may have merged the first gather with one from the silent worker.
@@ -158,7 +158,7 @@ class SentFetches:
                 gather.cancel()
             raise
 
-    def _send_again(self, k: int, argument: Any, future: Any) -> None:
-        self._n_again += 1
-        self._futures[k] = self._submitted(argument, key=(self._name, k, self._n_again))
+    def _resubmit(self, k: int, argument: Any, future: Any) -> None:
+        self._n_resubmitted += 1
+        self._futures[k] = self._submitted(argument, key=(self._name, k, self._n_resubmitted))
         future.release()

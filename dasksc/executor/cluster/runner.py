@@ -1,8 +1,8 @@
-"""Fetches on the workers of a distributed cluster.
+"""Runner of fetches on the workers of a distributed cluster.
 
-Each fetch is one task and one future. As soon as it has finished, its result is transferred to this process
-by the Client's own event loop, even while the consumer is busy. The future is then released, so that a worker holds
-a result only until the transfer is complete.
+Each fetch is one task and one future. As soon as the fetch has finished, the Client's own event loop transfers its
+result to this process, even while the consumer is busy. The future is then released, so that a worker holds a result
+only until the transfer is complete.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ClusterRunner:
                 logger.debug("The Client was closed at the same time.")
             except TimeoutError:
                 address = self._client.scheduler.address
-                logger.warning("A fetch of an iteration that has ended still runs on the Dask cluster of %s.", address)
+                logger.warning("A fetch still runs on the Dask cluster at %s, but its iteration has ended.", address)
 
     async def _register_task(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""
@@ -126,13 +126,13 @@ class ClusterRunner:
             except Exception as error:  # The scheduler may be configured not to unpickle.
                 logger.info("If this process is killed, its tasks stay on the workers: %s", error)
             _clients_with_cleanup.add(client)
-        inside = pickle.dumps(payload)
+        pickled = pickle.dumps(payload)
         try:
-            await client.register_plugin(portable_plugin(inside), name=self._token)
+            await client.register_plugin(portable_plugin(pickled), name=self._token)
         except OSError as error:
-            # The call fails if a worker leaves during it.
-            logger.info("Sending the task again, because its worker left: %s", error)
-            await client.register_plugin(portable_plugin(inside), name=self._token)
+            # The call fails if a worker leaves in the meantime.
+            logger.info("Sending the task again, because a worker left: %s", error)
+            await client.register_plugin(portable_plugin(pickled), name=self._token)
 
     async def _receive(self, k: int, argument: Any) -> Timed:
         try:
@@ -170,13 +170,13 @@ class ClusterRunner:
             # The scheduler is about to lose its executors and must have no work of this window by then.
             # Without the task, fetches that have not begun end immediately.
             await self._unregister_task(task_plugin)
-            await _ended(pending)
-            await self._forgotten()
+            await _wait_for_all(pending)
+            await self._wait_until_forgotten()
             return
-        # Cancelling a gather would also cancel others that the Client merged with it, so transfers under
-        # way are completed. Releasing their futures wakes the remaining fetches.
+        # Cancelling a gather would also cancel others that the Client merged with it, so running transfers are
+        # completed. Releasing the futures of the other fetches ends their wait.
         self._fetches.release_all_but(self._arriving)
-        await _ended(pending)
+        await _wait_for_all(pending)
         if not lost:
             await self._unregister_task(task_plugin)
 
@@ -185,18 +185,18 @@ class ClusterRunner:
             await task_plugin.teardown(None)
         # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.
         elif self._client.status == "running":
-            taking = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
+            removal = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:
-                while not (await asyncio.wait({taking}, timeout=STUCK_S))[0]:
+                while not (await asyncio.wait({removal}, timeout=STUCK_S))[0]:
                     if (await self._watchdog.poll())[1]:
-                        return  # A silent worker is not waited for.
-                await taking
+                        return  # A silent worker would not answer.
+                await removal
             except (OSError, ValueError) as error:
-                logger.debug("The task was gone already: %s", error)
+                logger.debug("The task had already been removed: %s", error)
             finally:
-                taking.cancel()
+                removal.cancel()
 
-    async def _forgotten(self) -> None:
+    async def _wait_until_forgotten(self) -> None:
         scheduler = self._local_scheduler()
         while scheduler is not None and any(
             isinstance(key, tuple) and key[0] == self._name for key in list(scheduler.tasks)
@@ -208,5 +208,5 @@ class ClusterRunner:
         return scheduler if isinstance(scheduler, distributed.Scheduler) else None
 
 
-async def _ended(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
+async def _wait_for_all(promises: Sequence[concurrent.futures.Future[Timed]]) -> None:
     await asyncio.gather(*map(asyncio.wrap_future, promises), return_exceptions=True)

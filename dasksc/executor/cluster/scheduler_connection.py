@@ -20,7 +20,7 @@ _PROBE_S = 5.0  # Maximum time between two probes of the scheduler.
 
 
 class SchedulerConnection:
-    """Connection of a window to its scheduler, which is probed continuously.
+    """Connection of a window to its scheduler, which is probed every few seconds.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class SchedulerConnection:
         if self._in_process:
             return await begin()
         if self._watching is None:
-            self._watching = asyncio.ensure_future(_lost(self._client))
+            self._watching = asyncio.ensure_future(_wait_until_lost(self._client))
         doing = asyncio.ensure_future(begin())
         await asyncio.wait({doing, self._watching}, return_when=asyncio.FIRST_COMPLETED)
         if self._watching.done() and not self._closed:
@@ -50,16 +50,16 @@ class SchedulerConnection:
         try:
             return await doing
         except (FutureCancelledError, CommClosedError) as error:
-            # A lost connection makes the Client cancel its futures and breaks off pending requests.
+            # When the connection is lost, the Client cancels its futures, and pending requests fail.
             if self._closed:
                 raise
             if isinstance(error, FutureCancelledError) and self._client.status == "running":
                 raise ConnectionError(
-                    f"The Dask scheduler at {address_of(self._client)} has dropped its tasks: client.restart() was "
+                    f"The Dask scheduler at {address_of(self._client)} has dropped the tasks: client.restart() was "
                     "called, or the connection was lost for a moment. Create the data set again, and resume it with "
                     "load_state_dict."
                 ) from error
-            raise ConnectionError(_gone(self._client)) from error
+            raise ConnectionError(_connection_lost(self._client)) from error
 
     def close(self) -> bool:
         """Stop probing; return True if the scheduler was lost."""
@@ -70,32 +70,32 @@ class SchedulerConnection:
         return lost
 
 
-async def _lost(client: Any) -> str:
-    """Wait until the scheduler is unreachable; return an error message.
+async def _wait_until_lost(client: Any) -> str:
+    """Wait until the scheduler is unreachable, and return an error message.
 
-    Returns within ``dasksc.scheduler-timeout`` of the scheduler's last answer.
+    The wait ends within ``dasksc.scheduler-timeout`` of the scheduler's last answer.
     """
     timeout_s = parse_timedelta(config.get("scheduler-timeout"))
     probe_s = min(_PROBE_S, timeout_s / 4)
     scheduler = client.scheduler
     if client.status == "connecting":  # The Client is reconnecting to a scheduler that has restarted.
-        await _status_other_than(client, "connecting", timeout_s)
+        await _wait_for_status_change(client, "connecting", timeout_s)
     while client.status == "running":
         try:
             await asyncio.wait_for(scheduler_identity(scheduler, n_workers=0), timeout_s - probe_s)
         except (OSError, TimeoutError) as error:
-            return f"{_gone(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
-        await _status_other_than(client, "running", probe_s)
-    return _gone(client)
+            return f"{_connection_lost(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
+        await _wait_for_status_change(client, "running", probe_s)
+    return _connection_lost(client)
 
 
-async def _status_other_than(client: Any, status: str, timeout_s: float) -> None:
+async def _wait_for_status_change(client: Any, status: str, timeout_s: float) -> None:
     for _ in range(20):
         if client.status == status:
             await asyncio.sleep(timeout_s / 20)
 
 
-def _gone(client: Any) -> str:
+def _connection_lost(client: Any) -> str:
     return (
         f"The connection to the Dask scheduler at {address_of(client)} was lost. Connect a new Client, create the "
         "data set with it, and resume with load_state_dict."

@@ -35,7 +35,7 @@ def temporary_certificates() -> Security:
 
 
 def secured(given: object) -> Security | None:
-    """Return the certificates given by the user; refuse a file that other users can access."""
+    """Return the certificates given by the user; raise an error for a file that other users can access."""
     if given is None:
         return None
     if isinstance(given, Security):
@@ -71,7 +71,8 @@ def secured(given: object) -> Security | None:
 def refuse_untrusted(address: str, security: Security | None) -> None:
     """Raise `ValueError` for an address from the store that this rank cannot trust.
 
-    Anyone may have written it. Without `security`, the address must be loopback; with `security`, encrypted.
+    Any process may have written the address. Without `security`, it must be loopback; with `security`, it must be
+    encrypted.
     """
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
     if security is None and not (host in LOOPBACK or is_loopback(host)):

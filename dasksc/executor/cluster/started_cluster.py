@@ -25,7 +25,7 @@ class StartedCluster:
     Parameters
     ----------
     client
-        Client of this process, the active one until it is closed.
+        Client of this process. It is the active Client until it is closed.
     cluster
         The `distributed.LocalCluster` on the rank that started it; None on the others.
     dashboard_link
@@ -79,8 +79,8 @@ class StartedCluster:
         Parameters
         ----------
         wait_s
-            Time in seconds that rank 0 waits for the other ranks to close their Clients; default: `timeout_s`. It then
-            closes the cluster regardless, with a warning.
+            Time in seconds that rank 0 waits for the other ranks to close their Clients; default: `timeout_s`. After
+            this time, it logs a warning and closes the cluster.
         """
         if self._closed:
             return
@@ -99,7 +99,7 @@ class StartedCluster:
         while (n_left := self._store.add(self._left, 0)) < self._n_others:
             if time.monotonic() >= deadline:
                 logger.warning(
-                    "The Dask cluster at %s closes, although %d of %d other ranks have not closed their Clients.",
+                    "Closing the Dask cluster at %s, although %d of %d other ranks have not closed their Clients.",
                     self.address,
                     self._n_others - n_left,
                     self._n_others,

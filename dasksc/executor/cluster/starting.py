@@ -1,4 +1,4 @@
-"""One Dask cluster for all ranks of a run, started by rank 0."""
+"""Start of the Dask cluster that all ranks of a run share."""
 
 from __future__ import annotations
 
@@ -92,15 +92,15 @@ def start_cluster(
     InputError
         If an argument is invalid, or other users can read the file of `security`. With several ranks also: if the
         process group is missing; if `host` is not loopback and `security` is missing; or if the ranks run on several
-        machines and `host` is loopback or resolves to it.
+        machines and `host` is loopback or a name that resolves to it.
     StartError
         If rank 0 failed, did not answer in time or cannot be reached; the message gives the reason. Rank 0 closes
         everything it has started and raises its original error.
 
     Notes
     -----
-    Anyone who can connect to a Dask scheduler can run any program on its workers. Without `security`, that is
-    every user of the machine. A rank without `security` connects only to loopback, whatever address the store
+    Anyone who can connect to a Dask scheduler can run any program on its workers. Without `security`, this
+    includes every user of the machine. A rank without `security` connects only to loopback, whatever address the store
     contains.
 
     Examples
@@ -114,9 +114,9 @@ def start_cluster(
     world = World.detect()
     several = world.world_size > 1
     store = shared_store(f"dasksc/cluster/{next(_ordinals)}") if several else None
-    if several and not hasattr(store, "wait"):  # The store of JAX has no `wait`.
+    if several and not hasattr(store, "wait"):  # JAX's store has no `wait`.
         raise InputError(
-            f"there are {world.world_size} ranks (from {world.source}) and no process group through which they could "
+            f"there are {world.world_size} ranks (from {world.source}) but no process group through which they can "
             "find each other. Call torch.distributed.init_process_group first"
         )
 
@@ -211,7 +211,7 @@ def _validate_arguments(
     if host not in LOOPBACK and not is_secret:
         raise InputError(
             f"host={host!r} with several ranks needs security=, a secret by which they authenticate each other: "
-            f"{SECRET_FILE}. If all ranks are on this machine, leave host= out"
+            f"{SECRET_FILE}. If all ranks are on this machine, omit host="
         )
 
 
@@ -224,7 +224,7 @@ def _check_resolved(host: str, *, is_spread: bool) -> None:
         address = ensure_ip(host)
     except OSError as error:
         raise InputError(
-            f"host={host!r} cannot be resolved on this machine ({error}). Give a name or an address of it"
+            f"host={host!r} cannot be resolved on this machine ({error}). Give its name or address"
         ) from error
     if host == "localhost" or is_loopback(host) or not is_loopback(address):
         return
@@ -269,7 +269,7 @@ def _local_cluster(
 
 
 def _sizes(n_workers: int | None, n_threads: int | None, *, processes: bool) -> tuple[int, int]:
-    """Return the number of workers and the threads of each, from the cores available to this process."""
+    """Return the numbers of workers and of threads per worker, derived from the cores available to this process."""
     n_cpus = cpu_count()
     if n_workers is None:
         n_workers = max(1, n_cpus // (n_threads or 1)) if processes else 1

@@ -16,7 +16,7 @@ __all__ = ["STUCK_S", "Watchdog"]
 logger = logging.getLogger("dasksc.window.cluster")
 
 STUCK_S = 3.0  # Time a fetch may take before its worker is checked.
-_SURE_S = 1.0  # Time between the two checks that find a worker silent.
+_SURE_S = 1.0  # Time between the two checks that determine whether a worker is silent.
 
 
 class Watchdog:
@@ -68,28 +68,28 @@ class Watchdog:
         return next((address for address, keys in keys_of.items() if future.key in keys), None)
 
     def can_reassign(self, k: int, address: str, silence_s: float) -> bool:
-        """Return True if other workers can take over from a silent one; warn once about each silent worker."""
+        """Return True if other workers can take over from a silent one; log a warning once per silent worker."""
         if address not in self._warned_silent:
             self._warned_silent.add(address)
             logger.warning(
-                "Fetch %d waits: the Dask worker at %s has not been heard from for %.0f s. %s",
+                "Fetch %d waits: the Dask worker at %s has sent no heartbeat for %.0f s. %s",
                 k,
                 address,
                 silence_s,
                 "Its fetches are sent to other workers. If its process hangs, end it."
                 if self.others
-                else "No other worker runs: reading continues when this one answers, or another joins. If its process "
-                "hangs, end it.",
+                else "No other worker is running: reading continues when this one answers or another joins. If its "
+                "process hangs, end it.",
             )
         return bool(self.others)
 
     def warn_no_worker(self, k: int, workers: Mapping[str, Any]) -> None:
-        """Warn, once, that no worker is running that could execute fetch `k`."""
+        """Log a warning, once, that no running worker can execute fetch `k`."""
         if self._has_warned_no_worker:
             return
         self._has_warned_no_worker = True
         logger.warning(
-            "Fetch %d waits: the Dask cluster of %s has %s. Reading continues when a worker %s.",
+            "Fetch %d waits: the Dask cluster at %s has %s. Reading continues when a worker %s.",
             k,
             self._client.scheduler.address,
             f"no running workers ({len(workers)} paused at the memory limit)" if workers else "no workers",

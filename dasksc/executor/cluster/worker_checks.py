@@ -30,7 +30,7 @@ _checked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[fil
 async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
     """Raise an error if workers cannot import dasksc or do not see `files`.
 
-    Warns once per scheduler if all workers are other processes of this machine, where threads are faster.
+    Log a warning, once per scheduler, if all workers are other processes on this machine, where threads are faster.
     """
     checked = _checked.setdefault(client, set())
     workers = await workers_of(client)
@@ -44,7 +44,7 @@ async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, .
                 f"The worker at {address} of the Dask scheduler at {client.scheduler.address} cannot import dasksc "
                 f"({result}). Install the same version on every worker, or use another cluster for the fetches."
             )
-    # Other workers have just left.
+    # Any other exception means that the worker has just left.
     answers = {address: result for address, result in results.items() if not isinstance(result, BaseException)}
     failed = {address: answer[2] for address, answer in answers.items() if answer[2] is not None}
     if failed:
@@ -60,7 +60,7 @@ async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, .
     _advised.add(client.scheduler.address)
     if all(host == here[0] and pid != here[1] for host, pid, _ in answers.values()):
         logger.warning(
-            "The Dask workers at %s are other processes on this machine: every result is copied "
+            "The Dask workers at %s are other processes on this machine, so every result is copied "
             "through a socket. scheduler='threads', or LocalCluster(processes=False), is faster.",
             client.scheduler.address,
         )

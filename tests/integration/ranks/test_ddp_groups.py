@@ -63,6 +63,6 @@ def test_a_mismatch_inside_a_group_names_both_of_its_ranks(groups):
 def test_a_rank_outside_the_group_and_a_mesh_without_a_data_dimension_are_refused(groups):
     assert [found["pair"] for found in groups] == [
         *("", ""),
-        *(f"rank {rank} is not in group=. Make the data set on the ranks of the group only" for rank in (2, 3)),
+        *(f"rank {rank} is not in group=. Create the data set only on the ranks of the group" for rank in (2, 3)),
     ]
     assert "('pp', 'tp'), none of which is a known name of a data-parallel dimension" in groups[0]["unknown"]

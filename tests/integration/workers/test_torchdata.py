@@ -148,5 +148,5 @@ def test_another_world_size_is_refused_with_workers_and_accepted_without():
     assert len([row for batch in rows(after) for row in batch]) == N_OBS - 2 * 4 * 5
     after = loader(2, rank=0, world_size=1)
     after.load_state_dict(state[2])
-    with pytest.raises(InputError, match="resumes only with the world size"):
+    with pytest.raises(InputError, match="can be resumed only with the same world size"):
         rows(after)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.executor.fetch_parts import Assembled, PartNumbers, part_of
+from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
@@ -89,7 +89,7 @@ def part(i: int) -> FetchedMatrices:
 
 def test_a_fetch_is_ready_when_its_last_part_has_arrived() -> None:
     window = FakeWindow([(i, part(i)) for i in range(6, 12)])
-    fetches = Assembled(window, 3)
+    fetches = AssembledFetches(window, 3)
     assert not fetches.is_ready()
     window.n_arrived = 2
     assert not fetches.is_ready()
@@ -106,7 +106,7 @@ def test_a_fetch_is_ready_when_its_last_part_has_arrived() -> None:
 def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for() -> None:
     window = FakeWindow([(0, part(0)), (1, part(1)), (2, OSError("part 2")), (3, part(3))])
     window.n_arrived = 4
-    fetches = Assembled(window, 2)
+    fetches = AssembledFetches(window, 2)
     results = iter(fetches)
     assert next(results)[0] == 0
     assert fetches.is_ready()

@@ -775,7 +775,7 @@ def test_the_environment_says_which_rank_this_is(path, monkeypatch):
     assert (one.rank, one.world_size) == (1, 2)
     alone = dataset(path, rank=0, world_size=1)
     assert (alone.rank, alone.world_size) == (0, 1)
-    with pytest.raises(dasksc.InputError, match="Pass seed="):
+    with pytest.raises(dasksc.InputError, match="Pass the same seed="):
         len(dataset(path, seed=None))
 
 

@@ -223,7 +223,7 @@ def test_a_path_alone_is_shuffled_in_batches_of_64(gzipped: Path) -> None:
     [
         ({"strategy": "shufle"}, "strategy='shufle' is not the name of a strategy; expected 'shuffle', 'stream', 'bal"),
         ({"strategy": "balance"}, "strategy='balance' needs label_key="),
-        ({"label_key": "kind"}, "label_key='kind' applies to strategy='balance', and strategy is 'shuffle'"),
+        ({"label_key": "kind"}, "label_key='kind' applies only to strategy='balance', but strategy is 'shuffle'"),
         ({"strategy": "stream", "label_key": "kind"}, "strategy is 'stream'"),
         (
             {"strategy": dasksc.Streaming(), "label_key": "kind"},
@@ -279,7 +279,7 @@ def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none
     assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
     with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: a ndarray is read by indexing"):
         dasksc.scDataset(np.zeros((4, 2)), return_index=True)
-    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: hooks determine what is yielded"):
+    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: hooks determine the items"):
         dasksc.scDataset(labelled(), return_index=True, batch_transform=repr)
 
 

@@ -242,7 +242,7 @@ def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
         batch(atlas("csr"), genes=["c", "d"])
     said = [record.levelname for record in caplog.records if "matched" in record.message]
     assert said == ["WARNING", "INFO"]
-    assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Use the same kind" in caplog.text
+    assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Give names of the same" in caplog.text
 
 
 def test_missing_genes_of_a_dense_atlas_are_no_nan_where_parts_lack_others(caplog: pytest.LogCaptureFixture) -> None:

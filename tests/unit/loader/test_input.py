@@ -105,7 +105,7 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"dtype": "str"}, "dtype='str'"),
         ({"dtype": "float99"}, "dtype='float99'"),
         ({"scheduler": "processes"}, "scheduler='processes'"),
-        ({"genes": np.ones(3, dtype=bool)}, r"genes is a mask of shape \(3,\), and there are 17 columns"),
+        ({"genes": np.ones(3, dtype=bool)}, r"genes is a mask of shape \(3,\), but there are 17 columns"),
         ({"genes": []}, "genes= selects no column"),
         ({"genes": [0, 0]}, "twice"),
         ({"genes": [99]}, r"\[0, 17\)"),

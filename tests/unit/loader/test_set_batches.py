@@ -145,7 +145,7 @@ def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Pat
         ]
         assert sorted(later) == sorted(left)
     with pytest.raises(
-        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set, .* such as 24"
+        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set. .* such as 24"
     ):
         dataset(path, batch_size=20)
 

@@ -232,7 +232,7 @@ def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any],
 
 
 def test_rounds_beside_whole_batches_are_refused() -> None:
-    with pytest.raises(InputError, match="it cannot use sampling_size=; leave that out"):
+    with pytest.raises(InputError, match="sampling_size= would have no effect; omit it"):
         ClassBalancedSampling([1, 2], per_batch=True, replace=False, sampling_size=2)
 
 

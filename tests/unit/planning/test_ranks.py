@@ -98,7 +98,7 @@ def test_ranks_whose_arrays_differ_in_values_alone_are_pointed_to_the_arrays():
     def act(rank, store):
         return list(rank_of(rank, 2, store, strategy=Streaming(indices=np.arange(10) + rank)))
 
-    assert "values of an array" in str(raised(on_ranks(2, act)))
+    assert "array values" in str(raised(on_ranks(2, act)))
 
 
 def test_ranks_in_different_epochs_stop_before_the_first_batch():
@@ -136,7 +136,7 @@ def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
     assert "rank 0 stopped iteration 0 after 1 batches; rank 1 continued after 1" in str(error)
 
 
-@pytest.mark.parametrize(("n_batches", "told"), [(3, "stopped it after 3"), (None, "read it to its end")])
+@pytest.mark.parametrize(("n_batches", "told"), [(3, "stopped it after 3"), (None, "read it to the end")])
 def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, told, caplog):
     both = Barrier(2)
 

@@ -262,7 +262,7 @@ def test_the_same_ranks_resume_with_the_very_next_batch() -> None:
 def test_batches_hold_whole_sets() -> None:
     sampler = bound(screen(), "gene", 8)
     with pytest.raises(
-        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set, .* such as 24"
+        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set. .* such as 24"
     ):
         EpochPlan(sampler=sampler, batch_size=20)
 
