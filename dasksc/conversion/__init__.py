@@ -274,7 +274,7 @@ def convert(
     except OSError as error:
         # Libraries may wrap the error of the operating system and lose its errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise work_folder.no_space(error, needed_bytes=job.needed_bytes()) from error
+            raise work_folder.disk_full_error(error, needed_bytes=job.needed_bytes()) from error
         raise StorageError(f"{work_folder.target} cannot be written: {error}") from error
     written = open(work_folder.target, obs=[], names=False)
     return ConversionReport(

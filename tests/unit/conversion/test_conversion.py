@@ -594,7 +594,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     assert order_of(read(target), ad.read_h5ad(gzipped)).tolist() != list(range(600))
     folder = tmp_path / "notes"
     folder.mkdir()
-    with pytest.raises(InputError, match="is not a Zarr store, and is not overwritten"):
+    with pytest.raises(InputError, match="is not a Zarr store, so it is not overwritten"):
         dasksc.convert(gzipped, folder, overwrite=True)
     assert folder.exists()
 
