@@ -169,7 +169,7 @@ def open(
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):
-        raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
+        raise InputError(f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; omit it to merge nothing")
     check_fill_value(fill_value, join)
     if attach is not None:
         check_attach(attach)
