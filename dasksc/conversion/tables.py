@@ -24,7 +24,7 @@ from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.storage import is_of_content
+from dasksc.storage import caused_by_data
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
 
@@ -128,7 +128,7 @@ def _error_of_writing(element: Any) -> Exception | None:
         write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
     # AnnData and the libraries that it writes with may raise any exception.
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             raise
         return error
     return None
@@ -265,7 +265,7 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], nam
                 differing.append(index)
         # The libraries may raise any exception on damaged metadata.
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise CorruptDataError(
                 f"{store}: obs cannot be read back ({type(error).__name__}: {error}). The disk or memory "

@@ -1,4 +1,4 @@
-"""Arrays stored uncompressed in one file, memory-mapped or read."""
+"""Uncompressed arrays in one file, memory-mapped or read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Extents", "PlainArray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extents:
-    """Location in a file of the rows of an array (of its elements, if it has one dimension).
+    """Locations in a file of the rows of an array, or of the elements if it is one-dimensional.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Extents:
         First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the
         next one begins.
     offsets
-        Byte offset of each extent, shape (n_extents,), int64; -1 if it was never written.
+        Byte offset of each extent, shape (n_extents,), int64; -1 for an extent that was never written.
     """
 
     firsts: NDArray[np.int64]
@@ -39,7 +39,7 @@ class Extents:
 
     @classmethod
     def joined(cls, *, firsts: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Extents:
-        """Return extents after joining those that are contiguous in the file."""
+        """Return the extents after joining those that are contiguous in the file."""
         written = offsets >= 0
         follows = (offsets[1:] == offsets[:-1] + (firsts[1:] - firsts[:-1]) * row_bytes) & written[:-1]
         follows |= ~written[1:] & ~written[:-1]
@@ -49,7 +49,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _MemoryExtents:
-    """Location of rows in memory.
+    """Locations of rows in memory.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class _MemoryExtents:
     is_mapped
         True if `source` is memory-mapped.
     firsts, ends
-        Rows ``[firsts[i], ends[i])`` of each place, ascending.
+        Rows ``[firsts[i], ends[i])`` of each extent, ascending.
     offsets
-        Byte offset of each place in `source`; -1 if it was never written.
+        Byte offset of each extent in `source`; -1 for an extent that was never written.
     """
 
     source: NDArray[np.uint8]
@@ -85,7 +85,7 @@ class PlainArray:
     file
         File that contains the array.
     extents
-        Location of the rows in the file.
+        Locations of the rows in the file.
     fill
         Value of elements that were never written, a scalar of `dtype`.
     use_mmap
@@ -119,7 +119,7 @@ class PlainArray:
         ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
         if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
             raise CorruptDataError(
-                f"{label} ends at byte {ends.max()}, but the file has {file.identity.size}: it is truncated. "
+                f"{label} ends at byte {ends.max()}, but the file has {file.identity.size} bytes: it is truncated. "
                 "Copy or download it again."
             )
 
@@ -134,12 +134,12 @@ class PlainArray:
         return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the addresses of runs in the map, after requesting their pages, or read the runs."""
+        """Return the addresses of runs in the memory map, whose pages are requested ahead, or read the runs."""
         with reading():
             self._file.require_unchanged()
-            return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
+            return self._locate_mapped(starts, stops) if maps(self._use_mmap) else self._locate_read(starts, stops)
 
-    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
         firsts = self._extents.firsts
         memory = _MemoryExtents(
@@ -149,10 +149,10 @@ class PlainArray:
             ends=np.append(firsts[1:], self.shape[0]),
             offsets=self._extents.offsets,
         )
-        return self._reach_in(memory, starts, stops)
+        return self._locate_in(memory, starts, stops)
 
-    def _reach_in(self, memory: _MemoryExtents, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the addresses of runs in memory; runs that cross from one place to the next are copied."""
+    def _locate_in(self, memory: _MemoryExtents, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+        """Return the addresses of runs in memory; runs that cross from one extent to the next are copied."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
         which = np.searchsorted(memory.firsts, starts, side="right") - 1
@@ -190,13 +190,13 @@ class PlainArray:
             held_bytes=copies.nbytes + (0 if memory.is_mapped else memory.source.nbytes),
         )
 
-    def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         begins, offsets, sizes = self._pieces(run_starts, run_stops)
         if self._use_mmap == "auto" and len(sizes):
             memory = self._read_past_cache(begins, offsets, sizes)
             if memory is not None:
-                return self._reach_in(memory, starts, stops)
+                return self._locate_in(memory, starts, stops)
         written = offsets >= 0
         order = np.argsort(offsets[written], kind="stable")
         self._file.advise(offsets[written][order], sizes[written][order])
@@ -227,7 +227,7 @@ class PlainArray:
     def _read_past_cache(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> _MemoryExtents | None:
-        """Read the pieces of runs with `LocalFile.read_past_cache`; return None if it does not apply."""
+        """Read the pieces of runs with `LocalFile.read_past_cache`; return None if that returns None."""
         assert isinstance(self._file, LocalFile)
         written = np.flatnonzero(offsets >= 0)
         order = written[np.argsort(offsets[written], kind="stable")]
@@ -244,7 +244,7 @@ class PlainArray:
     def _pieces(
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Cut runs at extents; return first row, byte offset (-1 if never written) and size in bytes per piece."""
+        """Cut runs at extents; return first row, byte offset (-1 if never written) and size in bytes of each piece."""
         firsts, offsets = self._extents.firsts, self._extents.offsets
         begins = np.union1d(starts, firsts)
         run = np.searchsorted(starts, begins, side="right") - 1

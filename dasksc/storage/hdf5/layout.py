@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage.arrays import StoredArray, UnknownLayoutError, is_of_content
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError, caused_by_data
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap
@@ -149,7 +149,7 @@ def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]
         try:
             chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
         except Exception as error:  # a codec may raise any exception on bytes that were never encoded
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             return True
         stops = [min(at + length, n) for at, length, n in zip(start, chunks, dataset.shape, strict=True)]

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 
 __all__ = [
     "SCHEMES",
@@ -146,7 +146,7 @@ def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
         except DaskscError:
             raise
         except Exception as error:
-            if is_final(error) or not is_of_content(error) or time.monotonic() + pause > deadline:
+            if is_final(error) or not caused_by_data(error) or time.monotonic() + pause > deadline:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)

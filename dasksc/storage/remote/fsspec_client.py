@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from dasksc._compat.fsspec import options_in_url, parent_of, path_in, range_of
 from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
     SCHEMES,
     WHOLE_BYTES,
@@ -231,7 +231,7 @@ class FsspecClient:
         except DaskscError:
             raise
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise self._translated(error, key, span) from None
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
     WHOLE_BYTES,
     ObjectIdentity,
@@ -61,7 +61,7 @@ class ObstoreClient:
         try:
             self._store = _store(root, options)
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             # The original error is dropped, since its text contains the options.
             raise InputError(
@@ -131,7 +131,7 @@ class ObstoreClient:
         except self._library.exceptions.PreconditionError:
             raise replaced(self._path(key)) from None
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise self._translated(error, key, span) from None
 

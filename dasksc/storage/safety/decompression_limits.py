@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 
 __all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "DECOMPRESSED_SIZES", "check_decompressed_size"]
 
@@ -55,7 +55,7 @@ def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
         try:
             total += next(sizes)
         except Exception as error:  # includes StopIteration
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             return
     raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the expected {at_most}")

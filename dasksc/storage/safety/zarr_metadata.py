@@ -14,7 +14,7 @@ from zarr.abc.store import ByteRequest
 from zarr.storage import LocalStore
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import WHOLE_BYTES
 from dasksc.storage.safety.zarr_codecs import bounded_metadata
 
@@ -55,7 +55,7 @@ def safe_content(store: str, key: str, content: bytes) -> bytes:
     try:
         bounded = bounded_metadata(document)
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             raise
         raise CorruptDataError(
             f"{store}/{key}: the metadata of its codecs cannot be read ({type(error).__name__}: {error}). Copy or "
