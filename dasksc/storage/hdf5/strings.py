@@ -1,4 +1,4 @@
-"""Direct reading of names in HDF5 files, ten times faster than HDF5, which creates each string separately.
+"""Direct reading of strings in HDF5 files, ten times faster than HDF5, which creates each string separately.
 
 HDF5 stores variable-length strings in global heap collections, and datasets hold references to them. The layouts
 follow the HDF5 File Format Specification, version 3.0 (sections III.E and VIII.B). Other layouts are left to h5py.
@@ -21,7 +21,7 @@ from dasksc.storage.files import LocalFile, maps
 __all__ = ["read_strings", "strings_at", "strings_in_pieces"]
 
 _REFERENCE_BYTES = 16
-# Number of strings created at a time.
+# Number of strings to create at a time.
 _PIECE = 2**20
 
 

@@ -38,7 +38,7 @@ def index_places(
         except ValueError as error:
             raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # Offsets beyond int64 are clipped to one beyond the end of this file, which raises an error when it is read.
+    # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
     places = np.minimum(table, identity.size + 1).astype(np.int64)
     places[table[:, 0] == _NEVER] = -1, 0
     return places[:, 0].copy(), places[:, 1].copy()

@@ -1,4 +1,4 @@
-"""Zarr stores in zip files: stored members are read where they lie in the archive, compressed ones member by member.
+"""Zarr stores in zip files: uncompressed members are read in place, compressed members as a whole.
 
 Layout: APPNOTE.TXT of PKWARE, version 6.3, sections 4.3.7 (local header) and 4.3.12 (central directory). `zipfile`
 reads the directory; members are read by byte ranges, so that threads and forked processes share no file position.
@@ -36,16 +36,16 @@ __all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
 _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
-# Number of archives whose directory a process keeps, since each matrix of an atlas opens its archive separately.
+# Number of archives whose directories a process keeps, since each matrix of an atlas opens its archive separately.
 _MOST_KEPT = 8
-# Larger chunks do not fit the table of `TableChunks`.
+# Maximum size of a chunk. Larger sizes do not fit into the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
 # Number of chunks that an array may have in addition to those in the archive.
 _MOST_ABSENT = 2**20
 
 
 def is_zip(path: str) -> bool:
-    """Return True if the ending of a local path is that of a zip file."""
+    """Return True if a local path is that of a file with the ending ``.zip``."""
     return path.endswith(".zip") and os.path.isfile(path)
 
 
@@ -60,12 +60,12 @@ class _Member(NamedTuple):
 
 
 class ZipArchive:
-    """Members of a zip file. Pickles as the path of the file.
+    """Members of a zip file. Pickles as the identity of the file.
 
     Parameters
     ----------
     identity
-        The file. Reads raise an error if it has changed since.
+        Identity of the file. Reads raise an error if the file has changed since then.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class ZipArchive:
         try:
             with zipfile.ZipFile(identity.path) as archive:
                 entries = archive.infolist()
-        # zipfile raises errors of several kinds on damaged directories.
+        # zipfile raises several types of errors if the directory is damaged.
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
             raise CorruptDataError(
                 f"{identity.path} ({identity.size} bytes) is not a zip file, or is truncated: {error}. Copy or "
@@ -94,7 +94,7 @@ class ZipArchive:
                     f"{identity.path}: {one.filename!r} is {how}; only stored and deflated members can be read. "
                     "Write the archive again: zip -0 -r"
                 )
-        # If several members have the same name, the last one counts, as in zarr-python.
+        # If several members have the same name, the last one is used, as in zarr-python.
         self.members = {
             one.filename: _Member(
                 one.header_offset,
@@ -109,7 +109,7 @@ class ZipArchive:
 
     @classmethod
     def of(cls, path: str) -> ZipArchive:
-        """Return the archive at a path, as it is now; its directory is read once in a process."""
+        """Return the archive that is at a path now; each process reads its directory once."""
         return _archive(FileIdentity.of(os.path.abspath(path)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class ZipArchive:
         return {folder: list(inside) for folder, inside in found.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return the bytes ``[start, stop)`` of a member; None if there is none.
+        """Return the bytes ``[start, stop)`` of a member; None if there is no such member.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class ZipArchive:
         data = bytes(self.file.fetch(at, at + member.stored_bytes))
         if member.is_compressed:
             try:
-                # One more byte than expected reveals a member that is too long.
+                # The limit is one byte more than expected, which reveals a member that is too long.
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.n_bytes + 1)
             except zlib.error as error:
                 raise self._broken(name, str(error)) from error
@@ -205,9 +205,9 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     Parameters
     ----------
     archive
-        The zip file.
+        Zip file.
     name
-        Path of the array in it.
+        Path of the array in the file.
     label
         Name of the array in error messages.
     use_mmap
@@ -216,7 +216,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     Returns
     -------
     StoredArray
-        Array whose chunks are byte ranges of the file. Chunks of shards are located by this call.
+        Array whose chunks are byte ranges of the file. This call locates the chunks of shards.
 
     Raises
     ------
@@ -248,7 +248,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
 
 
 def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset in the file (-1 if it was never written) and the size of each chunk."""
+    """Return the offset in the file (-1 if the chunk was never written) and the size of each chunk, in bytes."""
     grid = layout.grid
     objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
     # A shard has at least 16 bytes for each of its chunks.
@@ -290,14 +290,14 @@ def _shard_places(
     beyond = (starts + lengths > member.n_bytes) | (lengths > _MOST_CHUNK_BYTES)
     if beyond.any():
         raise CorruptDataError(
-            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, but the member has {member.n_bytes}. "
-            "Copy or download the archive again."
+            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, but the member has {member.n_bytes} "
+            "bytes. Copy or download the archive again."
         )
     return starts, lengths
 
 
 def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Raise an error for members that unpack to more than any codec produces from their chunks."""
+    """Raise an error if a member unpacks to more bytes than any codec produces from its chunks."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
     for key in keys:
@@ -309,12 +309,12 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
 
 
 class ZipMembers(Store):
-    """Members of a zip file as a store of zarr-python; metadata as `safe_content` returns them.
+    """Zarr-python store with the members of a zip file; `safe_content` makes metadata safe.
 
     Parameters
     ----------
     archive
-        The zip file.
+        Zip file.
     """
 
     supports_writes = False
