@@ -166,7 +166,7 @@ def chunk_length(array: StoredArray) -> int:
 
 
 def row_bytes(array: StoredArray) -> int:
-    """Return the size in memory of one step along the first axis, in bytes."""
+    """Return the size in memory of a row, or of an element of a one-dimensional array, in bytes."""
     n_items = 1
     for length in array.shape[1:]:
         n_items *= length

@@ -1,4 +1,4 @@
-"""Chunked arrays, from which a fetch decodes each chunk once to keep the requested rows, or uses mapped chunks."""
+"""Chunked arrays: a fetch decodes each chunk once and keeps the requested rows, or uses mapped chunks in place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dasksc.storage import buffers
 from dasksc.storage import read_timing as clock
 from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
-from dasksc.storage.files import LocalFile, UseMmap, maps
+from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
@@ -133,7 +133,7 @@ class TableChunks:
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield all chunks as one group; see `ChunkSource.mapped`."""
-        if not maps(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
+        if not should_map(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
             return None
         assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)

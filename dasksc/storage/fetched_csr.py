@@ -13,7 +13,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import counts_dtype, kernel_target, narrowest
-from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_positions, indptr_of
+from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
@@ -23,7 +23,7 @@ __all__ = ["CSRRowBuffer"]
 _MOST_NUMBERED = 2**22
 
 
-class CSRRowBuffer(Rows):
+class CSRRowBuffer(RowBufferBase):
     """Fetched CSR rows, at arbitrary addresses in memory.
 
     Parameters
@@ -172,7 +172,7 @@ class CSRRowBuffer(Rows):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a block of their own, with the common columns; return self if they have one already.
+        """Copy the rows into a contiguous block, with the common columns; return self if they are in one already.
 
         Column indices take two bytes if possible. Values take one or two bytes if they are counts, which many atlases
         store as floats. Batches gathered from the copy are identical bit for bit.
@@ -199,7 +199,7 @@ class CSRRowBuffer(Rows):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a block of their own, with the given data types and the common columns.
+        """Copy the rows into a contiguous block, with the given data types and the common columns.
 
         Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
         """
@@ -238,7 +238,7 @@ class CSRRowBuffer(Rows):
 
     @property
     def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
-        """Rows as ``(indptr, indices, data)``; these are copies unless `compact` returned this object."""
+        """Rows as ``(indptr, indices, data)``; copies unless the rows are already in a contiguous block."""
         compact = self.compact()._block
         assert compact is not None
         return compact

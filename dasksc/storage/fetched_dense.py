@@ -13,14 +13,14 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
-from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
+from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["DenseRowBuffer"]
 
 
-class DenseRowBuffer(Rows):
+class DenseRowBuffer(RowBufferBase):
     """Fetched dense rows, at arbitrary addresses in memory.
 
     Parameters
@@ -143,7 +143,7 @@ class DenseRowBuffer(Rows):
         return indptr, indices, data
 
     def compact(self) -> DenseRowBuffer:
-        """Copy the rows into a block of their own, in the stored data type; return self if they have one already."""
+        """Copy the rows into a contiguous block, in the stored data type; return self if they are in one already."""
         if self._block is not None:
             return self
         return self.converted(self._held_dtype)
@@ -154,7 +154,7 @@ class DenseRowBuffer(Rows):
         return (self.values.dtype,)
 
     def converted(self, dtype: np.dtype[Any]) -> DenseRowBuffer:
-        """Copy the rows into a block of their own, with the given data type and the common columns."""
+        """Copy the rows into a contiguous block, with the given data type and the common columns."""
         block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseRowBuffer.of_block(self.label, self.rows, self.dtype, block)
@@ -177,7 +177,7 @@ class DenseRowBuffer(Rows):
 
     @property
     def block(self) -> NDArray[Any]:
-        """Rows as one array, which is a copy unless `compact` returned this object."""
+        """Rows as one array; a copy unless the rows are already in a contiguous block."""
         compact = self.compact()._block
         assert compact is not None
         return compact

@@ -14,7 +14,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import holds_all, representable
 from dasksc.storage.matrix import ColumnMaps, Columns
 
-__all__ = ["Origins", "Rows", "check_gather", "check_positions", "indptr_of"]
+__all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indptr_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ class Origins:
         return replace(self, maps=None)
 
 
-class Rows:
+class RowBufferBase:
     """Base class of fetched CSR and dense rows; parameters as for `CSRRowBuffer`."""
 
     def __init__(

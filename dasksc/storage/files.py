@@ -33,9 +33,9 @@ __all__ = [
     "can_map",
     "mapping",
     "mapping_of",
-    "maps",
     "read_at",
     "release_pages",
+    "should_map",
 ]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
@@ -107,7 +107,7 @@ class LocalFile:
 
     # The buffer of `ranges` is small enough to be ignored.
     working_bytes = 0
-    _can_read_past_cache = hasattr(os, "O_DIRECT")
+    _can_read_direct = hasattr(os, "O_DIRECT")
 
     @property
     def path(self) -> str:
@@ -135,7 +135,7 @@ class LocalFile:
         return self._mapped
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Request that the kernel read ascending byte ranges into the page cache, without waiting."""
+        """Ask the kernel to read ascending byte ranges into the page cache, without waiting for it."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         descriptor = self._descriptor()
@@ -184,7 +184,7 @@ class LocalFile:
             self.read(offset, view)
             yield
 
-    def read_past_cache(
+    def read_direct(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
         """Read ascending, disjoint byte ranges from the disk directly into memory of this process.
@@ -197,7 +197,7 @@ class LocalFile:
             Block of memory, and the offset of each range in it. None if the file is cached or ranges are short, since
             buffered reads are then faster, or if the file system does not support direct reads.
         """
-        if not self._can_read_past_cache or sizes.mean() < _SHORT_BYTES:
+        if not self._can_read_direct or sizes.mean() < _SHORT_BYTES:
             return None
         if _seem_cached(self._descriptor().number, offsets):
             return None
@@ -234,7 +234,7 @@ class LocalFile:
         except OSError as error:
             # Buffered reads meet any other error again, and report which rows are affected.
             if error.errno == errno.EINVAL:
-                self._can_read_past_cache = False
+                self._can_read_direct = False
             return None
         which = np.searchsorted(starts, offsets, side="right") - 1
         return block, begins[which] + offsets - starts[which]
@@ -247,7 +247,7 @@ class LocalFile:
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
-        if maps(use_mmap) and places:
+        if should_map(use_mmap) and places:
             if max(stop for _, stop in places) > self.identity.size:
                 raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes")
             memory = self.mapped().data
@@ -323,7 +323,7 @@ def mapping_of(label: str) -> AbstractContextManager[None]:
     return mapping(False) if label in _thread.unmapped else nullcontext()
 
 
-def maps(use_mmap: UseMmap) -> bool:
+def should_map(use_mmap: UseMmap) -> bool:
     """Return True if an array that was opened with `use_mmap` maps its file at this time."""
     return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
 

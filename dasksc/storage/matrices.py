@@ -102,7 +102,7 @@ class CSRMatrix:
             data = self._data.locate(starts, stops)
             indices = self._indices.locate(starts, stops)
         except BrokenRunError as error:
-            raise broken(error, rows[(stops > error.start) & (starts < error.stop)]) from error
+            raise unreadable_error(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
@@ -132,7 +132,7 @@ class CSRMatrix:
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
         except BrokenRunError as error:
-            raise broken(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
+            raise unreadable_error(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
         starts = np.ascontiguousarray(pairs[:, 0])
         stops = np.ascontiguousarray(pairs[:, 1])
@@ -198,7 +198,7 @@ class DenseMatrix:
         try:
             values = self._values.locate(rows, rows + 1)
         except BrokenRunError as error:
-            raise broken(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
+            raise unreadable_error(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
@@ -349,7 +349,7 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
+def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return the error to raise for a run that cannot be read and that contains `rows`."""
     # The data may be intact if a store did not respond, so that error is not a `CorruptDataError`.
     cause = error.__cause__

@@ -12,7 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, row_bytes
-from dasksc.storage.files import LocalFile, UseMmap, maps
+from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.read_timing import reading
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
@@ -126,18 +126,20 @@ class PlainArray:
     @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
-        return 0 if maps(self._use_mmap) else self._file.working_bytes
+        return 0 if should_map(self._use_mmap) else self._file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
         n_ends = max(len(self._extents.firsts) - 1, 0)
-        return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the addresses of runs in the memory map, whose pages are requested ahead, or read the runs."""
         with reading():
             self._file.require_unchanged()
-            return self._locate_mapped(starts, stops) if maps(self._use_mmap) else self._locate_read(starts, stops)
+            return (
+                self._locate_mapped(starts, stops) if should_map(self._use_mmap) else self._locate_read(starts, stops)
+            )
 
     def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
@@ -194,7 +196,7 @@ class PlainArray:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         begins, offsets, sizes = self._pieces(run_starts, run_stops)
         if self._use_mmap == "auto" and len(sizes):
-            memory = self._read_past_cache(begins, offsets, sizes)
+            memory = self._read_direct(begins, offsets, sizes)
             if memory is not None:
                 return self._locate_in(memory, starts, stops)
         written = offsets >= 0
@@ -224,14 +226,14 @@ class PlainArray:
             held_bytes=block.nbytes,
         )
 
-    def _read_past_cache(
+    def _read_direct(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> _MemoryExtents | None:
-        """Read the pieces of runs with `LocalFile.read_past_cache`; return None if that returns None."""
+        """Read the pieces of runs with `LocalFile.read_direct`; return None if buffered reads must be used."""
         assert isinstance(self._file, LocalFile)
         written = np.flatnonzero(offsets >= 0)
         order = written[np.argsort(offsets[written], kind="stable")]
-        found = self._file.read_past_cache(offsets[order], sizes[order]) if len(order) else None
+        found = self._file.read_direct(offsets[order], sizes[order]) if len(order) else None
         if found is None:
             return None
         source, ats = found

@@ -31,7 +31,7 @@ def is_cell_ranger_matrix(item: Any) -> bool:
 
 
 def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str, Any]:
-    """Return the attributes that a matrix of Cell Ranger would have in AnnData, as CSR of cells by features.
+    """Return the attributes of a Cell Ranger matrix as AnnData would write them for CSR, cells by features.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
         table = chunk_table(dataset, file)
-        _check_places(dataset, file, table.offsets)
+        _check_offsets(dataset, file, table.offsets)
         if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
@@ -94,7 +94,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
         raise UnknownLayoutError("it is stored in its object header")
-    _check_places(dataset, file, offsets)
+    _check_offsets(dataset, file, offsets)
     stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
     return PlainArray(
         label=label,
@@ -107,7 +107,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     )
 
 
-def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
+def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
     """Raise `UnknownLayoutError` if `offsets` are wrong, since some versions of HDF5 disregard the user block."""
     written = np.flatnonzero(offsets >= 0)
     if not dataset.file.userblock_size or not len(written):

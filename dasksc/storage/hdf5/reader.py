@@ -43,7 +43,7 @@ class H5File:
         return self.__dict__ | {"_opened": None}
 
     def open(self) -> h5py.File:
-        """Check that the file has not changed, and return it, opened in this process."""
+        """Check that the file has not changed, and return the handle of this process."""
         self.file.require_unchanged()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():

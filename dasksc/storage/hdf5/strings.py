@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, maps
+from dasksc.storage.files import LocalFile, should_map
 
 __all__ = ["read_strings", "strings_at", "strings_in_pieces"]
 
@@ -68,7 +68,7 @@ def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iter
         yield None
         return
     file = LocalFile(FileIdentity.of(path))
-    if not (file.can_map and maps("auto")) or offset + _REFERENCE_BYTES * len(dataset) > file.identity.size:
+    if not (file.can_map and should_map("auto")) or offset + _REFERENCE_BYTES * len(dataset) > file.identity.size:
         yield None
         return
     data = file.mapped()

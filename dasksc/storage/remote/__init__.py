@@ -1,1 +1,1 @@
-"""Reading of remote objects, behind URLs."""
+"""Reading of remote objects behind URLs."""

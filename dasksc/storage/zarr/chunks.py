@@ -18,7 +18,7 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
-from dasksc.storage.zarr.shard_index import index_bytes, index_places
+from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
 __all__ = ["At", "File", "Objects", "chunked_array"]
 
@@ -131,12 +131,12 @@ class _Shards:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
-        places = list(self._places(numbers))
+        shards = list(self._ranges(numbers))
         groups = [
-            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in places if file is not None
+            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in shards if file is not None
         ]
         chunks = self._objects.ranges(groups)
-        for _, offsets, _ in places:
+        for _, offsets, _ in shards:
             for is_written in (offsets >= 0).tolist():
                 yield (next(chunks), 0) if is_written else (None, 0)
 
@@ -145,7 +145,7 @@ class _Shards:
         return self._mapped(numbers) if self._objects.can_map else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
-        for file, offsets, sizes in self._places(numbers):
+        for file, offsets, sizes in self._ranges(numbers):
             if file is None:
                 yield MappedChunks(at=np.zeros(len(offsets), dtype=np.uint64), sizes=sizes, owner=None)
             else:
@@ -153,7 +153,7 @@ class _Shards:
                 at, owner = file.mapped_ranges(offsets, sizes)
                 yield MappedChunks(at=at, sizes=sizes, owner=owner)
 
-    def _places(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
+    def _ranges(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
         """Yield the shard, offsets and sizes of each run of chunks; None and -1 if one was never written."""
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
@@ -186,7 +186,7 @@ class _Shards:
 
     def _indexed(self, file: File) -> _Shard:
         start, stop = index_bytes(self._layout, file.identity)
-        offsets, sizes = index_places(self._layout, file.identity, file.fetch(start, stop))
+        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch(start, stop))
         return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
 
 

@@ -15,7 +15,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
+from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
@@ -100,7 +100,7 @@ class Files:
     @property
     def can_map(self) -> bool:
         """True if the calling thread may memory-map the files."""
-        return maps(self._use_mmap)
+        return should_map(self._use_mmap)
 
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, or objects were added, removed or replaced."""

@@ -29,7 +29,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.safety.zarr_metadata import check_zip, safe_content
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.shard_index import index_bytes, index_places
+from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
 __all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
 
@@ -145,7 +145,7 @@ class ZipArchive:
         member = self.members.get(name)
         if member is None:
             return None
-        at = int(self.places([name])[0])
+        at = int(self.data_offsets([name])[0])
         stop = member.n_bytes if stop is None else min(stop, member.n_bytes)
         if not member.is_compressed and (start, stop) != (0, member.n_bytes):
             return bytes(self.file.fetch(at + start, at + max(start, stop)))
@@ -160,7 +160,7 @@ class ZipArchive:
             raise self._broken(name, "its length or checksum differs from its header")
         return data[start:stop]
 
-    def places(self, names: Sequence[str]) -> NDArray[np.int64]:
+    def data_offsets(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the offset of the first byte of each member, shape (n_names,), int64.
 
         Raises
@@ -229,7 +229,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
     if layout is None:
         raise UnknownLayoutError("it has no metadata in the archive")
-    offsets, sizes = _chunk_places(archive, name, layout)
+    offsets, sizes = _chunk_ranges(archive, name, layout)
     file = archive.file
     return ChunkedArray(
         label=label,
@@ -247,7 +247,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     )
 
 
-def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offset in the file (-1 if the chunk was never written) and the size of each chunk, in bytes."""
     grid = layout.grid
     objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
@@ -263,7 +263,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
         raise UnknownLayoutError("its members are compressed by the archive; zip -0 stores them as they are")
     if any(member.n_bytes > _MOST_CHUNK_BYTES for member in members) and layout.shard_shape is None:
         raise UnknownLayoutError("a chunk has more than 4 GiB")
-    begins = archive.places(list(keys.values())) if keys else np.empty(0, dtype=np.int64)
+    begins = archive.data_offsets(list(keys.values())) if keys else np.empty(0, dtype=np.int64)
     offsets = np.full(math.prod(grid), -1, dtype=np.int64)
     sizes = np.zeros(math.prod(grid), dtype=np.int64)
     if layout.shard_shape is None:
@@ -271,7 +271,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
         offsets[numbers], sizes[numbers] = begins, [member.n_bytes for member in members]
         return offsets, sizes
     for at, key, begin, member in zip(keys, keys.values(), begins.tolist(), members, strict=True):
-        starts, lengths = _shard_places(archive, key, begin, member, layout)
+        starts, lengths = _shard_ranges(archive, key, begin, member, layout)
         within = np.stack(np.unravel_index(np.arange(len(starts)), layout.per_shard))
         chunk_at = within + (np.array(at) * layout.per_shard)[:, None]
         inside = (chunk_at < np.array(grid)[:, None]).all(axis=0) & (starts >= 0)
@@ -280,13 +280,13 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
     return offsets, sizes
 
 
-def _shard_places(
+def _shard_ranges(
     archive: ZipArchive, key: str, begin: int, member: _Member, layout: ZarrLayout
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offsets and lengths of the chunks in a shard, in bytes."""
     identity = FileIdentity(path=f"{archive.path}/{key}", size=member.n_bytes, mtime_ns=0)
     start, stop = index_bytes(layout, identity)
-    starts, lengths = index_places(layout, identity, archive.file.fetch(begin + start, begin + stop))
+    starts, lengths = chunk_ranges(layout, identity, archive.file.fetch(begin + start, begin + stop))
     beyond = (starts + lengths > member.n_bytes) | (lengths > _MOST_CHUNK_BYTES)
     if beyond.any():
         raise CorruptDataError(
@@ -354,7 +354,7 @@ class ZipMembers(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Return several ranges."""
+        """Return several members or ranges of members."""
         return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
 
     async def exists(self, key: str) -> bool:

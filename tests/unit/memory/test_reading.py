@@ -327,7 +327,7 @@ def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file = LocalFile(FileIdentity.of(str(path)))
     offsets, sizes = np.array([5, 2**20 + 3, 3 * 2**20 - 9]), np.array([2**19, 2**19 + 1, 786])
-    found = file.read_past_cache(offsets, sizes)
+    found = file.read_direct(offsets, sizes)
     if found is None:
         pytest.skip("this file system has no direct reads, or keeps all files in memory")
     block, begins = found
@@ -335,7 +335,7 @@ def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path
         assert np.array_equal(block[begin : begin + size], whole[offset : offset + size])
     os.truncate(path, 2**21)
     with pytest.raises(CorruptDataError, match="ends at byte"):
-        file.read_past_cache(offsets, sizes)
+        file.read_direct(offsets, sizes)
 
 
 @given(data=st.data())
