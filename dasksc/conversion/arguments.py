@@ -1,4 +1,4 @@
-"""Arguments of a conversion, validated before anything is written and before a Client is used."""
+"""Arguments of a conversion, validated before any file is written and any connection is made."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _groups(root: Path) -> list[tuple[int, int, str]]:
-    """Return the limit, the memory held and the file of the limit, for each control group with a limit."""
+    """Return the limit, the memory held and the file of the limit, for each limited control group of this process."""
     try:
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         memberships = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

@@ -92,8 +92,8 @@ class MemoryModel:
     n_obs
         Number of rows.
     mapped, read
-        Cost of a fetched row in each matrix, by label. `mapped` holds if every file that can be memory-mapped is,
-        `read` if none is. For a matrix of joined atlases, its share of the mean cost.
+        Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
+        mapped, `read` if none is. For a matrix of joined atlases, its share of the mean cost.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes

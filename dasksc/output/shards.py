@@ -73,7 +73,7 @@ class ShardedArray:
         compression, ``"noshuffle"`` does not.
     codec
         ``"lz4hc"`` compresses, ``"stored"`` does not. The latter suits float32 embeddings: LZ4 makes them only 6
-        percent smaller, at 300 million values per second, and storing them takes a thirtieth of that time.
+        percent smaller, at 300 million values per second, and storing them is thirty times as fast.
     """
 
     shape: tuple[int, ...]
