@@ -1,6 +1,6 @@
 """Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-A function that a version renames is trusted only after a trial, and its results copy the column indices.
+A function that another version renames is trusted only after a trial, and its results copy the column indices.
 """
 
 from __future__ import annotations

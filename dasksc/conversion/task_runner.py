@@ -78,5 +78,5 @@ class TaskRunner:
             raise
 
     def skip(self, n_cells: int, *, what: str) -> None:
-        """Report the cells of a step that need not run as finished."""
+        """Report all cells of a step as finished, since the step need not run."""
         self._advance(n_cells, what)

@@ -73,7 +73,7 @@ class ReadingMode:
     demand
         Memory that this mode takes.
     fits
-        True if the demand fits in the memory that the process may use.
+        True if the demand fits into the memory that the process may use.
     """
 
     unmapped: frozenset[str]

@@ -60,7 +60,7 @@ class AdaptiveReadingMode:
         return self._mode.unmapped
 
     def depth(self) -> int:
-        """Return the number of parts of fetches that may be in flight, after a check of memory at intervals."""
+        """Return the number of parts of fetches that may be in flight; memory is checked again at intervals."""
         with self._lock:
             start = monotonic()
             if start > self._next_check:

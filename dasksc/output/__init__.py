@@ -1,1 +1,1 @@
-"""Writing of Zarr stores, shard by shard in a work folder that becomes the target when it is complete."""
+"""Writing of Zarr stores, shard by shard in a work folder, from which a complete store is moved to its target."""

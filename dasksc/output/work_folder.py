@@ -3,8 +3,8 @@
 `WorkFolder` is a folder with a lock and the plan of the work. `StoreWorkFolder` is the work folder of a conversion:
 `OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
 ``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
-has a temporary name until it is complete. If the process is killed, existing files therefore remain valid, and a later
-run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store cannot be
+has a temporary name until it is complete. If the process is killed at any time, existing files therefore remain valid,
+and a later run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store cannot be
 opened. A final rename makes the store the target.
 """
 
