@@ -4,8 +4,8 @@
 `OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
 ``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
 has a temporary name until it is complete. If the process is killed at any time, existing files therefore remain valid,
-and a later run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store cannot be
-opened. A final rename makes the store the target.
+and a later run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store
+cannot be opened. A final rename makes the store the target.
 """
 
 from __future__ import annotations
