@@ -1,5 +1,6 @@
 """Access to private or unstable parts of other libraries, in one module per library.
 
 Each module imports only the library that it is named after. Libraries that the rest of dasksc imports lazily are
-imported lazily here, too. `dasksc._compat.unsupported` defines the behavior if a version lacks something.
+imported lazily here, too. A function that "raises if missing" raises an `UnsupportedVersionError` if the installed
+version lacks the part. A function "for speed only" then logs one warning, and returns None in place of the part.
 """

@@ -18,11 +18,11 @@ def selected_rows_and_columns(adata: Any) -> tuple[Any, Any]:
 
 
 def unified_dtypes(tables: Sequence[pd.DataFrame]) -> list[pd.DataFrame] | None:
-    """Return tables whose columns have the data types that `anndata.concat` gives them; None if unsupported."""
+    """Return the tables with the column data types that `anndata.concat` would give them; None if unsupported."""
     unify = optional(
         "anndata",
         "anndata._core.merge",
         "unify_dtypes",
-        without="joining atlases without names takes 8 bytes more per cell while they are opened",
+        without="joining atlases without cell names takes 8 more bytes per cell while they are opened",
     )
     return None if unify is None else list(unify(tables))

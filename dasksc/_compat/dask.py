@@ -54,21 +54,21 @@ __all__ = [
     "with_blockwise_task",
 ]
 
-# `Blockwise`, whose fields are read below, and the functions of chunks (``dask.array.chunk``), which are not
-# documented. Access raises an error if they are missing.
+# Undocumented names: `Blockwise`, whose fields are read below, and the functions that Dask applies to chunks
+# (``dask.array.chunk``). Accessing a missing name raises an error.
 __getattr__ = late_names(
     "dask", __name__, {"Blockwise": ("dask.blockwise", "Blockwise"), "chunk": ("dask.array", "chunk")}
 )
 
-# Element-wise functions of chunks, by module and name. In versions with other names, such functions are trusted only
-# after a trial.
+# Element-wise functions of chunks, by module and name. A function that a version of Dask renames is trusted only after
+# a trial.
 ELEMENTWISE_NAMES = frozenset([("dask._task_spec", "_identity_cast"), ("dask.array.core", "_concatenate2")])
 
-# Prefix that `da.from_array` adds to the name of an array for the key of its source. With another prefix the matrix
-# behind an array is not found, and tests fail.
+# Prefix that `da.from_array` puts before the name of an array to form the key of its source. If a version of Dask uses
+# another prefix, dasksc does not find the matrix behind an array, and tests fail.
 MATRIX_KEY_PREFIX = "original-"
 
-_BY_WHOLE_CHUNKS = "array code that selects or shuffles rows is computed by whole chunks"
+_BY_WHOLE_CHUNKS = "array code that selects or shuffles rows is computed on whole chunks"
 
 
 def getters() -> tuple[Any, ...]:
@@ -78,9 +78,10 @@ def getters() -> tuple[Any, ...]:
 
 
 def shuffle_functions() -> tuple[Any, Any]:
-    """Return the functions of a shuffle that take rows of a chunk and that join them (2024.9); for speed only.
+    """Return the functions with which a shuffle takes rows of a chunk and joins them; for speed only.
 
-    Their arguments are (chunk, index) and (chunks, sorter, axis); `shuffled_index` extracts index and sorter.
+    Dask has them since 2024.9. Their arguments are (chunk, index) and (chunks, sorter, axis). `shuffled_index` extracts
+    `index` and `sorter`.
     """
     names = ("_getitem", "concatenate_arrays")
     take, join = (optional("dask", "dask.array._shuffle", name, without=_BY_WHOLE_CHUNKS) for name in names)
@@ -88,7 +89,7 @@ def shuffle_functions() -> tuple[Any, Any]:
 
 
 def shuffled_index(value: Any) -> Any:
-    """Return the index in a task of a shuffle, which Dask wraps in a pair to exclude it from fusion.
+    """Return the index of a shuffle task, which Dask wraps in a pair to exclude it from fusion.
 
     Raises
     ------
@@ -101,25 +102,25 @@ def shuffled_index(value: Any) -> Any:
 
 
 def concatenation_functions() -> tuple[Any, ...]:
-    """Return the function that joins chunks, called with (chunks, shape) (``dask.array.core``); for speed only."""
+    """Return the functions that join chunks: ``concatenate_shaped(chunks, shape)``; for speed only."""
     return (optional("dask", "dask.array.core", "concatenate_shaped", without=_BY_WHOLE_CHUNKS),)
 
 
 def meta_of(array: Any) -> Any:
-    """Return the template of the blocks of an array (``_meta``); raises if missing.
+    """Return the meta of an array, an empty block with the type of its blocks (``_meta``); raises if missing.
 
-    If the blocks are not arrays, the public ``da.utils.meta_from_array`` returns the array itself.
+    The public ``da.utils.meta_from_array`` returns the array itself if the blocks are not arrays.
     """
     return attribute(array, "_meta", library="dask")
 
 
 def blockwise_task(layer: Blockwise) -> Any:
-    """Return the task that a blockwise layer applies to every block (2024.9); raises if missing."""
+    """Return the task that a blockwise layer applies to every block (since 2024.9); raises if missing."""
     return attribute(layer, "task", library="dask")
 
 
 def with_blockwise_task(layer: Blockwise, task: Any) -> Blockwise:
-    """Return a copy of a layer with another task, without the cached graph of the original."""
+    """Return a copy of a blockwise layer that has another task, without the cached graph of the original."""
     changed = copy.copy(layer)
     changed.task = task
     vars(changed).pop("_cached_dict", None)
@@ -127,25 +128,25 @@ def with_blockwise_task(layer: Blockwise, task: Any) -> Blockwise:
 
 
 def output_indices(layer: Blockwise) -> Sequence[Any]:
-    """Return the names of the axes of the blocks of a blockwise layer; raises if missing."""
+    """Return the names of the output axes of a blockwise layer; raises if missing."""
     indices: Sequence[Any] = attribute(layer, "output_indices", library="dask")
     return indices
 
 
 def new_axes(layer: Blockwise) -> Iterable[Any]:
-    """Return the axes of a blockwise layer that its inputs lack; raises if missing."""
+    """Return the output axes of a blockwise layer that none of its inputs has; raises if missing."""
     axes: Iterable[Any] = attribute(layer, "new_axes", library="dask")
     return axes
 
 
 def blockwise_inputs(layer: Blockwise) -> Iterable[tuple[Any, Sequence[Any] | None]]:
-    """Return the inputs of a blockwise layer with the names of their axes, None for a literal; raises if missing."""
+    """Return the inputs of a blockwise layer, each with its axis names (None for a literal); raises if missing."""
     inputs: Iterable[tuple[Any, Sequence[Any] | None]] = attribute(layer, "indices", library="dask")
     return inputs
 
 
 def block_locations(layer: Blockwise) -> Any:
-    """Return the arguments that give a blockwise function the location of its block, if any; raises if missing."""
+    """Return the arguments, if any, that tell a blockwise function the location of its block; raises if missing."""
     return attribute(layer, "io_deps", library="dask")
 
 
@@ -161,12 +162,12 @@ def active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
 def callbacks_of_one_task(
     before: Callable[..., Any], after: Callable[..., Any]
 ) -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return the callbacks with which `get_sync` calls functions before and after every task."""
+    """Return callbacks that make `get_sync` call `before` ahead of every task and `after` at its end."""
     return [(None, None, before, after, None)]
 
 
 def scheduler_state(keys: Iterable[Any]) -> dict[str, Any]:
-    """Return the state of a local scheduler (``dask.local``) before independent tasks start, for callbacks."""
+    """Return the state that a local scheduler (``dask.local``) passes to callbacks before independent tasks start."""
     keys = list(keys)
     return {
         "dependencies": {key: set() for key in keys},

@@ -1,7 +1,7 @@
-"""Private or unstable parts of Dask's distributed: requests to schedulers and workers, and their internals.
+"""Private or unstable parts of ``distributed``: requests to schedulers and workers, and their internals.
 
 ``distributed`` is imported on first use of one of its names, since the import takes half a second. A request that a
-scheduler or worker does not support raises an error that names the request. These names are public and used directly:
+scheduler or worker does not support raises an error that names the request. Other modules use these public names:
 ``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``, ``register_plugin``, ``gather``,
 ``status``.
 """
@@ -27,33 +27,33 @@ __all__ = [
     "RequestHandler",
     "add_operation",
     "add_pages",
-    "address_once_given",
+    "add_to_progress_panel",
     "announce",
-    "answer_of_worker",
     "clients_of_process",
-    "count_in_panel",
     "ensure_ip",
     "event_loop",
+    "given_address",
     "heartbeat_interval",
     "holders",
-    "listening_at",
-    "memory_shares",
+    "http_address",
+    "known_n_threads",
+    "memory_thresholds",
     "metadata",
-    "n_threads_heard_of",
     "n_threads_of",
     "page_names",
-    "processing",
     "process_memory",
+    "processing",
     "report",
     "scheduler_identity",
     "ssl_contexts",
-    "unregister_plugin",
     "task_plugin_of",
+    "unregister_plugin",
+    "worker_identity",
     "worker_plugin_names",
     "workers_of",
 ]
 
-# Access raises an error if a name is missing.
+# Accessing a missing name raises an error.
 __getattr__ = late_names(
     "distributed",
     __name__,
@@ -75,28 +75,31 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def clients_of_process(distributed: Any) -> Iterable[Any]:
-    """Return the Clients of this process (``Client._instances``), unusable in a forked child; raises if missing."""
+    """Return the Clients of this process (``Client._instances``); raises if missing.
+
+    A forked child inherits the Clients of its parent, but cannot use them.
+    """
     clients: Iterable[Any] = _get(distributed.Client, "_instances")
     return clients
 
 
-def address_once_given(client: Any) -> Any:
-    """Return the address that a Client was created with (``_start_arg``), kept after closing; raises if missing."""
+def given_address(client: Any) -> Any:
+    """Return the address given to a Client (``_start_arg``), which a closed Client keeps; raises if missing."""
     return _get(client, "_start_arg")
 
 
 def event_loop(client: Any) -> asyncio.AbstractEventLoop:
-    """Return the asyncio event loop of a Client (``loop`` is that of tornado); raises if missing."""
+    """Return the asyncio event loop of a Client, whose ``loop`` is Tornado's; raises if missing."""
     loop: asyncio.AbstractEventLoop = _get(_get(client, "loop"), "asyncio_loop")
     return loop
 
 
-def n_threads_heard_of(client: Any) -> int:
+def known_n_threads(client: Any) -> int:
     """Return the number of threads of all workers known to a Client (``_scheduler_identity``); 0 if missing."""
     try:
         heard: Mapping[str, Any] = _get(client, "_scheduler_identity")
     except UnsupportedVersionError as error:
-        warn_once(error, without="the number of fetches in flight does not change with the number of workers")
+        warn_once(error, without="the number of fetches in flight does not adapt to the number of workers")
         return 0
     return int(heard.get("total_threads", 0))
 
@@ -113,31 +116,31 @@ async def _answer(request: Awaitable[Any], operation: str) -> Any:
 
 
 async def scheduler_identity(scheduler: Any, *, n_workers: int) -> Mapping[str, Any]:
-    """Request the identity of a scheduler through a Client, with up to `n_workers` workers; -1 for all."""
+    """Request the identity of a scheduler, including up to `n_workers` workers (-1 for all)."""
     identity: Mapping[str, Any] = await _answer(scheduler.identity(n_workers=n_workers), "identity")
     return identity
 
 
 async def workers_of(client: Any) -> dict[str, Any]:
-    """Request the workers of a scheduler by address, each with ``status`` and ``last_seen``."""
+    """Request a dict of the workers of a scheduler, with ``status`` and ``last_seen`` of each, by address."""
     workers: dict[str, Any] = (await scheduler_identity(client.scheduler, n_workers=-1))["workers"]
     return workers
 
 
 async def processing(client: Any, addresses: list[str]) -> Mapping[str, Any]:
-    """Request the keys sent to workers, by address, from a scheduler."""
+    """Ask a scheduler for the keys that each worker processes, by address of the worker."""
     keys: Mapping[str, Any] = await _answer(client.scheduler.processing(workers=addresses), "processing")
     return keys
 
 
 async def holders(client: Any, key: Any) -> Iterable[str]:
-    """Request the addresses of the workers that hold a result from a scheduler."""
+    """Ask a scheduler for the addresses of the workers that hold a result."""
     addresses: Mapping[Any, Iterable[str]] = await _answer(client.scheduler.who_has(keys=[key]), "who_has")
     return addresses.get(key, ())
 
 
 async def metadata(client: Any, key: str, *, default: Any) -> Any:
-    """Request an entry of the metadata of a scheduler. Neither the entry nor `default` may be None."""
+    """Request an entry of the metadata of a scheduler; neither the entry nor `default` may be None."""
     return await _answer(client.scheduler.get_metadata(keys=[key], default=default), "get_metadata")
 
 
@@ -146,18 +149,18 @@ async def report(client: Any, operation: str, **message: Any) -> Any:
     return await getattr(client.scheduler, operation)(client=client.id, **message)
 
 
-async def answer_of_worker(client: Any, address: str) -> Any:
-    """Request the identity of a worker through the connection pool of a Client, so a later gather reuses it."""
+async def worker_identity(client: Any, address: str) -> Any:
+    """Request the identity of a worker on a pooled connection of a Client, which a later gather reuses."""
     return await _answer(client.rpc(address).identity(), "identity")
 
 
 # In the process of a worker
 
 
-def memory_shares(worker: Any) -> tuple[int, float | None, float | None, float | None]:
-    """Return the memory limit of a worker (0 for none), and its shares at which it spills, pauses, and spills results.
+def memory_thresholds(worker: Any) -> tuple[int, float | None, float | None, float | None]:
+    """Return the memory limit of a worker (0 for none) and its spill, pause and target fractions; raises if missing.
 
-    Uses ``worker.memory_manager``; raises if missing.
+    They are attributes of ``worker.memory_manager``.
     """
     manager = _get(worker, "memory_manager")
     return (
@@ -175,7 +178,7 @@ def process_memory(worker: Any) -> Callable[[], int]:
 
 
 def task_plugin_of(worker: Any, name: str) -> Any:
-    """Return the ``task_plugin`` of a plugin of a worker (``worker.plugins``), or None; raises if missing."""
+    """Return the ``task_plugin`` of a named plugin in ``worker.plugins``, or None; raises if missing."""
     return getattr(_get(worker, "plugins").get(name), "task_plugin", None)
 
 
@@ -193,11 +196,11 @@ def worker_plugin_names(scheduler: Any) -> list[str]:
 
 
 def unregister_plugin(scheduler: Any, name: str) -> asyncio.Future[Any]:
-    """Start to remove a plugin from all workers; raises if missing."""
-    taking: asyncio.Future[Any] = asyncio.ensure_future(
+    """Start removing a plugin from all workers; raises if missing."""
+    removal: asyncio.Future[Any] = asyncio.ensure_future(
         _get(scheduler, "unregister_worker_plugin")(comm=None, name=name)
     )
-    return taking
+    return removal
 
 
 def add_operation(scheduler: Any, name: str, call: Callable[..., Any]) -> None:
@@ -210,11 +213,11 @@ def announce(scheduler: Any, name: str) -> None:
     _get(scheduler, "task_metadata")[name] = True
 
 
-def count_in_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
-    """Add to the numbers of tasks of a prefix that the progress panel shows (``TaskPrefix.states``); raises if missing.
+def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
+    """Add to the task counts of a prefix in the progress panel (``TaskPrefix.states``); raises if missing.
 
-    Returns False, and adds nothing, before the first task of the prefix. Versions that compute the numbers on access
-    do not show the added ones.
+    Before the first task of the prefix, the function adds nothing and returns False. Versions that compute the counts
+    on access do not show the addition.
     """
     known = _get(scheduler, "task_prefixes").get(prefix)
     if known is None:
@@ -226,7 +229,7 @@ def count_in_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: i
 
 
 def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) -> None:
-    """Add pages to the server of a scheduler; repeated calls have no effect. Raises if missing."""
+    """Add pages to the HTTP server of a scheduler, unless an earlier call has added them; raises if missing."""
     application = _get(scheduler, "http_application")
     if not getattr(application, "has_loader_page", False):
         application.has_loader_page = True
@@ -234,12 +237,12 @@ def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) 
 
 
 def page_names(scheduler: Any) -> list[str]:
-    """Return the mutable list of the dashboard's page names; an empty list without the dashboard.
+    """Return the mutable list of the dashboard's page names, or an empty list if there is no dashboard.
 
     Raises
     ------
     UnsupportedVersionError
-        If the function with the list (``distributed.dashboard.scheduler.template_variables``) is missing.
+        If the function that returns the list (``distributed.dashboard.scheduler.template_variables``) is missing.
     """
     try:
         with needed("distributed"):
@@ -250,8 +253,8 @@ def page_names(scheduler: Any) -> list[str]:
     return pages
 
 
-def listening_at(scheduler: Any) -> tuple[str, int] | None:
-    """Return host and port of the pages of a `distributed.Scheduler`; None if it serves none."""
+def http_address(scheduler: Any) -> tuple[str, int] | None:
+    """Return the host and port of the HTTP server of a `distributed.Scheduler`; None if it has none."""
     server = getattr(scheduler, "http_server", None)  # set when the server starts
     return None if server is None else (str(_get(server, "address")), int(_get(server, "port")))
 
@@ -260,5 +263,5 @@ def listening_at(scheduler: Any) -> tuple[str, int] | None:
 
 
 def ssl_contexts(security: Any, roles: Iterable[str]) -> list[Any]:
-    """Return the SSL contexts of a `distributed.Security` for several roles, None without one; raises if missing."""
+    """Return the SSL context of a `distributed.Security` for each role (None for none); raises if missing."""
     return [_get(security, "get_connection_args")(role)["ssl_context"] for role in roles]

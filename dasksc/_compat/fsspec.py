@@ -11,12 +11,12 @@ __all__ = ["options_in_url", "parent_of", "path_in", "range_of"]
 
 
 def path_in(kind: Any, url: str) -> str:
-    """Return the path of a URL in the file system of a class (``_strip_protocol``)."""
+    """Return the path that a file system class extracts from a URL (``_strip_protocol``)."""
     return str(attribute(kind, "_strip_protocol", library="fsspec")(url))
 
 
 def options_in_url(kind: Any, url: str) -> Mapping[str, Any]:
-    """Return the options of a file system class that a URL contains (``_get_kwargs_from_urls``)."""
+    """Return the options that a file system class extracts from a URL (``_get_kwargs_from_urls``)."""
     options: Mapping[str, Any] = attribute(kind, "_get_kwargs_from_urls", library="fsspec")(url)
     return options
 
@@ -27,5 +27,5 @@ def parent_of(system: Any, path: str) -> Any:
 
 
 def range_of(file: Any, start: int, stop: int) -> bytes:
-    """Read bytes of an open ``fsspec.spec.AbstractBufferedFile``, bypassing its buffer (``_fetch_range``)."""
+    """Read bytes [start, stop) of an open ``AbstractBufferedFile``, bypassing its buffer (``_fetch_range``)."""
     return bytes(attribute(file, "_fetch_range", library="fsspec")(start, stop))

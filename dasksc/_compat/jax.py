@@ -11,10 +11,10 @@ __all__ = ["distributed_state"]
 
 
 def distributed_state() -> Any:
-    """Return the state of an initialized ``jax.distributed`` (``jax._src.distributed.global_state``).
+    """Return the state of an initialized ``jax.distributed`` (``global_state``); raises if missing.
 
-    The public functions of JAX would initialize its devices, which waits for all other processes. The ``client`` of the
-    state is the key-value store. Raises if missing.
+    The public functions of JAX would initialize its devices, and so wait for all other processes. The ``client`` of the
+    state is the key-value store.
     """
     internals = sys.modules.get("jax._src.distributed")
     if internals is None:

@@ -1,4 +1,4 @@
-"""Private parts of numba: the cache of compiled functions on disk, which is disabled if they are missing."""
+"""Private parts of numba's cache of compiled functions on disk, which is disabled if one is missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional, warn_once
 
-__all__ = ["FunctionCache", "cache_place", "can_cache", "set_cache"]
+__all__ = ["FunctionCache", "cache_location", "can_cache", "set_cache"]
 
 _WITHOUT = "kernels are compiled again in every process"
 _found = optional("numba", "numba.core.caching", "FunctionCache", without=_WITHOUT)
@@ -20,7 +20,7 @@ def can_cache() -> bool:
     return _found is not None
 
 
-def cache_place(cache: Any) -> tuple[str, str]:
+def cache_location(cache: Any) -> tuple[str, str]:
     """Return the folder of a `FunctionCache` and the prefix of its file names.
 
     Uses the attributes ``_cache_path`` and ``_impl.filename_base``.
@@ -28,7 +28,7 @@ def cache_place(cache: Any) -> tuple[str, str]:
     Raises
     ------
     UnsupportedVersionError
-        If the cache lacks them.
+        If one of these attributes is missing.
     """
     folder = attribute(cache, "_cache_path", library="numba")
     locator = attribute(cache, "_impl", library="numba")
@@ -36,7 +36,7 @@ def cache_place(cache: Any) -> tuple[str, str]:
 
 
 def set_cache(dispatcher: Any, make: Any) -> None:
-    """Replace the cache of a dispatcher (``_cache``) by the return value of `make`."""
+    """Replace the cache of a numba dispatcher (``_cache``) with the return value of `make`."""
     try:
         attribute(dispatcher, "_cache", library="numba")
         dispatcher._cache = make()

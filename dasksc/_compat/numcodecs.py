@@ -13,11 +13,11 @@ __all__ = ["blosc_getitem_address"]
 
 
 def blosc_getitem_address() -> int | None:
-    """Return the address of ``blosc_getitem`` of C-Blosc, which decodes some items of a chunk; None if not available.
+    """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk; for speed only.
 
     numcodecs does not wrap the function, but its wheels for Linux and macOS export it, and other builds link to a C
-    library that does. The function of C-Blosc2 (3.3.5) returns wrong bytes if the items have the size of a block but
-    span two. It is for speed only, and a missing function is not reported on Windows.
+    library that does. The function of C-Blosc2 (3.3.5) is no substitute: it returns wrong bytes for a range that is as
+    long as a block but spans two blocks. On Windows, no warning reports a missing function.
     """
     try:
         library = ctypes.CDLL(numcodecs.blosc.__file__)

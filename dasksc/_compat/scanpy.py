@@ -1,6 +1,6 @@
-"""Private functions of scanpy and of its summation library that occur in array code, by module and name.
+"""Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-Functions with other names are trusted only after a trial, and copy the column numbers.
+A function that another version renames is trusted only after a trial, and its results copy the column indices.
 """
 
 from __future__ import annotations

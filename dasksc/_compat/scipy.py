@@ -1,4 +1,4 @@
-"""Private flags of SciPy sparse matrices. The public properties compute a flag that is not known yet."""
+"""Private flags of SciPy sparse matrices; the public properties compute a flag that is not known yet."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ _FLAGS = ("_has_sorted_indices", _CANONICAL)
 
 
 def mark_canonical(block: Any) -> None:
-    """Mark that the column numbers of each row are strictly ascending; the setter is not documented."""
+    """Mark a block as canonical: the column indices of each row are strictly ascending.
+
+    SciPy does not document this setter.
+    """
     block.has_canonical_format = True
 
 
 def is_canonical_known(block: Any) -> bool:
-    """Return True if SciPy knows already whether a block is canonical; if False, finding out costs a pass over it."""
+    """Return True if SciPy already knows whether a block is canonical; otherwise, a check passes over the block."""
     return hasattr(block, _CANONICAL)
 
 
@@ -38,7 +41,7 @@ def _report_missing_flags() -> None:
     for name in _FLAGS:
         if name not in vars(block):
             error = UnsupportedVersionError("scipy", f"csr_matrix.{name}")
-            warn_once(error, without="every step of array code on sparse X checks all column numbers")
+            warn_once(error, without="every step of array code on sparse X checks all column indices")
 
 
 _report_missing_flags()

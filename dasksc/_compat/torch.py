@@ -10,7 +10,7 @@ __all__ = ["check_training", "default_store", "is_stacking_fetcher"]
 
 
 def check_training(version: str) -> None:
-    """Refuse a version of PyTorch in which training is wrong or cannot be saved.
+    """Check that a version of PyTorch trains correctly and can save checkpoints.
 
     Before 2.7, ``torch.distributed.checkpoint.save`` has no ``no_dist``, and FSDP fails on CPUs. In 2.7 and 2.8, two
     ranks under FSDP on CPUs compute different losses than one process.
@@ -23,10 +23,10 @@ def check_training(version: str) -> None:
     Raises
     ------
     UnsupportedVersionError
-        Before 2.9.
+        If the version is older than 2.9.
     """
     if tuple(map(int, version.split(".")[:2])) < (2, 9):
-        raise UnsupportedVersionError("torch", "FSDP and checkpoints of torch 2.9 or later")
+        raise UnsupportedVersionError("torch", "correct FSDP and checkpoints (available from torch 2.9)")
 
 
 def default_store(distributed: Any) -> Any:

@@ -1,7 +1,7 @@
 """Handling of library versions that lack a private part that dasksc uses.
 
-A part required for safety or correctness raises an `UnsupportedVersionError` that names the version. Features for
-speed and optional statistics are disabled, each with one warning.
+If safety or correctness requires the part, an `UnsupportedVersionError` names the version. If the part serves only
+speed or an optional statistic, the feature is disabled with one warning.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def attribute(owner: Any, name: str, *, library: str) -> Any:
 
 @contextlib.contextmanager
 def needed(library: str) -> Iterator[None]:
-    """Convert the failed import of a module or name of a library to an `UnsupportedVersionError`."""
+    """Convert a failed import from an installed library to an `UnsupportedVersionError`."""
     try:
         yield
     except ImportError as error:
@@ -87,7 +87,7 @@ def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]
 
 
 def optional(library: str, module: str, name: str, *, without: str) -> Any:
-    """Return a name of a module; None if it is missing, with one warning that describes the consequence."""
+    """Return an object of a module by name; if it is missing, log the consequence `without` once and return None."""
     try:
         with needed(library):
             found = importlib.import_module(module)
@@ -101,4 +101,4 @@ def warn_once(error: UnsupportedVersionError, *, without: str) -> None:
     """Log a warning about a missing part and its consequence, once per process."""
     if str(error) not in _warned:
         _warned.add(str(error))
-        logger.warning("%s. Until then %s.", error, without)
+        logger.warning("%s. Until then, %s.", error, without)

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, RemoteLocation, is_of_content, is_url, redact_url
+from dasksc.storage import HDF5_ENDINGS, RemoteLocation, caused_by_data, is_url, redact_url
 from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
 from dasksc.storage.zarr.reader import ZarrFile
 
@@ -250,7 +250,7 @@ def _groups_of(location: RemoteLocation) -> list[str] | None:
         raise
     # zarr-python may raise any error for damaged metadata.
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             raise
         raise StorageError(f"{location} cannot be read as a Zarr store: {error}") from error
     return [location.below(name).url for name in sorted(names, key=_by_number)] or None

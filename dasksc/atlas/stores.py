@@ -14,7 +14,7 @@ from anndata import OldFormatWarning
 from dasksc.atlas.lookup import nothing_at
 from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage import RemoteLocation, is_of_content, is_url, open_location
+from dasksc.storage import RemoteLocation, caused_by_data, is_url, open_location
 from dasksc.storage.remote.urls import ZARR_MARKERS
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
@@ -101,7 +101,7 @@ def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
             raise StorageError(f"{path} cannot be read: {error}") from error
         # The libraries may raise any error for damaged metadata.
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 error.add_note(f"The error occurred while {path} was opened.")
                 raise
             raise StorageError(f"{path} cannot be read as AnnData: {error}") from error

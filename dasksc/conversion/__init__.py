@@ -1,4 +1,4 @@
-"""Conversion of atlases to one Zarr store that loads quickly: shuffled, sharded, in narrow data types."""
+"""Conversion of atlases to one Zarr store that loads quickly: shuffled, sharded, and in narrow data types."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ConversionReport:
     path
         Path of the store.
     n_obs, n_vars
-        Number of cells and of genes.
+        Numbers of cells and genes.
     n_bytes
         Size of the store in bytes.
     elapsed_s
@@ -53,7 +53,7 @@ class ConversionReport:
         Data type of the values of each matrix, by its key in the store.
     left_out
         Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
-        include uns, varp, columns of obs and var, and elements of single inputs that the join drops.
+        include everything that the join drops: uns, varp, columns of obs and var, and elements of single inputs.
     is_verified
         True if the store was compared with the input.
     genes
@@ -115,9 +115,9 @@ def convert(
     """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
     The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
-    the narrowest data types that represent them. A conversion can be interrupted at any time, by Ctrl-C or by a kill;
-    the same call resumes it. Output is written to ``TARGET.partial`` next to the target. `target` appears only when the
-    store is complete.
+    the narrowest data types that represent them. A conversion can be interrupted at any time, with Ctrl-C or by a kill;
+    the same call resumes it. Output is written to ``TARGET.partial`` next to the target. The target appears only when
+    the store is complete.
 
     Parameters
     ----------
@@ -152,11 +152,12 @@ def convert(
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
         longer reads.
     scheduler
-        Scheduler, as for `dasksc.scDataset`: the active Client, whose workers must see the files, otherwise threads.
+        Scheduler, as for `dasksc.scDataset`. Default: the active Client, whose workers must be able to read the files;
+        without a Client, threads.
     overwrite
-        If True, replace a store at `target`, and discard an unfinished conversion to it with other arguments.
+        If True, replace a store at `target`, and discard an unfinished conversion that has other arguments.
     verify
-        If True, read the store again, and compare all rows (lengths, sums and checksums) and obs with the input.
+        If True, read the store again, and compare its rows (lengths, sums and checksums) and obs with the input.
     progress
         If True, show a progress bar (requires tqdm).
     storage_options, cache
@@ -187,8 +188,8 @@ def convert(
     sequentially both times, and shuffled through uncompressed temporary files next to the target, which take up to six
     bytes per stored value.
 
-    The store does not contain obsp, nor varm and varp if genes are missing or summed. For several inputs it also omits
-    uns, varp, and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
+    The store omits obsp, and also varm and varp if genes are missing or summed. For several inputs, it omits uns, varp,
+    and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
 
     Examples
     --------
@@ -259,7 +260,7 @@ def convert(
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
-                # Written again when a conversion is resumed, since its plan does not identify the names.
+                # A resumed conversion writes the names again, since its plan does not identify them.
                 if names is not None and names.write(adata.n_obs):
                     warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)
@@ -274,7 +275,7 @@ def convert(
     except OSError as error:
         # Libraries may wrap the error of the operating system and lose its errno.
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise work_folder.no_space(error, needed_bytes=job.needed_bytes()) from error
+            raise work_folder.disk_full_error(error, needed_bytes=job.needed_bytes()) from error
         raise StorageError(f"{work_folder.target} cannot be written: {error}") from error
     written = open(work_folder.target, obs=[], names=False)
     return ConversionReport(

@@ -1,4 +1,4 @@
-"""Arguments of a conversion, validated before anything is written or connected to."""
+"""Arguments of a conversion, validated before any file is written and any connection is made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recipe:
     Raises
     ------
     InputError
-        If an argument has the wrong type or an unknown value. Arguments are checked against the input only when it is
+        If an argument has the wrong type or an unknown value. Arguments are compared with the input only when it is
         opened.
     """
 
@@ -55,19 +55,22 @@ class Recipe:
             for name in self.group_by:
                 _check_text("group_by", name, "names of obs columns: group_by=['cell_line', 'gene']")
             if not self.group_by or len(set(self.group_by)) < len(self.group_by):
-                raise InputError(f"group_by={list(self.group_by)} must contain at least one obs column, each only once")
+                raise InputError(f"group_by={list(self.group_by)} must name at least one obs column, each only once")
             object.__setattr__(self, "group_by", self.group_by[0] if len(self.group_by) == 1 else list(self.group_by))
         else:
             _check_text("group_by", self.group_by, "names of obs columns: group_by='cell_type'")
-        _check_text("label", self.label, "one name for an obs column: label='plate'")
-        _check_text("index_unique", self.index_unique, "a text to put between names: index_unique='-'")
+        _check_text("label", self.label, "the name of a new obs column: label='plate'")
+        _check_text("index_unique", self.index_unique, "text to put between cell names and keys: index_unique='-'")
         if self.keys is not None and not isinstance(self.keys, Iterable):
             raise InputError(f"keys={self.keys!r} is {_kind(self.keys)}; give a list of names, one for each input")
         # AnnData also accepts a function, but functions cannot be compared with those of an unfinished conversion.
         if self.merge is not None and self.merge not in MERGES:
-            raise InputError(f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; leave it out for none")
+            raise InputError(
+                f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; omit it to keep no annotations of "
+                "genes"
+            )
         check_fill_value(self.fill_value, self.join)
-        # The plan is stored as JSON, which does not support NumPy's scalars.
+        # The plan is stored as JSON, which does not support NumPy scalars.
         object.__setattr__(self, "seed", whole_number("seed", self.seed, 0, 2**64))
         object.__setattr__(self, "narrow", bool(self.narrow))
         if self.fill_value is not None:
@@ -77,11 +80,11 @@ class Recipe:
 
     @property
     def grouped_by(self) -> list[str]:
-        """Names of the obs columns to group by."""
+        """Names of the obs columns to group by, as a list."""
         return [self.group_by] if isinstance(self.group_by, str) else list(self.group_by or ())
 
     def as_plan(self, data: Any) -> dict[str, Any]:
-        """Return the arguments that distinguish this conversion of `data` from others, as plain types."""
+        """Return the arguments that distinguish this conversion of `data` from others, as plain JSON types."""
         keys = data if isinstance(data, Mapping) else self.keys
         return asdict(self) | {"keys": None if keys is None else [str(key) for key in keys]}
 
@@ -95,7 +98,7 @@ def target_path(target: Any) -> Path:
     Raises
     ------
     InputError
-        If `target` is not a local path, is the root of a file system, or is named like a file.
+        If `target` is not a local path, is the root of a file system, or has the suffix of a file.
     """
     if not isinstance(target, str | os.PathLike) or not isinstance(os.fspath(target), str):
         raise InputError(f"target={target!r} is {_kind(target)}; give the path of the directory to write: 'atlas.zarr'")
@@ -103,7 +106,9 @@ def target_path(target: Any) -> Path:
         raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
     path = Path(os.path.abspath(target))
     if not path.name:
-        raise InputError(f"target={target!r} is a whole disk; give the path of the directory to write: 'atlas.zarr'")
+        raise InputError(
+            f"target={target!r} is the root of a file system; give the path of the directory to write: 'atlas.zarr'"
+        )
     if path.suffix in _FILES:
         raise InputError(f"target={target!r} is named like a file; a Zarr store is a directory: 'atlas.zarr'")
     return path
@@ -119,7 +124,7 @@ def check_options(storage_options: Any) -> None:
     """
     if storage_options is not None and not isinstance(storage_options, Mapping):
         # The value may contain secrets, so the message gives only its type.
-        raise InputError(f"storage_options= is {_kind(storage_options)}; give a dict: {{'region': 'us-east-1'}}")
+        raise InputError(f"storage_options is {_kind(storage_options)}; give a dict: {{'region': 'us-east-1'}}")
 
 
 def _check_text(name: str, value: Any, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Execution of a conversion: scanning, staging, writing and verifying matrices."""
+"""Execution of a conversion: scanning, sorting, writing and verifying the matrices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from anndata import AnnData
@@ -29,39 +29,36 @@ from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_arra
 from dasksc.storage import Matrix, is_url
 from dasksc.storage.arrays import logical_dtype
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["Conversion", "needs_runs"]
 
-# Minimum number of rows per task that reads the input in order, and maximum number of such tasks.
+# Minimum number of rows per task, and maximum number of tasks, for reading the input in order.
 _SCAN_ROWS = 2**14
 _SCAN_TASKS = 256
-# Maximum number of values per piece if any row can be read directly; longer pieces would not be faster.
+# Maximum number of values per piece if rows can be read one by one; longer pieces would not be faster.
 _PIECE_VALUES = 2**22
 # Number of row descriptions processed at a time.
 _PIECE_ROWS = 2**20
 # Memory per value while it is gathered: the stored value, a copy with wide column indices, and the output.
 _VALUE_BYTES = 24
-# Estimate of the bytes per name on disk, in its temporary file and in the store.
+# Estimated bytes per name on disk, in the temporary file and in the store together.
 _NAME_BYTES = 64
 
 
 class Conversion:
-    """Conversion of an AnnData object.
+    """Conversion of an AnnData object to a store.
 
     Parameters
     ----------
     adata
         Input.
     matrices
-        Matrices of `adata` with a row per cell, by their keys in the store.
+        Matrices of `adata` that have one row per cell, by their keys in the store.
     work_folder
         Work folder of the target.
     recipe
         Arguments of the conversion.
     names
-        Names of the cells of `adata` if it has none.
+        Names of the cells if `adata` was opened without them, otherwise None.
     limit
         Memory to use, in bytes.
     scheduler
@@ -104,9 +101,9 @@ class Conversion:
             budget = max(1, self._limit // runner.n_threads)
             rows = {}
             for key, matrix in self._matrices.items():
-                rows[key] = self._scanned(runner, key, matrix, budget)
+                rows[key] = self._scan(runner, key, matrix, budget)
                 self._copies[key] = self._copy(key, matrix, rows[key], budget)
-                self._written(runner, key, self._copies[key], budget, in_runs=key in self._staged)
+                self._write(runner, key, self._copies[key], budget, in_runs=key in self._staged)
             written = mapped_array(self._order)
             how = {"order": recipe.order, "group_by": recipe.group_by, "seed": recipe.seed}
             write_tables(self._adata, work_folder.folder / "tables", work_folder.store, written, how, self._names)
@@ -116,11 +113,11 @@ class Conversion:
                         self._verify(runner, key, matrix, rows[key], budget)
                     check_obs(self._adata, work_folder.store, written, self._names)
                 except CorruptDataError:
-                    # Either the output or the scan of the input is wrong, so neither can be resumed from.
+                    # Either the output or the scan of the input is wrong, so the conversion cannot resume from them.
                     work_folder.clear()
                     raise
 
-    def _scanned(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Path:
+    def _scan(self, runner: TaskRunner, key: str, matrix: Matrix, budget: int) -> Path:
         """Read a matrix in order; return the file with the descriptions of its rows."""
         scan = Scan(
             matrix=matrix,
@@ -132,7 +129,7 @@ class Conversion:
         return scan.collect()
 
     def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
-        """Return the copy of a matrix to write, with data types chosen by the descriptions of its rows."""
+        """Return the tasks that copy a matrix, with data types chosen from the descriptions of its rows."""
         known = mapped_array(rows)
         largest = float(known["largest"].max(initial=0))
         dtype = wide_enough(matrix.stored_dtype, largest)
@@ -169,8 +166,8 @@ class Conversion:
             piece_values=max(1, min(_PIECE_VALUES, budget // _VALUE_BYTES)),
         )
 
-    def _written(self, runner: TaskRunner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
-        """Write a matrix, through sorted runs if `in_runs`."""
+    def _write(self, runner: TaskRunner, key: str, copy: Copy, budget: int, *, in_runs: bool) -> None:
+        """Write a matrix, by way of sorted runs if `in_runs`."""
         runs = None
         if in_runs and all(map(copy.is_done, range(copy.n_tasks))):
             runner.skip(copy.matrix.shape[0], what=f"sorting {key}")
@@ -218,7 +215,7 @@ class Conversion:
         runner.run(verification, what=f"checking {key}", n_cells=matrix.shape[0])
 
     def needed_bytes(self) -> int:
-        """Return an estimate of the bytes still to write: uncompressed matrices, runs, obs and row descriptions."""
+        """Estimate the bytes still to be written: uncompressed matrices, runs, obs and row descriptions."""
         n_obs = self._adata.n_obs
         total = float(self._adata.obs.memory_usage(deep=True).sum())
         total += 8 * n_obs * (not self._order.exists())
@@ -249,12 +246,12 @@ def needs_runs(matrix: Matrix) -> bool:
 
 
 def _piece_rows(matrix: Matrix, budget: int) -> int:
-    """Return the number of rows to hold at a time: decoded, gathered, and with wide column indices."""
+    """Return the number of rows to process at a time; memory holds them decoded, gathered, and with wide indices."""
     return max(1, min(_SCAN_ROWS, int(budget // (4 * matrix.cost.row))))
 
 
 def _fill_indptr(indptr: NDArray[np.int64], rows: NDArray[Any], order: NDArray[np.int64]) -> None:
-    """Write the offset of each row of the output."""
+    """Fill `indptr` with the offset of each row of the output."""
     indptr[0] = 0
     for start, stop in pieces(0, len(order), _PIECE_ROWS):
         lengths = rows["length"][order[start:stop]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.array as da
 import pandas as pd
@@ -18,9 +18,6 @@ from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
 from dasksc.storage import ConcatenatedMatrix, Matrix, RemoteLocation, ReorderedMatrix, SummedMatrix, is_url
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["check_target", "leaves_read", "matrices_of", "paths_of", "plan_of"]
 
 # Format version in every plan. A conversion with another version is not resumed.
@@ -28,7 +25,7 @@ _FORMAT = 3
 
 
 def paths_of(data: Any) -> Iterator[str]:
-    """Yield the local paths of the inputs, including each atlas of a pattern or directory.
+    """Yield the local paths of the inputs, including each atlas that a pattern or directory stands for.
 
     Remote inputs and opened objects are skipped.
     """
@@ -47,7 +44,7 @@ def _is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
-    """Yield the matrices, in files or in memory, that a matrix is read from."""
+    """Yield the underlying matrices, in files or in memory, from which a matrix is read."""
     if isinstance(matrix, ConcatenatedMatrix | SummedMatrix | ReorderedMatrix):
         parts: Sequence[Matrix] = matrix.parts
     elif isinstance(matrix, DaskMatrix):
@@ -60,9 +57,9 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
 
 
 def check_target(path: str, target: Path) -> None:
-    """Raise `InputError` if the target is an input, lies in one, or contains one.
+    """Raise `InputError` if the target is an input, lies inside it, or contains it.
 
-    `path` is the path of an input, or empty for an input in memory.
+    `path` is the path of the input; it is empty for an input in memory.
     """
     if not path or (is_url(path) and not os.path.exists(path)):
         return
@@ -74,7 +71,7 @@ def check_target(path: str, target: Path) -> None:
 
 
 def matrices_of(adata: AnnData) -> dict[str, Matrix]:
-    """Return the matrices of an AnnData object that have a row per cell, by their keys in a store."""
+    """Return the matrices of an AnnData object that have one row per cell, by their keys in a store."""
     arrays: dict[str, Any] = {"X": adata.X}
     # From AnnData 0.13 on, layers[None] is X.
     arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
@@ -83,14 +80,14 @@ def matrices_of(adata: AnnData) -> dict[str, Matrix]:
         arrays["raw/X"] = adata.raw.X
     for key in arrays:
         if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
-            raise InputError(f"{key!r} cannot be a key of a Zarr store; rename it first")
+            raise InputError(f"{key!r} cannot be a key of a Zarr store; rename the element first")
     return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
 
 
 def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
     """Return the plan that identifies a conversion: the state of the input files, and the arguments.
 
-    `adata` is the atlas to write, the input or a subset of it.
+    `adata` is the atlas to write: the input, or a subset of it.
     """
     groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
     return {
@@ -98,7 +95,7 @@ def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: R
         "n_obs": adata.n_obs,
         "genes": tokenize(list(adata.var_names)),
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
-        # Only the grouping columns matter, not the names of the cells.
+        # The order depends only on the columns to group by, not on the names of the cells.
         "groups": tokenize(*groups) if groups else None,
         **recipe.as_plan(data),
     }

@@ -1,4 +1,4 @@
-"""Names of cells in temporary files, from which they are read in a new order."""
+"""Temporary files with the names of cells, from which names can be read in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["StagedNames"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedNames:
-    """Names of the cells to convert, which take no memory beyond a piece of them.
+    """Names of the cells to convert, kept in temporary files; memory holds one piece of them at a time.
 
     Parameters
     ----------
@@ -39,11 +39,11 @@ class StagedNames:
 
     @property
     def dtype(self) -> Any:
-        """Data type of an index of the names."""
+        """Data type of the pandas index of the names."""
         return self.unread.index([]).dtype
 
     def write(self, n: int) -> bool:
-        """Write the files of `n` names; return True if two names have the same hash."""
+        """Write the files with all `n` names; return True if two names have the same hash."""
         hashes = np.empty(n, dtype=np.int64)
         start = n_bytes = 0
         with (
@@ -60,19 +60,19 @@ class StagedNames:
         return any_equal(hashes)
 
     def take(self, rows: NDArray[np.int64]) -> Any:
-        """Return the names of rows in any order, as an array of pandas."""
+        """Return the names of rows in any order, as a pandas array."""
         return self.index(rows).array
 
     def index(self, rows: NDArray[np.int64]) -> pd.Index[Any]:
-        """Return the names of rows in any order, as part of the index that `dasksc.open` returns."""
+        """Return the names of rows in any order, as an index of the type that `dasksc.open` returns."""
         offsets = mapped_array(self._offsets)
         starts = offsets[rows]
         # An empty file cannot be mapped.
         text = np.memmap(self._text, dtype=np.uint8, mode="r") if offsets[-1] else np.empty(0, dtype=np.uint8)
         return self.unread.index(strings_at(np.asarray(text), starts, offsets[rows + 1] - starts))
 
-    def are_those_of_input(self) -> bool:
-        """Read the input again; return True if the files hold its names."""
+    def match_input(self) -> bool:
+        """Read the names of the input again; return True if the files hold the same names."""
         start = 0
         for names in self._pieces():
             if self.take(np.arange(start, start + len(names))).tolist() != names:
@@ -81,7 +81,7 @@ class StagedNames:
         return True
 
     def first(self) -> pd.Index[Any]:
-        """Return an index of the first name in the input, or of none."""
+        """Return an index with the first name in the input, empty if there are no cells."""
         return self.unread.index(next(self._pieces(), [])[:1])
 
     def _pieces(self) -> Iterator[list[str]]:

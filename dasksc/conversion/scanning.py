@@ -1,4 +1,4 @@
-"""Descriptions of the rows of a matrix, from one pass over it, for planning and verifying its copy."""
+"""Descriptions of the rows of a matrix, computed in one pass, for planning and verifying its copy."""
 
 from __future__ import annotations
 
@@ -61,10 +61,9 @@ def described(fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dty
 def gather_canonical(
     fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-    """Return CSR rows as `RowBuffer.gather_csr` does, with repeated columns summed.
+    """Return CSR rows as `RowBuffer.gather_csr` does, with the values of repeated columns summed.
 
-    Repeated columns stand for their sum. Sums of integers have 64 bits, since the stored type `dtype` may be too
-    narrow for them.
+    Sums of integers have 64 bits, since the stored type `dtype` may be too narrow for them.
     """
     assert isinstance(fetched, CSRRowBuffer)
     indptr, indices, data = fetched.gather_stored(positions, dtype=dtype)
@@ -80,7 +79,7 @@ def gather_canonical(
 
 
 def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Convert values to another data type; raise `InputError` if it does not represent them exactly."""
+    """Convert values to another data type; raise `InputError` if the type cannot represent them exactly."""
     if values.dtype == dtype:
         return values
     with np.errstate(all="ignore"):
@@ -101,7 +100,7 @@ def _plain(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges of at most `n` that cover ``[start, stop)``."""
+    """Yield consecutive ranges, of at most `n` elements each, that cover ``[start, stop)``."""
     for begin in range(start, stop, n):
         yield begin, min(begin + n, stop)
 
@@ -151,7 +150,7 @@ class Scan:
             np.concatenate(found, out=out)
 
     def collect(self) -> Path:
-        """Concatenate the results of all tasks; return the file, an array of `ROW` with one entry per input row."""
+        """Concatenate the results of all tasks in a file with one `ROW` per input row; return its path."""
         whole = self.folder / "rows.npy"
         if not whole.exists():
             with atomic_array(whole, ROW, self.matrix.shape[0]) as rows:
@@ -170,7 +169,7 @@ class Verification:
     store, key
         Store and key of the matrix.
     rows, order
-        Files with the description of each input row, and with the input row of each matrix row.
+        Files with the description of each input row, and with the input row of each row of the matrix.
     task_rows, piece_rows
         Number of rows per task, and number of rows in memory at a time.
     n_obs
@@ -191,7 +190,7 @@ class Verification:
         return -(-self.n_obs // self.task_rows)
 
     def is_done(self, k: int) -> bool:
-        """Return False, since finished comparisons are not recorded."""
+        """Return False, since no record of finished comparisons is kept."""
         return False
 
     def __call__(self, k: int) -> None:
@@ -202,8 +201,8 @@ class Verification:
             wanted = np.arange(start, stop, dtype=np.int64)
             found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
             expected = known[order[start:stop]]
-            for name, what in (("length", "values"), ("sum", "sum"), ("digest", "checksum")):
-                # Values are compared as bits, so that equal NaNs match.
+            for name, what in (("length", "length"), ("sum", "sum"), ("digest", "checksum")):
+                # Sums are compared as bits, so that equal NaNs match.
                 differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
                 if len(differs):
                     i = int(differs[0])

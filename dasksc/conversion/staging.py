@@ -1,9 +1,8 @@
 """Sorted runs of the input, for shuffling input that is slow to read in random order.
 
-Reading one row of a compressed file decodes a chunk, and one row of a file larger than memory costs a seek. The input
-is therefore read once, in runs as long as memory allows. Each run is written uncompressed, with its rows sorted by
-their position in the output. A range of output rows is then a contiguous range in every run, so it takes one read of
-many rows per run.
+To read a single row, a compressed file must decode a chunk, and a file larger than memory must seek. The input is
+therefore read once, in runs as long as memory allows. Each run is written uncompressed, with its rows sorted by their
+position in the output. A range of output rows is then a contiguous range in every run, and takes one read per run.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Staging:
                 file["X"] = block
 
     def fill_order(self, order: NDArray[np.int64]) -> None:
-        """Compute the row of each output row in the concatenated runs."""
+        """Fill `order` with the row of each output row in the concatenated runs."""
         places = mapped_array(self.places)
         for k in range(self.n_tasks):
             start, stop = self.rows(k)

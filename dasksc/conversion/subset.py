@@ -1,4 +1,4 @@
-"""A subset of an atlas to convert: cells that an expression selects, and genes aligned with a list."""
+"""Subset of an atlas to convert: cells that an expression selects, and genes aligned with a list."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["Subset", "subset_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """A subset of an atlas.
+    """Subset of an atlas.
 
     Parameters
     ----------
     adata
         Selected cells and genes, with lazy matrices that have not been read.
     rows
-        Rows of the selected cells, ascending; None for all.
+        Rows of the selected cells, ascending; None for all cells.
     match
         Result of matching the names of genes; None if no names were given.
     left_out
-        Keys of the elements that a subset of genes cannot have.
+        Keys of the elements that are undefined for the requested genes.
     """
 
     adata: AnnData
@@ -57,16 +57,16 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest, *, has
     expression
         As for `dasksc.rows_where`; None for all cells.
     genes
-        Genes to keep, as for `scDataset`. ``raw`` keeps its own.
+        Genes to keep, as for `scDataset`. ``raw`` keeps its own genes.
     has_names
         True if the names of cells were read.
 
     Raises
     ------
     InputError
-        If no cell is left, or genes are refused; see `GeneRequest.columns_of`.
+        If the expression matches no cell, or the request for genes is invalid; see `GeneRequest.columns_of`.
     MissingKeyError
-        If obs has no such column, or var no such genes.
+        If obs lacks a column of the expression, or var lacks requested genes.
     """
     rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs))
     if rows is not None and not len(rows):
@@ -116,7 +116,7 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest, *, has
 
 
 def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns | None) -> Matrix:
-    """Return the kept rows and columns of a matrix, unread."""
+    """Return the selected rows and columns of a matrix, without reading them."""
     if columns is not None and columns.sums is not None:
         matrix = SummedMatrix(matrix, columns)
     elif columns is not None:
@@ -135,7 +135,7 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
-    """Return the table of the kept genes: for summed columns the row of the first, for a missing gene only its name."""
+    """Return var of the kept genes: summed columns have the row of the first one, a missing gene only its name."""
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
     # If several positions are mapped to one column, the last assignment takes effect.
@@ -144,7 +144,7 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
     if not missing.any():
         table = var.iloc[first]
     else:
-        # -1 is not a label of the range, so its row has missing values.
+        # The range has no label -1, so rows of missing genes have missing values.
         table = var.set_axis(pd.RangeIndex(len(var))).reindex(first)
     names = var.index.to_numpy(dtype=object)[first]
     if match is not None and missing.any():

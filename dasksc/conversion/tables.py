@@ -1,6 +1,6 @@
-"""Tables and other elements of a store that are not cell matrices.
+"""Tables and other elements of a store, except matrices with one row per cell.
 
-AnnData writes them, and they are moved into place once the matrices are complete.
+AnnData writes them to a temporary folder. They are moved into place once the matrices are complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.elements import as_anndata_writes, write_group
-from dasksc.storage import is_of_content
+from dasksc.storage import caused_by_data
 
 __all__ = ["check_obs", "check_tables", "storable", "write_tables"]
 
@@ -33,10 +33,10 @@ _PIECE_ROWS = 2**20
 
 
 def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
-    """Convert the object columns of a table to types that AnnData writes without changing their values.
+    """Convert the object columns of a table to data types that AnnData writes without changing values.
 
-    AnnData writes a column of Python objects as strings, whatever they are: ``"nan"`` for a missing value, ``"1"`` for
-    1. Strings with missing values therefore become categories, and numbers and booleans become columns of their type.
+    AnnData writes any Python object as a string: ``"nan"`` for a missing value, ``"1"`` for 1. Strings with missing
+    values therefore become categories, and numbers and booleans become columns of their type.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
-    """Convert a column of Python objects to their common type; strings without missing values are not converted."""
+    """Convert a column of Python objects to their common type, except strings without missing values."""
     kind = pd.api.types.infer_dtype(column, skipna=True)
     try:
         if kind in ("string", "empty"):
@@ -90,14 +90,14 @@ def _advice(what: str) -> str:
 
 
 def check_tables(adata: anndata.AnnData, names: StagedNames | None) -> None:
-    """Check that AnnData can write the tables and uns, by writing a row of each table, and uns, to memory.
+    """Check that AnnData can write the tables and uns, by writing uns and one row of each table to memory.
 
     Parameters
     ----------
     adata
         Input.
     names
-        Names of its cells if it has none.
+        Names of the cells if `adata` was opened without them, otherwise None.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _error_of_writing(element: Any) -> Exception | None:
         write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
     # AnnData and the libraries that it writes with may raise any exception.
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             raise
         return error
     return None
@@ -142,14 +142,14 @@ def write_tables(
     how: Mapping[str, Any],
     names: StagedNames | None,
 ) -> None:
-    """Write obs in its new order, var, varm, varp and uns, and finally the metadata of the store.
+    """Write obs and obsm in the new order, var, varm, varp and uns, and finally the metadata of the store.
 
     Parameters
     ----------
     adata
         Input with Dask arrays, as returned by `dasksc.open`.
     folder
-        Temporary folder for elements before they are moved into the store. Existing contents are removed.
+        Temporary folder for elements before they are moved into the store. Its existing contents are removed.
     store
         Path of the store, which contains the matrices.
     order
@@ -157,7 +157,7 @@ def write_tables(
     how
         Description of the order, stored as an attribute for ``dasksc info``.
     names
-        Names of the cells of `adata` if it has none.
+        Names of the cells if `adata` was opened without them, otherwise None.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with as_anndata_writes():
@@ -183,7 +183,7 @@ def write_tables(
 def _write_in_order(
     parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64], names: StagedNames | None
 ) -> None:
-    """Write a table of cells in a new order, with one piece of a column in memory at a time."""
+    """Write a table with one row per cell in a new order; memory holds one piece of a column at a time."""
     first = table.iloc[order[:_PIECE_ROWS]]
     write_elem(parent, name, first if names is None else first.set_axis(names.index(order[:_PIECE_ROWS])))
     if len(order) <= _PIECE_ROWS:
@@ -197,7 +197,7 @@ def _write_in_order(
 
 
 def _columns(table: pd.DataFrame, group: zarr.Group, names: StagedNames | None) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of a table and finally its index, with their names in the group that AnnData writes."""
+    """Yield the columns of a table and finally its index, each with its name in the group that AnnData writes."""
     for column, values in table.items():
         yield str(column), values.array
     yield str(group.attrs["_index"]), table.index.array if names is None else names
@@ -222,9 +222,9 @@ def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[N
 
 
 def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the key in the store and the element for all elements except cell matrices.
+    """Yield all elements of a store except matrices with one row per cell.
 
-    The third item is True if the element has a row per cell.
+    Each item is the key in the store, the element, and True if the element has one row per cell.
     """
     yield "obs", storable(adata.obs, "obs"), True
     yield "var", storable(adata.var, "var"), False
@@ -242,14 +242,14 @@ def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
 
 
 def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
-    """Compare the written obs with that of the input, with one piece of a column in memory at a time.
+    """Compare the written obs with the obs of the input; memory holds one piece of a column at a time.
 
-    `names` are those of the cells of `adata` if it has none.
+    `names` holds the names of the cells if `adata` was opened without them.
 
     Raises
     ------
     CorruptDataError
-        If they differ.
+        If the written obs differs or cannot be read.
     """
     expected = storable(adata.obs, "obs")
     with as_anndata_writes():
@@ -261,11 +261,11 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], nam
                 if name not in written or not _is_written(written[name], values, order)
             ]
             index, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
-            if names is not None and index not in differing and not names.are_those_of_input():
+            if names is not None and index not in differing and not names.match_input():
                 differing.append(index)
         # The libraries may raise any exception on damaged metadata.
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise CorruptDataError(
                 f"{store}: obs cannot be read back ({type(error).__name__}: {error}). The disk or memory "
@@ -274,13 +274,13 @@ def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], nam
     if differing or columns != list(expected.columns):
         what = ["the names of the cells" if name == index else name for name in differing] or ["its columns"]
         raise CorruptDataError(
-            f"{store}: obs differs from the input's in {', '.join(what)}. The disk or "
+            f"{store}: obs differs from the input in {', '.join(what)}. The disk or "
             "memory may be failing. The written data are removed; convert again."
         )
 
 
 def _is_written(stored: Any, values: Any, order: NDArray[np.int64]) -> bool:
-    """Return True if a stored column has the values of `values` in a new order."""
+    """Return True if a stored column equals `values` in the new order."""
     if isinstance(values, pd.Categorical):
         categories = np.asarray(read_elem(stored["categories"]))
         if not _equal(categories, values.categories.to_numpy()):

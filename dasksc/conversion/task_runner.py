@@ -13,7 +13,7 @@ __all__ = ["TaskRunner", "Tasks"]
 
 
 class Tasks(Protocol):
-    """Protocol of tasks numbered from 0. Instances can be pickled."""
+    """Protocol of a set of tasks, numbered from 0. Instances can be pickled."""
 
     @property
     def n_tasks(self) -> int:
@@ -27,14 +27,14 @@ class Tasks(Protocol):
 
 
 class TaskRunner:
-    """Runner of tasks, a few at a time, which reports progress.
+    """Runner that executes a few tasks at a time and reports progress.
 
     Parameters
     ----------
     scheduler
         Scheduler that runs the tasks.
     advance
-        Callback for progress. Called with a number of finished cells and the name of the current step.
+        Callback for progress, called with a number of finished cells and the name of the current step.
     """
 
     def __init__(self, scheduler: FetchScheduler, advance: Callable[[float, str], None]) -> None:
@@ -72,11 +72,11 @@ class TaskRunner:
                 for _ in window:
                     self._advance(share, what)
         except FetchError as error:
-            # These errors explain themselves, so the FetchError would only hide them.
+            # The messages of these errors suffice, so a FetchError would only hide them.
             if isinstance(error.__cause__, DaskscError | OSError):
                 raise error.__cause__ from error
             raise
 
     def skip(self, n_cells: int, *, what: str) -> None:
-        """Report the cells of a step that need not run."""
+        """Report all cells of a step as finished, since the step need not run."""
         self._advance(n_cells, what)

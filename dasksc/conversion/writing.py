@@ -1,4 +1,4 @@
-"""Writing of the matrices of a store, shard by shard, from rows gathered from the input."""
+"""Writing of the matrices of a store, shard by shard, from rows of the input."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dasksc.storage import Matrix, RowBuffer
 
 __all__ = ["CSRCopy", "Copy", "DenseCopy", "narrowest_count", "wide_enough"]
 
-# About 90 cells of an atlas with 20,000 genes. Other readers decode whole chunks; dasksc decodes single blocks of them.
+# About 90 cells of an atlas with 20,000 genes. Other readers decode whole chunks; dasksc decodes single Blosc blocks.
 _CHUNK_VALUES = 2**17
 _DENSE_CHUNK_BYTES = 2**18
-_MOST_SHARDS = 16
+_USUAL_SHARDS = 16
 _SHARD_VALUES = 2**26
 _INDPTR_CHUNK = 2**16
 # Maximum number of rows per piece, including empty ones.
@@ -30,9 +30,9 @@ _PIECE_ROWS = 2**18
 
 
 def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
-    """Return the narrowest unsigned type for counts up to `largest`, or `dtype` if no type is narrower.
+    """Return the narrowest unsigned type for counts up to `largest`, or `dtype` if no such type is narrower.
 
-    An infinite `largest` stands for values that are not counts.
+    `largest` is infinite if the values are not counts.
     """
     for count in (np.uint8, np.uint16, np.uint32):
         if largest <= np.iinfo(count).max and np.dtype(count).itemsize < dtype.itemsize:
@@ -41,9 +41,9 @@ def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 
 
 def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
-    """Return `dtype`, or the narrowest unsigned type for counts up to `largest` if these exceed the range of `dtype`.
+    """Return `dtype`, or the narrowest unsigned type for counts up to `largest` if `dtype` cannot represent them.
 
-    Sums of repeated columns can exceed it.
+    Sums of repeated columns can exceed the range of `dtype`.
     """
     if dtype.kind == "f" or largest <= (1 if dtype.kind == "b" else np.iinfo(dtype).max):
         return dtype
@@ -51,8 +51,8 @@ def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 
 
 def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
-    """Return the number of rows per shard: for 16 shards, or more if shards would exceed `most` rows."""
-    return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _MOST_SHARDS)), most // chunk_rows))
+    """Return the number of rows per shard, for at most 16 shards, or more if these would exceed `most` rows."""
+    return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _USUAL_SHARDS)), most // chunk_rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,16 +234,16 @@ Copy = CSRCopy | DenseCopy
 
 
 def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[RowBuffer, NDArray[np.int64]]:
-    """Fetch rows in any order; return the fetch and the position of each row in it."""
+    """Fetch rows in any order; return the fetched rows and the position of each requested row in them."""
     ascending, positions = np.unique(rows, return_inverse=True)
     return matrix.fetch(ascending), positions
 
 
 def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
-    """Cut the rows that contain values ``[start, stop)`` into pieces of about `piece_values` values.
+    """Split the rows that contain values ``[start, stop)`` into pieces of about `piece_values` values.
 
     A piece has at least one row. The number of rows in a piece is limited, since locating many empty rows takes as
-    much memory as values do.
+    much memory as holding values does.
     """
     first = int(np.searchsorted(indptr, start, side="right")) - 1
     end = int(np.searchsorted(indptr, stop, side="left"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import distributed
 
-from dasksc._compat.distributed import add_pages, listening_at, page_names
+from dasksc._compat.distributed import add_pages, http_address, page_names
 from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
@@ -91,7 +91,7 @@ def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
         _add_page(dask_scheduler)
     except UnsupportedVersionError as error:  # The scheduler must start even without the page.
         warn_once(error, without="there is no loader page")
-    return listening_at(dask_scheduler)
+    return http_address(dask_scheduler)
 
 
 def _add_page(dask_scheduler: Any) -> None:

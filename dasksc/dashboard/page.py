@@ -12,7 +12,7 @@ from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dasksc._compat.distributed import RequestHandler, add_operation, announce, count_in_panel
+from dasksc._compat.distributed import RequestHandler, add_operation, add_to_progress_panel, announce
 from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.dashboard import prometheus
 from dasksc.executor.diagnosis import diagnosis
@@ -134,7 +134,7 @@ class LoaderPage(SchedulerPlugin):
             for prefix, (n_released, n_waiting) in epochs.items():
                 had_released, had_waiting = self._panel.get(prefix, (0, 0))
                 change = {"n_released": n_released - had_released, "n_waiting": n_waiting - had_waiting}
-                if count_in_panel(self._scheduler, prefix, **change):
+                if add_to_progress_panel(self._scheduler, prefix, **change):
                     self._panel[prefix] = n_released, n_waiting
         except UnsupportedVersionError as error:
             warn_once(error, without="the progress panel of Dask counts only the fetches in flight")

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dasksc._compat.distributed import memory_shares, process_memory
+from dasksc._compat.distributed import memory_thresholds, process_memory
 from dasksc.storage.files import release_pages
 
 __all__ = ["MemoryAdmission"]
@@ -39,7 +39,7 @@ class MemoryAdmission:
     """
 
     def __init__(self, worker: Any) -> None:
-        limit, spill, pause, target = memory_shares(worker)
+        limit, spill, pause, target = memory_thresholds(worker)
         shares = (spill, pause)
         # Even if the worker neither spills nor pauses, its nanny may terminate it.
         share = min((share for share in shares if share), default=_SHARE)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import dask
 from dask.system import cpu_count as _dask_cpu_count
 
-from dasksc._compat.distributed import address_once_given, clients_of_process, n_threads_heard_of, n_threads_of
+from dasksc._compat.distributed import clients_of_process, given_address, known_n_threads, n_threads_of
 from dasksc._compat.unsupported import UnsupportedVersionError
 from dasksc.errors import InputError
 from dasksc.platforms import after_fork
@@ -86,7 +86,7 @@ class FetchScheduler:
         distributed = sys.modules["distributed"]
         if isinstance(scheduler, distributed.Scheduler):
             return n_threads_of(scheduler)
-        return n_threads_heard_of(self.client)
+        return known_n_threads(self.client)
 
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
@@ -265,7 +265,7 @@ def address_of(client: Any) -> str:
     scheduler = client.scheduler
     if scheduler is not None:
         return str(scheduler.address)
-    start: Any = address_once_given(client)
+    start: Any = given_address(client)
     if start is None:
         start = client.cluster
     return str(getattr(start, "scheduler_address", start))

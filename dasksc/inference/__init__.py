@@ -425,7 +425,7 @@ class Predictions:
         except (OSError, RuntimeError) as error:
             # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-                raise work.no_space(error, needed_bytes=self._needed_bytes()) from error
+                raise work.disk_full_error(error, needed_bytes=self._needed_bytes()) from error
             if isinstance(error, DaskscError | RuntimeError):
                 raise
             raise StorageError(f"{work.target} cannot be written: {error}") from error

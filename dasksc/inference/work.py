@@ -138,18 +138,18 @@ class Work(WorkFolder):
         StorageError
             If another process works on another plan.
         """
-        begun = self.begun()
+        begun = self.read_plan()
         if begun == self.plan:
             return
         self._refuse_claimed(0, None)
         if begun is not None and not overwrite and any(self.folder.glob("*/done/*.json")):
-            raise self.differing(begun, self.plan)
+            raise self.other_plan_error(begun, self.plan)
         self.clear()
         self.write_plan(self.plan)
 
     def is_begun(self) -> bool:
         """Return True if the folder holds the plan of this work."""
-        return self.begun() == self.plan
+        return self.read_plan() == self.plan
 
     # --- Claims ---------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any
 import numba
 from numba import config, njit
 
-from dasksc._compat.numba import FunctionCache, cache_place, can_cache, set_cache
+from dasksc._compat.numba import FunctionCache, cache_location, can_cache, set_cache
 
 __all__ = ["kernel"]
 
@@ -53,7 +53,7 @@ def _source_digest() -> str:
 class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = _CacheFiles(*cache_place(self))
+        self._cache_file = _CacheFiles(*cache_location(self))
 
 
 class _CacheFiles:

@@ -1,1 +1,1 @@
-"""Memory that an epoch takes, memory that is available, and the reading mode chosen from both."""
+"""Model of the memory that an epoch takes, limits of the available memory, and the reading mode chosen from both."""

@@ -1,8 +1,7 @@
 """Memory that this process may use: the limits of its control groups, of the process and of the machine.
 
-A control group counts the page cache like the memory of its processes. A process that maps a file larger than the
-limit therefore reads it from disk again and again. `dasksc.memory.model` uses these figures to choose how files
-are read.
+A control group counts the page cache as memory of its processes. A process that maps a file larger than the limit
+therefore reads it from disk again and again. `dasksc.memory.model` uses the limits to choose how files are read.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Limit:
     n_bytes
         Memory that all processes under the limit may use together, including their page cache, in bytes.
     held
-        Memory that they hold now and that the kernel cannot reclaim, in bytes.
+        Memory that these processes hold now and that the kernel cannot reclaim, in bytes.
     source
         Description of the origin of the limit, for messages.
     address_bytes
@@ -59,7 +58,7 @@ def memory_limit(root: Path = Path("/")) -> Limit:
 
 
 def own_bytes(root: Path = Path("/")) -> int:
-    """Return the anonymous memory of this process, shared memory included, in bytes."""
+    """Return the anonymous memory of this process, including shared memory, in bytes."""
     fields = _fields(root / "proc/self/status")
     if "RssAnon" in fields:
         return 1024 * (fields["RssAnon"] + fields.get("RssShmem", 0))
@@ -69,27 +68,27 @@ def own_bytes(root: Path = Path("/")) -> int:
 
 
 def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> int:
-    """Return the memory that an epoch may take in this process, mapped pages of files included, in bytes.
+    """Return the memory that an epoch may take in this process, including mapped pages of files, in bytes.
 
     Parameters
     ----------
     limit
         Limit as returned by `memory_limit`.
     n_processes
-        Number of similar processes under the limit: ranks of the node times DataLoader workers of each.
+        Number of similar processes under the limit: ranks on the node times DataLoader workers per rank.
     own
         Anonymous memory of this process, as returned by `own_bytes`, in bytes.
     reused
-        Part of `own` that the epoch reuses, namely buffers of the previous epoch, in bytes.
+        Part of `own` that the epoch reuses, namely the buffers of the previous epoch, in bytes.
     """
-    # Ranks are assumed to hold equal amounts. Memory held beyond that belongs to other programs, such as
-    # a launcher.
+    # Similar processes are assumed to hold equal amounts. Memory held beyond that belongs to other programs, such as a
+    # launcher.
     others = max(0, limit.held - n_processes * own)
     return max(0, (limit.n_bytes - others) // n_processes - (own - reused) - CODE_BYTES)
 
 
 def recommended_bytes(n_bytes: int) -> int:
-    """Return the memory that a job should request to use `n_bytes`: 20% more, rounded up to half a GiB, in bytes."""
+    """Return the memory that a job should request to use `n_bytes`: 20% more, rounded up to a multiple of 0.5 GiB."""
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 
 
@@ -105,7 +104,7 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _groups(root: Path) -> list[tuple[int, int, str]]:
-    """Return the limit, the held memory and the file of the limit, for every limited control group of this process."""
+    """Return the limit, the memory held and the file of the limit, for each limited control group of this process."""
     try:
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         memberships = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]

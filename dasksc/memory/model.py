@@ -17,23 +17,23 @@ __all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "Memory
 # Safety factor for long rows. The mean length in a fetch is close to that of all rows, unless weights
 # favor long rows.
 LONGER_ROWS = 1.1
-# Bytes per row in a plan: the row number and its position.
+# Bytes per row in a plan: the row number and the position.
 PLAN_ROW_BYTES = 16
 # Size above which a fetch is split into several tasks.
 _PART_BYTES = 2**25
 _MAX_PARTS = 64
-# Memory of threads, of their and the allocator's caches, and of tasks.
+# Memory of threads, of tasks, and of the caches of threads and the allocator.
 _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
-# Share of the remaining memory that mapped files may fill and still stay in the page cache.
+# Share of the remaining memory that mapped files may fill while the page cache still holds all of them.
 _CACHED_SHARE = 0.9
-# Share of the available memory that may be in use if files are larger than the page cache. With less to
-# spare, the kernel evicts pages before they are used.
+# Share of the available memory that may be in use if files are larger than the page cache. With less free memory, the
+# kernel evicts pages before they are used.
 _PAGES_SHARE = 0.5
 # Number of threads assumed when the size of a fetch is chosen, so that it does not depend on the machine.
 NOMINAL_THREADS = 2
 _MAX_FETCH_FACTOR = 4096
-# Number of reading modes that are compared, so that a decision about many files takes little time.
+# Maximum number of reading modes to compare, so that a decision about many files takes little time.
 _MAX_STEPS = 32
 
 
@@ -46,7 +46,7 @@ class Demand:
     anonymous
         Anonymous memory of the process.
     pages
-        Pages of files in the page cache that are needed simultaneously. A control group counts these, too.
+        Pages of files that the page cache must hold simultaneously. A control group counts these, too.
     """
 
     anonymous: int
@@ -73,7 +73,7 @@ class ReadingMode:
     demand
         Memory that this mode takes.
     fits
-        True if the demand fits the memory that the process may use.
+        True if the demand fits into the memory that the process may use.
     """
 
     unmapped: frozenset[str]
@@ -92,8 +92,8 @@ class MemoryModel:
     n_obs
         Number of rows.
     mapped, read
-        Cost of a fetched row in each matrix, by label, if all files that can be memory-mapped are, and if none is. For
-        the matrices of joined atlases: their share of the mean cost.
+        Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
+        mapped, `read` if none is. For a matrix of joined atlases, its share of the mean cost.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes
@@ -128,11 +128,11 @@ class MemoryModel:
         return frozenset(label for label, cost in self.read.items() if cost.held > self.mapped[label].held)
 
     def n_parts(self, unmapped: Collection[str]) -> int:
-        """Return the number of tasks per fetch: one if a fetch holds little memory, as with mapped files."""
+        """Return the number of tasks per fetch; 1 if a fetch holds little memory, as with mapped files."""
         return self.fixed_n_parts or _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
 
     def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
-        """Return the desired number of parts in flight beyond the fetch being yielded, regardless of memory."""
+        """Return the number of parts to keep in flight beyond the fetch being yielded, disregarding memory."""
         n_parts = self.n_parts(unmapped)
         # Results are returned in order, so a thread that finishes early needs a second part to work on.
         return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
@@ -186,21 +186,21 @@ class MemoryModel:
         Files that stay in the page cache as a whole are memory-mapped, so that later epochs find them there. If
         they do not all fit, the largest are read into anonymous memory instead. That is faster for files
         that every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number
-        of parts in flight is the largest that fits, at most that of `depth`.
+        of parts in flight is the largest that fits, at most the result of `depth`.
 
         If no mode fits, files are mapped. The number of parts in flight is then reduced until anonymous memory fits
-        `limit` and all memory in use fits half of `available`, or until one part is left.
+        in `limit` and all memory in use fits in half of `available`, or until a single part is in flight.
 
         Parameters
         ----------
         prefetch
-            Requested number of fetches in flight, which is never reduced; None for as many as the threads can use.
+            Requested number of fetches in flight, which is never reduced; None for the number that the threads can use.
         n_threads
             Number of threads that fetch, in this process or in the processes that send rows.
         limit
-            Limit of the anonymous memory of the process, in bytes.
+            Limit on the anonymous memory of the process, in bytes.
         available
-            Memory that the process may use, including page cache, in bytes.
+            Memory that the process may use, including the page cache, in bytes.
         n_sharing
             Number of processes that share the page cache and read the same files.
         may_map
@@ -224,21 +224,21 @@ class MemoryModel:
             needed = demand.anonymous + max(demand.pages, mapped / _CACHED_SHARE)
             if demand.anonymous <= limit and needed <= available:
                 return ReadingMode(unmapped=unmapped, depth=n, n_parts=self.n_parts(unmapped), demand=demand, fits=True)
-        # Pages that do not fit are merely read again; exceeding the limit of anonymous memory would get
-        # the process killed.
+        # Pages that do not fit are merely read again, whereas the kernel kills a process whose anonymous memory exceeds
+        # the limit.
         depths = range(full[0], 0, -1) if prefetch is None else [full[0]]
         demands = [(n, self.demand(depth=n, n_threads=n_here, unmapped=orders[0])) for n in depths]
-        n, demand = next((one for one in demands if self._is_bearable(one[1], limit, available)), demands[-1])
-        fits = self._is_bearable(demand, limit, available)
+        n, demand = next((one for one in demands if self._fits_mapped(one[1], limit, available)), demands[-1])
+        fits = self._fits_mapped(demand, limit, available)
         return ReadingMode(unmapped=orders[0], depth=n, n_parts=self.n_parts(orders[0]), demand=demand, fits=fits)
 
     @staticmethod
-    def _is_bearable(demand: Demand, limit: int, available: int) -> bool:
-        """Return True if files larger than the page cache may be mapped, because the pages in use stay in it."""
+    def _fits_mapped(demand: Demand, limit: int, available: int) -> bool:
+        """Return True if files larger than the page cache may be mapped, because the cache holds all pages in use."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
-        """Return the demand at full speed without memory-mapped files, which is the memory that a job should have."""
+        """Return the demand at full speed without memory-mapped files: the memory that a job should have."""
         depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
         return self.demand(depth=depth, n_threads=0 if self.is_interprocess else n_threads, unmapped=self.mappable)
 
@@ -247,9 +247,9 @@ class MemoryModel:
         return self.n_obs * (self.read[label].held - self.mapped[label].held)
 
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
-        """Return the largest number of batches per fetch for which iterating fits `limit`; at least 1.
+        """Return the largest number of batches per fetch for which iterating fits in `limit`; at least 1.
 
-        Assumes that no file is mapped, and a number of threads that does not depend on the machine.
+        The result assumes that no file is mapped, and a number of threads that does not depend on the machine.
         """
         row_bytes = sum(max(cost.row, cost.held) for cost in self.read.values())
         n_threads = NOMINAL_THREADS
@@ -264,7 +264,7 @@ class MemoryModel:
                 <= limit
             )
 
-        # Linear search, because the demand is not monotonic: one more part per fetch can lower it.
+        # The search is linear, because the demand is not monotonic: one more part per fetch can lower it.
         return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Reading mode of an epoch: chosen when it begins, and again when memory runs short."""
+"""Reading mode of an epoch, chosen when the epoch begins and again when memory runs short."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["AdaptiveReadingMode"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# Minimum time between checks of the limits, and the same in durations of a check. A check takes about a millisecond;
-# for a thousand files, about forty.
+# Minimum time between checks of the limits, in seconds and as a multiple of the duration of a check. A check takes
+# about a millisecond; for a thousand files, about forty.
 _CHECK_INTERVAL_S, _CHECK_PAUSE = 0.5, 50
 
 
@@ -28,13 +28,13 @@ class AdaptiveReadingMode:
     Parameters
     ----------
     decide
-        Function that returns the reading mode for the memory available now. Once the number of parts of a fetch is
-        fixed, it is called with ``n_parts=``.
+        Function that returns the reading mode for the memory available now. Later calls pass the number of parts of a
+        fetch as ``n_parts=``, since it is fixed by then.
     name
         Name of the data set, for log messages.
     needed_bytes
-        Function that returns the memory needed to read at full speed, in bytes. A warning states it if less is
-        available.
+        Function that returns the memory needed to read at full speed, in bytes. If less is available, a warning states
+        the result.
     """
 
     def __init__(self, decide: Callable[..., ReadingMode], name: str, needed_bytes: Callable[[], int]) -> None:
@@ -60,14 +60,14 @@ class AdaptiveReadingMode:
         return self._mode.unmapped
 
     def depth(self) -> int:
-        """Return the number of parts of fetches that may be in flight; checks the available memory at intervals."""
+        """Return the number of parts of fetches that may be in flight; memory is checked again at intervals."""
         with self._lock:
             start = monotonic()
             if start > self._next_check:
                 before, now = self._mode, self._decide(n_parts=self._mode.n_parts)
                 self._next_check = start + max(_CHECK_INTERVAL_S, _CHECK_PAUSE * (monotonic() - start))
-                # Changes go in one direction only, because switching back would read mapped files again.
-                # Additional memory is used from the next epoch on.
+                # The mode changes in one direction only, because switching back would read mapped files again. Memory
+                # that becomes available is used from the next epoch on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
                     self._mode = now
                 if not self._mode.unmapped <= before.unmapped:

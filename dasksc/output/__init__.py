@@ -1,1 +1,1 @@
-"""Zarr stores that are written shard by shard, in a work folder, and appear when they are complete."""
+"""Writing of Zarr stores, shard by shard in a work folder, from which a complete store is moved to its target."""

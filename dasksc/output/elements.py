@@ -16,12 +16,12 @@ __all__ = ["as_anndata_writes", "write_group"]
 
 @contextmanager
 def as_anndata_writes() -> Iterator[None]:
-    """Suppress the warnings of the libraries for each element, and allow AnnData to write nullable strings."""
+    """Suppress the warnings that libraries raise per element, and allow AnnData to write nullable strings."""
     settings = anndata.settings
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # Without an explicit value, AnnData warns for each array that this default will change.
+        # Unless the setting has an explicit value, AnnData warns for each array that the default will change.
         stack.enter_context(settings.override(auto_shard_zarr_v3=bool(settings.auto_shard_zarr_v3)))
         if hasattr(settings, "allow_write_nullable_strings"):
             stack.enter_context(settings.override(allow_write_nullable_strings=True))

@@ -1,4 +1,4 @@
-"""Progress bars of work that writes files."""
+"""Progress bars for work that writes files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_tqdm() -> None:
 
 @contextmanager
 def progress_bar(*, total: int, shown: bool) -> Iterator[Callable[[float, str], None]]:
-    """Show a progress bar with the remaining time; yield a callback for finished cells and the name of the step."""
+    """Show a progress bar; yield a callback that takes a number of finished cells and the name of the step."""
     if not shown:
         yield lambda n, what: None
         return

@@ -2,11 +2,11 @@
 
 A shard is one file of separately compressed chunks, with an index of the chunks at its end. The shape of the array
 determines which elements belong to which shard, so several processes can write an array without communication. A
-shard is written under another name and renamed, so an existing shard is always complete.
+shard has a temporary name until it is complete, so an existing shard is always complete.
 
 The codec was chosen by measurements on shuffled cells of an atlas with 20,000 genes and 1,447 values per cell. Each
-entry gives bits per value, microseconds to decode a cell in runs of 64, and millions of values encoded per second, on
-one core of an AMD EPYC, chunk by chunk:
+entry gives bits per value, microseconds to decode a cell in runs of 64, and millions of values encoded per second.
+Chunks were coded one by one, on one core of an AMD EPYC:
 
 =============================== ===================== ===================== =============================
 codec                           columns (uint16)      counts (uint16)       log-normalized (float32)
@@ -19,11 +19,11 @@ LZ4HC, level 4                                                              6.0 
 LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
-LZ4HC searches longer for repetitions than LZ4. Its output is smaller and, more important for every epoch, has fewer
-pieces to copy when decoded. Shards use level 4 with shuffled bytes, except for floats that repeat as a whole, such as
-the expression values of a cell. Zstandard takes fewer bits (columns 9.1, counts 2.4 at level 1) but two to four times
-as long to decode. Chunks of fewer than 131,072 values are slower. Larger ones are hardly faster, and slow down readers
-that decode whole chunks.
+LZ4HC searches longer for repetitions than LZ4. Its output is smaller. More importantly, it decodes faster, because it
+consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes, except for floats that
+repeat as a whole, such as the expression values of a cell. Zstandard takes fewer bits (columns 9.1, counts 2.4 at
+level 1), but takes two to four times as long to decode. Chunks of fewer than 131,072 values are slower. Larger chunks
+are hardly faster, and slow down readers that decode whole chunks.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _ABSENT = 2**64 - 1
 # Name and level of Blosc; level 0 copies.
 _CODECS = {"lz4hc": ("lz4hc", 4), "stored": ("lz4", 0)}
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
-# Smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks waste less. For values of
-# two bytes or more, C-Blosc makes no blocks below 64 KiB; this setting selects that minimum.
+# Size of a Blosc block, the smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks
+# waste less. For values of two bytes or more, C-Blosc makes no blocks below 64 KiB; this setting selects that minimum.
 _BLOCK_BYTES = 16 * 2**10
 
 
@@ -72,8 +72,8 @@ class ShardedArray:
         Byte shuffle of Blosc: ``"shuffle"`` groups the bytes of a chunk's elements by significance before
         compression, ``"noshuffle"`` does not.
     codec
-        ``"lz4hc"`` compresses. ``"stored"`` does not: LZ4 saves 6 percent of an embedding of float32 at 300 million
-        values per second, and storing them takes a thirtieth of the time.
+        ``"lz4hc"`` compresses, ``"stored"`` does not. The latter suits float32 embeddings: LZ4 makes them only 6
+        percent smaller, at 300 million values per second, and storing them is thirty times as fast.
     """
 
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class ShardedArray:
 
 
 class ShardWriter:
-    """Sequential writer of one shard; the file appears when all rows are written.
+    """Sequential writer of one shard, whose file appears when all rows have been written.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class ShardWriter:
         return self
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Append rows, of any data type that can be cast to that of the array."""
+        """Append rows of any data type that can be cast to that of the array."""
         self._n_left -= len(rows)
         done = 0
         while done < len(rows):

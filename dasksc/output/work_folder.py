@@ -1,11 +1,11 @@
 """Work folder next to a target: locked, resumable, and removed once the target is complete.
 
-`WorkFolder` is a folder with a lock and the plan of the work in it. `StoreWorkFolder` is that of a conversion:
+`WorkFolder` is a folder with a lock and the plan of the work. `StoreWorkFolder` is the work folder of a conversion:
 `OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
 ``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
-has a temporary name until it is complete. If the process is killed at any moment, existing files therefore remain
-valid, and a later run writes only the missing ones. The metadata of the store's root is written last, so an incomplete
-store cannot be opened. A final rename makes the store the target.
+has a temporary name until it is complete. If the process is killed at any time, existing files therefore remain valid,
+and a later run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store
+cannot be opened. A final rename makes the store the target.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class WorkFolder:
         try:
             yield
         finally:
-            # Remove the folder if nothing was begun.
+            # Remove the folder if it holds no work.
             if self.folder.exists() and os.listdir(self.folder) == ["lock"]:
                 self.remove()
             lock.close()
@@ -113,8 +113,8 @@ class WorkFolder:
                 return lock
             lock.close()
 
-    def begun(self) -> dict[str, Any] | None:
-        """Return the plan of the work in the folder, or None if there is none that can be read."""
+    def read_plan(self) -> dict[str, Any] | None:
+        """Return the plan of the work in the folder, or None if it is missing or unreadable."""
         try:
             begun: dict[str, Any] = json.loads((self.folder / "plan.json").read_text())
         except (FileNotFoundError, ValueError):  # a file may be empty after a power failure
@@ -122,13 +122,13 @@ class WorkFolder:
         return begun
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        """Record the plan of the work, atomically."""
+        """Write the plan of the work to the folder, atomically."""
         with atomic_path(self.folder / "plan.json") as path:
             path.write_text(json.dumps(plan, indent=1))
 
     def clear(self) -> None:
         """Remove all results, so that the work starts from the beginning."""
-        # The plan goes first, so that the remains of an interrupted removal belong to no plan.
+        # The plan is removed first, so that files left by an interrupted removal belong to no plan.
         (self.folder / "plan.json").unlink(missing_ok=True)
         self._remove_all_but("lock")
 
@@ -137,7 +137,7 @@ class WorkFolder:
             if entry.name not in kept:
                 discard(entry)
 
-    def differing(self, begun: dict[str, Any], plan: dict[str, Any]) -> InputError:
+    def other_plan_error(self, begun: dict[str, Any], plan: dict[str, Any]) -> InputError:
         """Return the error to raise when the folder holds work with another plan."""
         names = [name for name in sorted({*plan, *begun}) if plan.get(name) != begun.get(name)]
         return InputError(
@@ -147,13 +147,13 @@ class WorkFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder; the plan, which records completion, goes second to last, and the lock last."""
+        """Remove the folder: first the results, then the plan, which records completion, and finally the lock."""
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
         (self.folder / "lock").unlink()
         self.folder.rmdir()
 
-    def no_space(self, error: Exception, *, needed_bytes: int) -> StorageError:
+    def disk_full_error(self, error: Exception, *, needed_bytes: int) -> StorageError:
         """Return the error to raise when the disk is full."""
         free = shutil.disk_usage(self.target.parent).free
         return StorageError(
@@ -180,7 +180,7 @@ class StoreWorkFolder(WorkFolder):
         self._replaced = self.folder / "replaced"
 
     def begin(self, plan: dict[str, Any], *, overwrite: bool) -> bool:
-        """Prepare the folder for a plan; return False if the target is already complete.
+        """Prepare the folder for work with a plan; return False if the target is already complete.
 
         Raises
         ------
@@ -188,7 +188,7 @@ class StoreWorkFolder(WorkFolder):
             If `overwrite` is False and the target exists or the folder holds a conversion with another plan; or if
             the target is not a Zarr store.
         """
-        begun = self.begun()
+        begun = self.read_plan()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()
         if published and begun == plan and self.target.exists() and not overwrite:
             # The process was killed between the final rename and the removal of the folder.
@@ -200,9 +200,9 @@ class StoreWorkFolder(WorkFolder):
             if not overwrite:
                 raise InputError(f"{self.target} exists. Give another target, or overwrite=True (--overwrite).")
             if not self._may_be_replaced():
-                raise InputError(f"{self.target} is not a Zarr store, and is not overwritten. Give another target.")
+                raise InputError(f"{self.target} is not a Zarr store, so it is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
-            raise self.differing(begun, plan)
+            raise self.other_plan_error(begun, plan)
         if begun != plan:
             self.clear()
             self.write_plan(plan)
@@ -216,25 +216,25 @@ class StoreWorkFolder(WorkFolder):
         return any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup"))
 
     def publish(self, *, overwrite: bool) -> None:
-        """Rename the store to the target and remove the work folder.
+        """Rename the store to the target, and remove the work folder.
 
-        The rename is atomic if there was no target before.
+        The rename is atomic if it replaces no target.
 
         Raises
         ------
         InputError
-            If something has appeared at the target that must not be replaced. The results are kept.
+            If another process has created the target and it must not be replaced. The results are kept.
         """
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
-                f"{self.target} was created by another process during the conversion, and is not replaced. The written "
-                f"data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
+                f"{self.target} was created by another process during the conversion, so it is not replaced. The "
+                f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
-        # Killed tasks leave partial files.
+        # Killed tasks leave partial files behind.
         for leftover in self.store.rglob(".*.partial"):
             leftover.unlink()
-        begun = self.begun() or {}
+        begun = self.read_plan() or {}
         self.write_plan(begun | {"published": True})
         if self._is_taken():
             discard(self._replaced)
@@ -246,7 +246,7 @@ class StoreWorkFolder(WorkFolder):
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, which is renamed to `path` afterwards, atomically."""
+    """Yield a temporary path to write to; then rename it to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.partial{path.suffix}")
     try:
@@ -265,13 +265,13 @@ def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any
 
 @contextmanager
 def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
-    """Yield a memory-mapped array to fill, shape (n,), which is saved as a ``.npy`` file at `path`, atomically.
+    """Yield a memory-mapped array to fill, shape (n,); then save it as the ``.npy`` file `path`, atomically.
 
     Raises
     ------
     OSError
-        If the disk is full. Space is reserved before the file is mapped, since writing to a mapped page without disk
-        space kills the process by a signal.
+        If the disk is full. Space is reserved before the file is mapped, since a signal kills a process that writes to
+        a mapped page without disk space.
     """
     dtype = np.dtype(dtype)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
@@ -285,7 +285,7 @@ def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]
 
 
 def extend(file: IO[bytes], n_bytes: int) -> None:
-    """Extend a file by zeros and reserve disk space for them."""
+    """Append zeros to a file, and reserve disk space for them."""
     start = file.tell()
     file.flush()
     if hasattr(os, "posix_fallocate"):
@@ -295,13 +295,13 @@ def extend(file: IO[bytes], n_bytes: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-    # macOS has no such call, and some file systems do not support it; zeros are written instead.
+    # macOS lacks posix_fallocate, and some file systems do not support it; zeros are written instead.
     for at in range(0, n_bytes, _ZEROS_BYTES):
         file.write(bytes(min(_ZEROS_BYTES, n_bytes - at)))
 
 
 def discard(path: Path) -> None:
-    """Remove a file, directory or symbolic link; the target of a link is kept."""
+    """Remove a file, directory or symbolic link, but not the target of a link."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
 from dasksc.storage.files import UseMmap, mapping, mapping_of
 from dasksc.storage.joining import join
@@ -30,7 +30,7 @@ __all__ = [
     "ReorderedMatrix",
     "UseMmap",
     "as_matrix",
-    "is_of_content",
+    "caused_by_data",
     "is_url",
     "join",
     "mapping",

@@ -23,33 +23,34 @@ __all__ = [
 ]
 
 
-# Types of metadata and of the nodes of a file. An unexpected one of these lacks attributes of the expected one.
-_READ = (
+# Types of metadata and of the nodes of a file. If a library reads one of these types where it expects another, an
+# attribute is missing.
+_PLAIN_DATA = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
     h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,
 )  # fmt: skip
 
 
-def is_of_content(error: BaseException) -> bool:
+def caused_by_data(error: BaseException) -> bool:
     """Return True if a library raised an error because of the data that it read.
 
     Other causes are a lack of memory, a missing module, and errors in the library's code. A missing attribute is caused
     by the data if the object is plain data, such as a number where metadata should have a dict.
     """
     if isinstance(error, AttributeError):
-        return isinstance(error.obj, _READ)
+        return isinstance(error.obj, _PLAIN_DATA)
     return not isinstance(error, MemoryError | ImportError | NameError | AssertionError)
 
 
 class BrokenRunError(Exception):
-    """Internal error: a run cannot be read. The matrix converts it to a `CorruptDataError` that names rows.
+    """Internal error for a run that cannot be read; the matrix converts it to a `StorageError` that names the rows.
 
     Parameters
     ----------
     label
         Name of the array.
     start, stop
-        Run along the first axis that cannot be read.
+        Run that cannot be read, along the first axis.
     reason
         Description of the error.
     """
@@ -63,7 +64,7 @@ class BrokenRunError(Exception):
 
 
 class UnknownLayoutError(Exception):
-    """Internal error: only the library of the format can read an array. The message gives the reason as a clause."""
+    """Internal error for an array that only h5py or zarr-python can read; the message is a clause with the reason."""
 
 
 class StoredArray(Protocol):
@@ -91,8 +92,8 @@ class StoredArray(Protocol):
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Return the memory addresses of the runs ``[starts[i], stops[i])`` along the first axis.
 
-        Runs are in ascending order of start and may touch, overlap, repeat and be empty. Each is
-        contiguous in the result, and row-major if the array has two dimensions.
+        Runs are in ascending order of start, and may touch, overlap, repeat and be empty. Each run is
+        contiguous in memory, and row-major if the array has two dimensions.
 
         Raises
         ------
@@ -104,7 +105,7 @@ class StoredArray(Protocol):
 
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the data type in which elements are held in memory, since numba does not support float16."""
+    """Return the data type that elements have in memory: float32 for float16, which numba does not support."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
 
 
@@ -120,12 +121,12 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class MemoryArray:
-    """NumPy array as a stored array, read without copying.
+    """Stored array over a NumPy array, read without copying.
 
     Parameters
     ----------
     array
-        Array of one or two dimensions; copied if its rows are not contiguous or its type must be converted.
+        Array of one or two dimensions. It is copied if its rows are not contiguous or its type must be converted.
     label
         Name of the array in error messages.
     """
@@ -160,12 +161,12 @@ class MemoryArray:
 
 
 def chunk_length(array: StoredArray) -> int:
-    """Return the length of a chunk, decoded as a whole, along the first axis; 0 if elements can be read singly."""
+    """Return the length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one."""
     return int(getattr(array, "chunk_length", 0))
 
 
 def row_bytes(array: StoredArray) -> int:
-    """Return the size in memory of one step along the first axis, in bytes."""
+    """Return the size in memory of a row, or of an element of a one-dimensional array, in bytes."""
     n_items = 1
     for length in array.shape[1:]:
         n_items *= length

@@ -1,12 +1,11 @@
-"""Memory for fetches and batches, reused after its last reference is gone.
+"""Memory pool for fetches and batches, which reuses memory after its last reference is gone.
 
-The operating system clears new memory page by page, which costs as much as filling it. While a
-`Recycling` exists, arrays from `empty` use memory that returns to a pool when the last object that
-shares it (such as a view, a tensor or a tensor saved by autograd) is freed. Memory in use is therefore
-never overwritten.
+The operating system clears new memory page by page, which costs as much as filling it. While a `Recycling` exists,
+arrays from `empty` use memory that returns to a pool when the last object that shares it (such as a view, a tensor or
+a tensor saved by autograd) is freed. Memory in use is therefore never overwritten.
 
-The pool serves pageable memory only. A copy to a GPU may still read a pinned buffer after Python has
-freed it, which only torch's allocator of pinned memory tracks.
+The pool holds only pageable memory. A copy to a GPU may still read a pinned buffer after Python has freed it; only the
+allocator for pinned memory in torch tracks such copies.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ __all__ = ["Recycling", "empty", "kept_bytes"]
 
 # The system allocator reuses smaller blocks itself.
 _SMALL_BYTES = 2**16
-# Size from which buffers are mappings of their own, in huge pages.
+# Size from which each buffer is a memory mapping of its own, with huge pages.
 _MAPPED_BYTES = 2**22
 
 
@@ -109,10 +108,10 @@ class _Pool:
 
 
 def _new_memory(n_bytes: int) -> NDArray[np.uint8]:
-    """Return memory that the operating system takes back as soon as it is freed.
+    """Return memory that goes back to the operating system as soon as it is freed.
 
-    The system allocator keeps large blocks in its heap once a block of their size has been freed, by this or any other
-    library. Freed memory between two blocks then stays in the process.
+    The system allocator keeps large blocks in its heap once any library has freed a block of their size. Freed memory
+    between two blocks then stays in the process.
     """
     if n_bytes < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(n_bytes, dtype=np.uint8)
@@ -159,5 +158,5 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def kept_bytes() -> int:
-    """Return the memory that arrays from `empty` use, and the idle memory kept for them, in bytes."""
+    """Return the size of the memory that arrays from `empty` use and of the idle memory kept for them, in bytes."""
     return _pool.kept_bytes()

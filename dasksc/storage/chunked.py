@@ -17,9 +17,9 @@ from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage import read_timing as clock
-from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
-from dasksc.storage.files import LocalFile, UseMmap, maps
+from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
@@ -27,7 +27,7 @@ from dasksc.storage.runs import cut, locate, merge
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
-# Maximum number of files that one fetch keeps mapped; a process may have 65,530 maps.
+# Maximum number of files that one fetch keeps mapped; Linux allows 65,530 maps per process.
 _MOST_MAPS = 2**12
 _NO_CHUNKS = np.empty(0, dtype=np.int64)
 
@@ -39,7 +39,7 @@ class MappedChunks:
     Parameters
     ----------
     at
-        Address of each chunk, shape (n_chunks,), uint64; 0 if it was never written.
+        Address of each chunk, shape (n_chunks,), uint64; 0 for a chunk that was never written.
     sizes
         Size of each chunk in bytes, shape (n_chunks,), int64.
     owner
@@ -56,7 +56,7 @@ class ChunkSource(Protocol):
 
     @property
     def working_bytes(self) -> int:
-        """Memory of stored chunks during a fetch, in addition to the one being decoded, in bytes."""
+        """Memory for stored chunks during a fetch, beyond the chunk being decoded, in bytes."""
 
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced since it was opened."""
@@ -64,11 +64,11 @@ class ChunkSource(Protocol):
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs.
 
-        `numbers` are ascending. Bytes are valid until the next chunk is requested.
+        `numbers` are ascending. The bytes are valid until the next chunk is requested.
         """
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield groups of the same chunks, memory-mapped; return None if not possible or a chunk skipped a codec."""
+        """Yield the chunks in memory-mapped groups; return None if they cannot be mapped or one skipped a codec."""
 
 
 class TableChunks:
@@ -79,7 +79,7 @@ class TableChunks:
     file
         File that contains the chunks.
     offsets, sizes
-        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 if it was
+        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk that was
         never written.
     skipped
         Bit mask of the codecs that each chunk skipped, shape (n_chunks,), uint32.
@@ -104,11 +104,11 @@ class TableChunks:
         if (offsets + sizes).max(initial=0) > file.identity.size:
             raise CorruptDataError(
                 f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                f"{file.identity.size}. Copy or download it again."
+                f"{file.identity.size} bytes. Copy or download it again."
             )
         self._file = file
         self._offsets = offsets
-        # The table is pickled with every task, so its size matters. HDF5 chunks are below 4 GiB, and few skip a filter.
+        # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
         self._sizes = sizes.astype(np.uint32)
         self._skipped = skipped if skipped.any() else None
         self._use_mmap = use_mmap
@@ -132,8 +132,8 @@ class TableChunks:
             yield (next(chunks), skipped) if is_written else (None, 0)
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Return all chunks at once; see `ChunkSource.mapped`."""
-        if not maps(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
+        """Yield all chunks as one group; see `ChunkSource.mapped`."""
+        if not should_map(self._use_mmap) or (self._skipped is not None and self._skipped[numbers].any()):
             return None
         assert isinstance(self._file, LocalFile)
         sizes = self._sizes[numbers].astype(np.int64)
@@ -151,7 +151,7 @@ class ChunkedArray:
     shape
         Shape of the array, with one or two dimensions.
     chunk_shape
-        Shape of a chunk, with as many dimensions; edge chunks are stored with their full shape.
+        Shape of a chunk, with as many dimensions as the array; edge chunks are stored with their full shape.
     chain
         Codecs that decode a chunk.
     source
@@ -182,11 +182,11 @@ class ChunkedArray:
     def narrowed(self, n_columns: int) -> ChunkedArray:
         """Return the array with column indices below `n_columns` held as uint16, if the conversion costs nothing.
 
-        The conversion costs nothing for large chunks. They are rarely requested whole, so their rows are copied in any
-        case, and the copy converts them.
+        It costs nothing for large chunks. These are rarely requested whole, so their rows are copied in any case, and
+        the copy converts them.
         """
         stored = self._chain.dtype
-        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._lies_mapped
+        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._is_used_in_place
         if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
             return self
         result = copy.copy(self)
@@ -195,15 +195,15 @@ class ChunkedArray:
         return result
 
     @property
-    def _lies_mapped(self) -> bool:
-        """True if the elements can be used directly from a memory map, without decoding or conversion."""
+    def _is_used_in_place(self) -> bool:
+        """True if elements are used directly from a memory map, without decoding or conversion."""
         stored = self._chain.dtype
         plain = not self._chain.codecs and stored == memory_dtype(stored)
         return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
 
     def held_share(self, run: float) -> float:
         """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross chunks and are copied."""
-        return min(1.0, (run - 1) / self._chunk_shape[0]) if self._lies_mapped else 1.0
+        return min(1.0, (run - 1) / self._chunk_shape[0]) if self._is_used_in_place else 1.0
 
     @property
     def chunk_length(self) -> int:
@@ -212,17 +212,17 @@ class ChunkedArray:
 
     @property
     def working_bytes(self) -> int:
-        """Memory for a chunk as stored, decoded and twice in between, and for reading ahead, in bytes."""
+        """Memory for four copies of a chunk (stored, decoded, and two in between) and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.require_unchanged()
-        mapped = self._reach_mapped(starts, stops) if self._lies_mapped else None
-        return self._reach_decoded(starts, stops) if mapped is None else mapped
+        mapped = self._locate_mapped(starts, stops) if self._is_used_in_place else None
+        return self._locate_decoded(starts, stops) if mapped is None else mapped
 
-    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers | None:
-        """Return the addresses of runs in mapped chunks, with runs that cross chunks copied; None if not possible."""
+    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers | None:
+        """Return the addresses of runs in mapped chunks, after copying runs that cross chunks; None if not possible."""
         length, stride = self._chunk_shape[0], row_bytes(self)
         first = starts // length
         inside = (stops > starts) & (stops <= (first + 1) * length)
@@ -243,13 +243,13 @@ class ChunkedArray:
                     which[here] = np.where(written, len(buffers), 0)
                     begins[here] = np.where(written, group.at - np.uint64(group.owner.ctypes.data), 0)
                     buffers.append(group.owner)
-        # `_fill_block`, which reads chunk by chunk, meets the error again and reports the chunk.
+        # `_fill_block` reads chunk by chunk, so it meets the error again and reports the chunk.
         except (CorruptDataError, OSError):
             return None
         if (which == 0).any():
             buffers[0] = fill = np.full(length * stride // self.dtype.itemsize, self._fill, dtype=self.dtype)
-        crossing = self._reach_decoded(starts[~inside], stops[~inside])
-        lying = RowPointers.inside(
+        crossing = self._locate_decoded(starts[~inside], stops[~inside])
+        in_place = RowPointers.inside(
             buffers,
             dtype=crossing.dtype,
             which=which[chunk_of],
@@ -258,15 +258,15 @@ class ChunkedArray:
             held_bytes=fill.nbytes,
         )
         at = np.empty(len(starts), dtype=np.uint64)
-        at[inside], at[~inside] = lying.at, crossing.at
+        at[inside], at[~inside] = in_place.at, crossing.at
         return RowPointers(
             at=at,
             dtype=crossing.dtype,
-            held_bytes=lying.held_bytes + crossing.held_bytes,
-            owners=lying.owners + crossing.owners,
+            held_bytes=in_place.held_bytes + crossing.held_bytes,
+            owners=in_place.owners + crossing.owners,
         )
 
-    def _reach_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         length = self._chunk_shape[0]
         stride = row_bytes(self)
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
@@ -295,7 +295,7 @@ class ChunkedArray:
         *,
         width: int,
     ) -> bool:
-        """Fill `block` with one kernel call per group; return False if `_fill_block` must do it or report the error."""
+        """Fill `block` with one kernel call per group; return False to leave it, or an error, to `_fill_block`."""
         function = blosc_getitem()
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
@@ -316,7 +316,7 @@ class ChunkedArray:
         while True:
             try:
                 group = next(reading, None)
-            # `_fill_block`, which reads chunk by chunk, meets the error again and reports the chunk.
+            # `_fill_block` reads chunk by chunk, so it meets the error again and reports the chunk.
             except (CorruptDataError, OSError):
                 return False
             if group is None:
@@ -392,7 +392,7 @@ class ChunkedArray:
                     spent.decode_s += perf_counter() - got
             # Codecs may raise any exception: zlib.error, RuntimeError, ValueError.
             except Exception as error:
-                if not is_of_content(error):
+                if not caused_by_data(error):
                     raise
                 start = int(grid_rows[row]) * self._chunk_shape[0]
                 raise BrokenRunError(self.label, start, start + self._chunk_shape[0], str(error)) from error
@@ -407,5 +407,5 @@ class ChunkedArray:
                     elif not kernels.narrow(piece.reshape(-1), block[begin:end].reshape(-1)):
                         rows_at = int(grid_rows[row]) * shape[0]
                         raise BrokenRunError(
-                            self.label, rows_at + first, rows_at + last, "it has numbers outside [0, 65536)"
+                            self.label, rows_at + first, rows_at + last, "they have numbers outside [0, 65536)"
                         )

@@ -1,4 +1,4 @@
-"""Codecs that decode stored chunks to elements, in compiled code outside the GIL."""
+"""Codecs that decode stored chunks to elements, in compiled code that releases the GIL."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ __all__ = [
 # Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
 _CHECKED_BYTES = 2**18
-# Larger results of a decompressor are allocated from new memory pages each time.
+# Maximum size of a decompressor's result. Larger results are allocated from new memory pages each time.
 _PIECE_BYTES = 2**17
-# Codecs of numcodecs from bytes to bytes, or from numbers to numbers of the same type.
+# Codecs of numcodecs that map bytes to bytes, or numbers to numbers of the same type.
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
@@ -60,9 +60,9 @@ class Codec(Protocol):
         Parameters
         ----------
         data
-            Buffer of bytes as stored, or the output of the codec that was applied after this one.
+            Buffer with the stored bytes, or with the output of the codec that follows this one in the chain.
         n_bytes
-            Size of the elements of the whole chunk, in bytes.
+            Size of the decoded chunk, in bytes.
         into
             Memory of `n_bytes` for the result; codecs may ignore it.
 
@@ -98,7 +98,7 @@ class Deflate:
     wbits: int
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decompressed, with a verified checksum."""
+        """Decompress `data`, and verify the checksum."""
         # libdeflate needs a third to half of the time of zlib, but decodes only one member of at most a given size.
         inflate = deflate.zlib_decompress if self.wbits == 15 else deflate.gzip_decompress
         try:
@@ -119,7 +119,7 @@ def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> byte
         decoded.append(member.decompress(rest, left))
         left -= len(decoded[-1])
         if not member.eof and left > 0:
-            raise ValueError("it ends before its last byte")
+            raise ValueError("the chunk ends before its last byte")
         rest = member.unused_data
     return b"".join(decoded)
 
@@ -129,26 +129,26 @@ class H5Lzf:
     """LZF filter of HDF5."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decompressed."""
+        """Decompress `data`."""
         out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
         n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
         if n_decoded < 0:
-            raise ValueError(f"it is not {n_bytes} bytes compressed by LZF")
+            raise ValueError(f"the chunk is not {n_bytes} bytes compressed by LZF")
         return out[:n_decoded]
 
 
 @dataclass(frozen=True, slots=True)
 class Zstd:
-    """Zstandard frames. Decoding of a part stops at its last byte."""
+    """Zstandard frames. Decoding a part of a chunk stops at the last byte of the part."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decompressed, with a verified checksum if there is one."""
+        """Decompress `data`, and verify the checksum if there is one."""
         size = _zstd_size(memoryview(data).cast("B"))
         if size is None:
             # The size is not in the header.
             return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
         if size > n_bytes + _SLACK_BYTES:
-            raise ValueError(f"it decodes to {size} bytes instead of {n_bytes}")
+            raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
         return _ZSTD.decode(data, out=into if size == n_bytes else None)
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
@@ -162,7 +162,7 @@ class Zstd:
             # The decompressor keeps the remaining input, so it is passed only once.
             piece = frame.decompress(b"" if done else view, min(_PIECE_BYTES, stop - done))
             if not piece:
-                raise ValueError(f"it ends after {done} bytes instead of {stop}")
+                raise ValueError(f"the chunk ends after {done} bytes instead of {stop}")
             into.data[done : done + len(piece)] = piece
             done += len(piece)
         return into[start:stop]
@@ -189,13 +189,13 @@ class Blosc:
     """Blosc chunks. `dasksc.kernels.blosc` decodes parts of them if `blosc_getitem` is available."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decompressed."""
+        """Decompress `data`."""
         view = memoryview(data).cast("B")
         if len(view) < 16:
-            raise ValueError(f"it has {len(view)} bytes, too few for Blosc")
+            raise ValueError(f"the chunk has {len(view)} bytes, too few for Blosc")
         decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
         if decoded != n_bytes or stored > len(view):
-            raise ValueError(f"Blosc's header says {stored} bytes that decode to {decoded} instead of {n_bytes}")
+            raise ValueError(f"the Blosc header says {stored} bytes that decode to {decoded} instead of {n_bytes}")
         return _BLOSC.decode(data, out=into)
 
 
@@ -204,7 +204,7 @@ _BLOSC = numcodecs.Blosc()
 
 @cache
 def blosc_getitem() -> int | None:
-    """Return the address of ``blosc_getitem`` of C-Blosc, which decodes some items of a chunk, or None."""
+    """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk, or None."""
     return blosc_getitem_address()
 
 
@@ -225,7 +225,7 @@ class Numcodec:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decoded; a result larger than the chunk raises an error."""
+        """Decode `data`; raise an error if the result is larger than the chunk."""
         limit, config = n_bytes + _SLACK_BYTES, dict(self.config)
         match config["id"]:
             case "bz2":
@@ -237,12 +237,12 @@ class Numcodec:
             case "lz4":
                 size = int.from_bytes(memoryview(data).cast("B")[:4], "little")
                 if size > limit:
-                    raise ValueError(f"it decodes to {size} bytes instead of {n_bytes}")
+                    raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
                 decoded = self._codec.decode(data)
             case _:
                 return self._codec.decode(data)
         if len(decoded) >= limit:
-            raise ValueError(f"it decodes to more than the expected {n_bytes} bytes")
+            raise ValueError(f"the chunk decodes to more than the expected {n_bytes} bytes")
         return decoded
 
 
@@ -258,7 +258,7 @@ class Crc32c:
         for at in range(0, len(view) - 4, _CHECKED_BYTES):
             checksum = google_crc32c.extend(checksum, bytes(view[at : min(at + _CHECKED_BYTES, len(view) - 4)]))
         if len(view) < 4 or checksum != int.from_bytes(view[-4:], "little"):
-            raise ValueError("its CRC32C checksum does not match")
+            raise ValueError("the CRC32C checksum does not match")
         return view[:-4]
 
 
@@ -267,12 +267,12 @@ class H5Lz4:
     """LZ4 filter of HDF5: a header, followed by blocks, each preceded by its length."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Return `data` decompressed."""
+        """Decompress `data`."""
         view = memoryview(data).cast("B")
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
         if total != n_bytes or block <= 0:
-            raise ValueError(f"its LZ4 header says {total} bytes in blocks of {block}")
+            raise ValueError(f"the LZ4 header says {total} bytes in blocks of {block}")
         out = np.empty(total, dtype=np.uint8) if into is None else into
         at = 12
         for start in range(0, total, block):
@@ -283,7 +283,7 @@ class H5Lz4:
             if size == n:  # stored without compression
                 out[start : start + n] = np.frombuffer(stored, dtype=np.uint8)
             else:
-                # numcodecs expects the decompressed length first, as its own encoder writes it.
+                # numcodecs expects the decompressed length at the start, where its own encoder writes it.
                 framed = n.to_bytes(4, "little") + bytes(stored)
                 out[start : start + n] = np.frombuffer(_LZ4.decode(framed), dtype=np.uint8)
         return out
@@ -356,8 +356,8 @@ class Chain:
         rows
             Start and stop of the requested rows.
         into
-            Memory for all bytes of the chunk. By default memory of this thread is used, and the result is valid
-            until the thread decodes the next chunk.
+            Memory for all bytes of the decoded chunk. Default: memory of this thread, so the result is valid until
+            the thread decodes the next chunk.
 
         Returns
         -------
@@ -390,7 +390,7 @@ class Chain:
 
 def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryview:
     if len(whole) != n_bytes:
-        raise ValueError(f"it holds {len(whole)} bytes instead of {n_bytes}")
+        raise ValueError(f"the chunk holds {len(whole)} bytes instead of {n_bytes}")
     return whole[start:stop]
 
 

@@ -58,12 +58,12 @@ class AbsentMatrix:
 
 
 class ConcatenatedMatrix:
-    """Row-wise concatenation of matrices. No data is rewritten: columns are renumbered when rows are gathered.
+    """Row-wise concatenation of matrices. No data are rewritten: columns are renumbered when rows are gathered.
 
     Parameters
     ----------
     label
-        Name of the concatenation. Error messages about rows name the matrix of the row.
+        Name of the concatenation. Error messages about a row name the part that contains it.
     parts
         Matrices to concatenate; at least one.
     maps
@@ -72,8 +72,9 @@ class ConcatenatedMatrix:
 
     Notes
     -----
-    The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix it has the
-    fill value of `maps`, NaN by default, and the data type can represent this value, as in `anndata.concat`.
+    The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix, it has the
+    fill value of `maps`, which is NaN by default. The data type of the result can represent this value, as in
+    `anndata.concat`.
     """
 
     def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
@@ -95,7 +96,7 @@ class ConcatenatedMatrix:
         self.stored_dtype = self._common([part.stored_dtype for part in parts], is_filled=is_filled)
 
     def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
-        """Return a data type that represents values of all `dtypes`, and the fill value of missing columns."""
+        """Return a data type that represents values of all `dtypes`, and the fill value if `is_filled`."""
         common: np.dtype[Any] = np.result_type(*dtypes)
         return self._maps.filled_dtype(common) if is_filled and self._maps is not None else common
 
@@ -105,22 +106,22 @@ class ConcatenatedMatrix:
         return self._parts
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return the number of columns, of all or of the kept ones, that are NaN because a part lacks them."""
+        """Return the number of columns (only of `columns`, if given) that are NaN because a part lacks them."""
         if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
             return 0
         return self._maps.n_filled(columns)
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """Share of each part in the rows, shape (n_parts,)."""
-        # Parts without rows have a small weight, so that the shares are defined if all parts are empty.
+        """Share of the rows in each part, shape (n_parts,)."""
+        # Empty parts have a small weight, so that the shares are defined if all parts are empty.
         n_rows = np.array([max(1, part.shape[0]) for part in self._parts], dtype=np.float64)
         shares: NDArray[np.float64] = n_rows / n_rows.sum()
         return shares
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes if its rows come from all parts in proportion, read one part after the other."""
+        """Memory that a fetch takes if its rows come from all parts in proportion; parts are read one by one."""
         costs = [part.cost for part in self._parts]
         row, held, working = (
             float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")

@@ -20,7 +20,7 @@ def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
 
 
 def counts_dtype(values: NDArray[Any]) -> np.dtype[Any]:
-    """Return the unsigned type of one or two bytes that represents `values` exactly, or their type if none does."""
+    """Return an unsigned type of one or two bytes that represents `values` exactly, or their own type if none does."""
     if values.dtype.kind not in "iuf" or values.dtype.itemsize not in (2, 4, 8) or not has_kernel_dtype(values.dtype):
         return values.dtype
     n_bytes = kernels.count_bytes(values, values.view(f"u{values.dtype.itemsize}"))
@@ -38,8 +38,8 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     """Return an array to which the kernels can write values of the `source` type.
 
     The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    the type of `out`, or if `out` has an integer type that may not represent all values. Floats represent all values
-    within their precision, and booleans mark nonzero values.
+    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. Floats
+    represent all values within their precision, and booleans mark nonzero values.
     """
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
@@ -51,7 +51,7 @@ def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Return True if `out`, cast from `values`, represents all of them, disregarding rounding of floats."""
+    """Return True if `out`, a cast of `values`, represents all of them, disregarding the rounding of floats."""
     if not values.size:
         return True
     if out.dtype.kind not in "iu":
@@ -63,7 +63,7 @@ def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
 
 
 def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values that an integer type or float16 represents, disregarding rounding of floats."""
+    """Return a mask of the values that `dtype`, an integer type or float16, represents, disregarding rounding."""
     if dtype.kind not in "iu":
         with np.errstate(over="ignore"):
             return np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))

@@ -13,17 +13,17 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import converts, counts_dtype, kernel_target, narrowest
-from dasksc.storage.fetched_rows import Origins, Rows, check_gather, check_positions, indptr_of
+from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns of a lookup table for sorting rows. A batch of a wider matrix uses few of its columns.
+# Maximum number of columns in a lookup table for sorting rows. A batch uses few of the columns of a wider matrix.
 _MOST_NUMBERED = 2**22
 
 
-class CSRRowBuffer(Rows):
+class CSRRowBuffer(RowBufferBase):
     """Fetched CSR rows, at arbitrary addresses in memory.
 
     Parameters
@@ -64,7 +64,7 @@ class CSRRowBuffer(Rows):
         self.indices = indices
         self._n_columns = n_vars if self.column_maps is None else self.column_maps.n_columns
         self._block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]] | None = None
-        # Set by the first batch with a row whose columns are not ascending, to save other batches the attempt.
+        # Set by the first batch that has a row with unsorted columns, so that later batches skip the fast path.
         self._unordered = False
 
     @property
@@ -84,7 +84,7 @@ class CSRRowBuffer(Rows):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, the range is checked on the held values, so they
+        # Counts may be held in one byte each. For an integer `out`, the range of the held values is checked, so these
         # are not converted beforehand.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
@@ -136,7 +136,7 @@ class CSRRowBuffer(Rows):
     def gather_stored(
         self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of rows as stored, with columns in any order and repeated."""
+        """Return ``(indptr, indices, data)`` of rows as stored: columns may be unsorted and repeated."""
         return self._gather_csr(positions, dtype, any_order=True)
 
     def _gather_csr(
@@ -179,10 +179,10 @@ class CSRRowBuffer(Rows):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a block of their own, with the common columns; return self if they have one already.
+        """Copy the rows into a contiguous block, with the common columns; return self if they are in one already.
 
-        Column indices take two bytes if possible. Values take one or two bytes if they are counts, which atlases store
-        as floats. Gathered batches are identical bit by bit.
+        Column indices take two bytes if possible. Values take one or two bytes if they are counts, which many atlases
+        store as floats. Batches gathered from the copy are identical bit for bit.
         """
         if self._block is not None:
             return self
@@ -206,7 +206,7 @@ class CSRRowBuffer(Rows):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a block of their own, with the given data types and the common columns.
+        """Copy the rows into a contiguous block, with the given data types and the common columns.
 
         Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
         """
@@ -229,7 +229,7 @@ class CSRRowBuffer(Rows):
         dtype: np.dtype[Any],
         block: tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]],
     ) -> CSRRowBuffer:
-        """Return all rows of a CSR `block` ``(indptr, indices, data)`` whose columns have been checked."""
+        """Wrap all rows of a CSR `block` ``(indptr, indices, data)`` whose column indices have been checked."""
         indptr, indices, data = block
         fetched = cls(
             label=label,
@@ -245,7 +245,7 @@ class CSRRowBuffer(Rows):
 
     @property
     def block(self) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:
-        """Rows as ``(indptr, indices, data)``; copies unless `compact` made them."""
+        """Rows as ``(indptr, indices, data)``; copies unless the rows are already in a contiguous block."""
         compact = self.compact()._block
         assert compact is not None
         return compact
@@ -306,10 +306,10 @@ class CSRRowBuffer(Rows):
         data: NDArray[Any],
         columns: Columns | None,
     ) -> None:
-        """Copy rows with sorted columns, repeated columns summed, and write the offsets of the rows into `indptr`."""
+        """Copy rows with sorted columns and the sums of repeated ones; write the offsets of the rows into `indptr`."""
         mapped = self._mapped(columns)
         if mapped is None and self._n_columns > _MOST_NUMBERED:
-            # To avoid tables as wide as the matrix, the occurring columns are renumbered.
+            # The columns that occur are renumbered, which avoids tables as wide as the matrix.
             values = np.empty(len(data), dtype=self.data.dtype)
             self._copy(positions, indptr, indices, values, any_order=True)
             present, numbers = np.unique(indices, return_inverse=True)
@@ -318,7 +318,7 @@ class CSRRowBuffer(Rows):
             numbered._merge(np.arange(len(positions), dtype=np.int64), indptr, indices, data, None)
             indices[: indptr[-1]] = present[indices[: indptr[-1]]]
             return
-        maps, lookups = (self._maps, self._unchanged) if mapped is None else mapped
+        maps, lookups = (self._maps, self._identity_lookups) if mapped is None else mapped
         sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
         likes = self.data.like, self.indices.like
         bad = kernels.merge_columns_csr(
@@ -327,7 +327,7 @@ class CSRRowBuffer(Rows):
         self._refuse(bad)
 
     @cached_property
-    def _unchanged(self) -> Lookups:
+    def _identity_lookups(self) -> Lookups:
         return Lookups.of(np.arange(self._n_columns, dtype=np.int32)[None])
 
     def _is_ordered(self, bad_row: int) -> bool:
@@ -340,7 +340,7 @@ class CSRRowBuffer(Rows):
     def _refuse(self, bad_row: int) -> None:
         if bad_row >= 0:
             raise CorruptDataError(
-                f"{self._label_of(bad_row)}/indices: row {self.rows[bad_row]} has a column outside "
+                f"{self._label_of(bad_row)}/indices: row {self.rows[bad_row]} has a column index outside "
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )

@@ -13,14 +13,14 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import kernel_target
-from dasksc.storage.fetched_rows import Origins, Rows, check_gather, indptr_of
+from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["DenseRowBuffer"]
 
 
-class DenseRowBuffer(Rows):
+class DenseRowBuffer(RowBufferBase):
     """Fetched dense rows, at arbitrary addresses in memory.
 
     Parameters
@@ -77,8 +77,8 @@ class DenseRowBuffer(Rows):
         if sources is None:
             kernels.copy_rows(positions, self.values.at, target, self.values.like)
         else:
-            self._missing(out.dtype, sources)
-            missing = self._missing(target.dtype, sources)
+            self._fill_value(out.dtype, sources)
+            missing = self._fill_value(target.dtype, sources)
             kernels.copy_columns(positions, self.values.at, self._maps, sources, target, missing, self.values.like)
         if target is not out:
             self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
@@ -86,7 +86,7 @@ class DenseRowBuffer(Rows):
             self._add_up(positions, out, columns.sums)
 
     def _add_up(self, positions: NDArray[np.int64], out: NDArray[Any], sums: Sums) -> None:
-        """Write sums of columns into the columns of `out` to which several columns map."""
+        """Write the sums of columns that map to the same column of `out`."""
         held = self._held_dtype
         values = np.empty((len(positions), len(sums.columns)), dtype=held)
         self.gather(positions, out=values, columns=sums.columns)
@@ -99,11 +99,11 @@ class DenseRowBuffer(Rows):
 
     @property
     def _held_dtype(self) -> np.dtype[Any]:
-        """Type of the stored values that also represents the fill value of columns that parts lack."""
+        """Data type that represents the stored values, and the fill value of columns that a part lacks."""
         return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
-    def _missing(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the fill value of columns that a matrix lacks, shape (1,)."""
+    def _fill_value(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the fill value of columns that a part lacks, shape (1,); raise an error if `dtype` cannot hold it."""
         fill = None if self.column_maps is None else self.column_maps.fill_value
         value = np.nan if fill is None else fill
         missing = np.zeros(1, dtype=dtype)
@@ -146,7 +146,7 @@ class DenseRowBuffer(Rows):
         """Return None: kernels change dense rows in place; see `RowBuffer.source`."""
 
     def compact(self) -> DenseRowBuffer:
-        """Copy the rows into a block of their own, in the stored data type; return self if they have one already."""
+        """Copy the rows into a contiguous block, in the stored data type; return self if they are in one already."""
         if self._block is not None:
             return self
         return self.converted(self._held_dtype)
@@ -157,14 +157,14 @@ class DenseRowBuffer(Rows):
         return (self.values.dtype,)
 
     def converted(self, dtype: np.dtype[Any]) -> DenseRowBuffer:
-        """Copy the rows into a block of their own, with the given data type and the common columns."""
+        """Copy the rows into a contiguous block, with the given data type and the common columns."""
         block = buffers.empty(self.shape, dtype)
         self.gather(np.arange(self.shape[0], dtype=np.int64), out=block)
         return DenseRowBuffer.of_block(self.label, self.rows, self.dtype, block)
 
     @classmethod
     def of_block(cls, label: str, rows: NDArray[np.int64], dtype: np.dtype[Any], block: NDArray[Any]) -> DenseRowBuffer:
-        """Return all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
+        """Wrap all rows of a C-contiguous `block`, shape (n_rows, n_vars)."""
         size = block.shape[1] * block.itemsize
         values = RowPointers.inside(
             (block,),
@@ -180,7 +180,7 @@ class DenseRowBuffer(Rows):
 
     @property
     def block(self) -> NDArray[Any]:
-        """Rows as one array; a copy unless `compact` made it."""
+        """Rows as one array; a copy unless the rows are already in a contiguous block."""
         compact = self.compact()._block
         assert compact is not None
         return compact

@@ -14,7 +14,7 @@ from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.dtypes import holds_all, representable
 from dasksc.storage.matrix import ColumnMaps, Columns
 
-__all__ = ["Origins", "Rows", "check_gather", "check_positions", "indptr_of"]
+__all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indptr_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class Origins:
     Parameters
     ----------
     numbers
-        Number of the matrix of each row, shape (n_rows,), int32.
+        Number of the matrix that each row comes from, shape (n_rows,), int32.
     labels
         Names of the matrices in error messages.
     maps
@@ -36,11 +36,11 @@ class Origins:
     maps: ColumnMaps | None
 
     def without_maps(self) -> Origins:
-        """Return the same origins for rows that already have the common columns."""
+        """Return the same origins for rows whose columns are already the common ones."""
         return replace(self, maps=None)
 
 
-class Rows:
+class RowBufferBase:
     """Base class of fetched CSR and dense rows; parameters as for `CSRRowBuffer`."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Rows:
         return self._kept_maps
 
     def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
-        """Copy `values` into `out`, of the same shape; raise `InputError` if its type cannot represent a value.
+        """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value.
 
         `rows_of` returns the fetched row of an element, given its flat index in `values`.
         """
@@ -94,18 +94,18 @@ class Rows:
         raise InputError(
             f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
             f"{values.flat[element]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[element]}. "
-            f"Request dtype={self.dtype.name!r}, which can."
+            f"Request dtype={self.dtype.name!r}."
         )
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the type in which values held in `held` are added up: integers in 64 bits, else that of the matrix."""
+        """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""
         held = held if held.kind in "iu" else self.dtype
         if held.kind not in "iu":
             return memory_dtype(self.dtype)
         return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 
     def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Raise an error for sums that the type of the matrix cannot represent, if that type is requested."""
+        """Raise an error if the data type of the matrix is requested and cannot represent the sums."""
         if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
             return
         smallest, largest = int(sums.min()), int(sums.max())
@@ -121,7 +121,7 @@ class Rows:
 
 
 def indptr_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the offsets of rows with the given lengths, followed by the end of the last row."""
+    """Return the CSR indptr of rows with the given lengths."""
     indptr = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])
     return indptr

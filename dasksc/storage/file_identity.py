@@ -1,4 +1,4 @@
-"""Identity of an open file, for detecting later changes."""
+"""Identity of a file, for detecting changes after it was opened."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files read by byte ranges, memory-mapped or with ``pread``, independently of their format.
+"""Reading of byte ranges of local files of any format, from a memory map or with ``pread``.
 
-Neither way uses a shared file position, so a file opened before a fork can be read in parent and child.
+Neither way uses a shared file position, so a file opened before a fork can be read in both parent and child.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
     "can_map",
     "mapping",
     "mapping_of",
-    "maps",
     "read_at",
     "release_pages",
+    "should_map",
 ]
 
 UseMmap: TypeAlias = bool | Literal["auto"]
@@ -47,8 +47,8 @@ _ADVICE_GAP_BYTES = 32 * 2**10
 _ADVICE_BYTES = 2**20
 # Adjacent ranges are read together up to this size, which stays in the cache of a core until it is decoded.
 _READ_BYTES = 2**18
-# Requesting a range that is already in the page cache costs a microsecond, half the time of a fetch of single rows.
-# If this many ranges, sampled evenly, are cached, the remaining ones are left to page faults.
+# A request for a range that is already in the page cache costs a microsecond. Such requests would take half the time of
+# a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read the rest.
 _SAMPLED = 32
 
 _PAGE_BYTES = 2**12
@@ -56,13 +56,14 @@ _PAGE_BYTES = 2**12
 _SHORT_BYTES = _PAGE_BYTES
 # Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
 _MOST_OPEN = 128
-# Number of concurrent direct reads. A disk reaches its full rate only with several requests, more for short ones.
+# Number of concurrent direct reads. A disk reaches its full rate only with several concurrent requests, and the shorter
+# the requests, the more of them it needs.
 _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
 # Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
 # Flags for opening a file to read; the available flags differ on Windows.
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-# Windows has no call that reads at an offset, so threads take turns with the file position; it has no fork either.
+# Windows has no call that reads at an offset, so threads take turns to use the file position. It has no fork either.
 _position = threading.Lock()
 
 
@@ -88,12 +89,12 @@ _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glus
 
 
 class LocalFile:
-    """Local file, opened at the first read. Pickles without its open descriptors and maps.
+    """Local file, opened at the first read. Instances pickle without open descriptors and maps.
 
     Parameters
     ----------
     identity
-        Identity of the file when its layout was read. Reads raise an error if the file has changed since.
+        Identity of the file when its layout was read. Reads raise an error if the file has changed since then.
     """
 
     def __init__(self, identity: FileIdentity) -> None:
@@ -106,7 +107,7 @@ class LocalFile:
 
     # The buffer of `ranges` is small enough to be ignored.
     working_bytes = 0
-    _can_read_past_cache = hasattr(os, "O_DIRECT")
+    _can_read_direct = hasattr(os, "O_DIRECT")
 
     @property
     def path(self) -> str:
@@ -134,7 +135,7 @@ class LocalFile:
         return self._mapped
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Request that the kernel read ascending byte ranges into the page cache, without waiting."""
+        """Ask the kernel to read ascending byte ranges into the page cache, without waiting for it."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         descriptor = self._descriptor()
@@ -172,7 +173,7 @@ class LocalFile:
             raise CorruptDataError(f"{self.path} ends at byte {offset + n}, but {len(into) - n} more are expected")
 
     def fetch(self, start: int, stop: int) -> memoryview:
-        """Return bytes [start, stop), read into memory of their own; see `read`."""
+        """Return bytes [start, stop), read into new memory; see `read`."""
         data = memoryview(bytearray(stop - start))
         self.read(start, data)
         return data
@@ -183,7 +184,7 @@ class LocalFile:
             self.read(offset, view)
             yield
 
-    def read_past_cache(
+    def read_direct(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
         """Read ascending, disjoint byte ranges from the disk directly into memory of this process.
@@ -193,10 +194,10 @@ class LocalFile:
         Returns
         -------
         tuple or None
-            Block of memory, and the offset of each range in it. None if buffered reads are faster or the only way: if
-            the file is cached, ranges are short, or the file system does not support direct reads.
+            Block of memory, and the offset of each range in it. None if the file is cached or ranges are short, since
+            buffered reads are then faster, or if the file system does not support direct reads.
         """
-        if not self._can_read_past_cache or sizes.mean() < _SHORT_BYTES:
+        if not self._can_read_direct or sizes.mean() < _SHORT_BYTES:
             return None
         if _seem_cached(self._descriptor().number, offsets):
             return None
@@ -233,7 +234,7 @@ class LocalFile:
         except OSError as error:
             # Buffered reads meet any other error again, and report which rows are affected.
             if error.errno == errno.EINVAL:
-                self._can_read_past_cache = False
+                self._can_read_direct = False
             return None
         which = np.searchsorted(starts, offsets, side="right") - 1
         return block, begins[which] + offsets - starts[which]
@@ -246,7 +247,7 @@ class LocalFile:
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
-        if maps(use_mmap) and places:
+        if should_map(use_mmap) and places:
             if max(stop for _, stop in places) > self.identity.size:
                 raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes")
             memory = self.mapped().data
@@ -282,8 +283,8 @@ class LocalFile:
                     raise
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
-            # In a race between threads the first one wins, without a lock, which a fork could inherit. Replacing a
-            # descriptor would close it while another thread uses its number.
+            # If threads race, the first descriptor is kept: replacing it would close it while another thread uses its
+            # number. There is no lock, which a fork could inherit.
             descriptor = self._descriptors.setdefault(mode, descriptor)
             _opened.append(weakref.ref(self))
             while len(_opened) > _MOST_OPEN:
@@ -307,7 +308,7 @@ def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[s
     """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
 
     With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine their cost unmapped.
-    Matrices with a label in `unmapped` are not mapped, if they are fetched in the context `mapping_of`.
+    Matrices with a label in `unmapped` are not mapped if they are fetched inside `mapping_of`.
     """
     before = _thread.is_allowed, _thread.is_strict, _thread.unmapped
     _thread.is_allowed, _thread.is_strict, _thread.unmapped = is_allowed, is_strict, unmapped
@@ -322,15 +323,15 @@ def mapping_of(label: str) -> AbstractContextManager[None]:
     return mapping(False) if label in _thread.unmapped else nullcontext()
 
 
-def maps(use_mmap: UseMmap) -> bool:
+def should_map(use_mmap: UseMmap) -> bool:
     """Return True if an array that was opened with `use_mmap` maps its file at this time."""
     return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
 
 
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:
-    """Read at least `enough` bytes of an open file from `offset` on into `into`; return the number of bytes read.
+    """Read at least `enough` bytes of an open file into `into`, from `offset` on; return the number of bytes read.
 
-    The number is smaller at the end of the file. Default of `enough`: the length of `into`.
+    Fewer bytes are read at the end of the file. Default of `enough`: the length of `into`.
     """
     done = 0
     while done < (len(into) if enough is None else enough):
@@ -352,7 +353,7 @@ def _read_some(number: int, offset: int, into: memoryview) -> int:
 
 
 def _seem_cached(number: int, offsets: NDArray[np.int64]) -> bool:
-    """Return True if a sample of bytes of a file is in the page cache; takes a microsecond per sampled byte."""
+    """Return True if a sample of the bytes at `offsets` is in the page cache; takes a microsecond per sampled byte."""
     no_wait = getattr(os, "RWF_NOWAIT", None)
     if no_wait is None:
         return False
@@ -373,11 +374,11 @@ class _Descriptor:
         weakref.finalize(self, os.close, self.number)
 
 
-# Files in the order of opening. Operations of a deque are atomic, so there is no lock that a fork could inherit.
+# Open files in the order of opening. A deque has atomic operations, so it needs no lock, which a fork could inherit.
 _opened: deque[weakref.ref[LocalFile]] = deque()
 
 
-# Maps of this process. Copying the set is atomic, too.
+# Memory maps of this process. Copying the set is atomic, too.
 _maps: set[weakref.ref[_Map]] = set()
 
 
@@ -408,7 +409,7 @@ class _Map:
         if address in (None, ctypes.c_void_p(-1).value):
             code = ctypes.get_errno()
             raise StorageError(
-                f"{identity.path} cannot be mapped into memory: {os.strerror(code)}; mmap=False reads it"
+                f"{identity.path} cannot be mapped into memory: {os.strerror(code)}; read it with mmap=False"
             )
         # Maps are not removed at exit, since threads may still be reading.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False

@@ -28,6 +28,6 @@ class ThreadsOfProcess:
     def __call__(self) -> ThreadPoolExecutor:
         """Return the pool of this process."""
         if self._pool is None or self._pool[0] != os.getpid():
-            # A race between threads makes two pools, which is harmless: threads start only when work arrives.
+            # If threads race, each creates a pool, which is harmless: the threads of a pool start only with work.
             self._pool = os.getpid(), ThreadPoolExecutor(self._count(), thread_name_prefix=self._name)
         return self._pool[1]

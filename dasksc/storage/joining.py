@@ -26,7 +26,7 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
     joined = replace(origins[0], numbers=np.concatenate([one.numbers for one in origins])) if origins else None
     if len({buffer.types for buffer in rows}) == 1:
         return _concatenated(rows, label=rows[0].label, dtype=rows[0].dtype, origins=joined)
-    # The matrix combines several matrices, and the data types of a fetch depend on which of them it has read.
+    # The matrix is a concatenation, and the data types of a fetch depend on the parts that it has read.
     first = rows[0]
     return stack(
         parts,

@@ -1,4 +1,4 @@
-"""Matrices over stored arrays: CSR, dense, and CSC, which is slow."""
+"""Matrices over stored arrays: CSR, dense, and CSC, which is slow to read."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
 
 logger = logging.getLogger("dasksc.storage")
 
-# An indptr up to this size is read whole at the first fetch and kept in the process. Each fetch reads only
-# the needed parts of a larger one. The limit is 4 million cells of int64, since the indptr of an atlas of
-# 10^8 cells would cost every process 800 MB.
+# An indptr up to this size is read whole at the first fetch and kept in the process. If it is larger, each fetch reads
+# only the parts that it needs, since the indptr of an atlas of 10^8 cells would cost every process 800 MB. The limit
+# corresponds to 4 million cells with int64 offsets.
 _INDPTR_KEPT_BYTES = 32 * 2**20
-# Row number, length and two addresses of a fetched row.
+# Bytes for the row number, the length and the two addresses of a fetched row.
 _ROW_BYTES = 32
 
 
@@ -41,7 +41,7 @@ class CSRMatrix:
     label
         Name of the matrix in error messages.
     shape
-        Number of cells and of columns.
+        Numbers of cells and columns.
     indptr, indices, data
         Arrays of the matrix, of lengths n_obs + 1, nnz and nnz.
     dtype
@@ -102,7 +102,7 @@ class CSRMatrix:
             data = self._data.locate(starts, stops)
             indices = self._indices.locate(starts, stops)
         except BrokenRunError as error:
-            raise broken(error, rows[(stops > error.start) & (starts < error.stop)]) from error
+            raise unreadable_error(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
@@ -132,7 +132,7 @@ class CSRMatrix:
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
         except BrokenRunError as error:
-            raise broken(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
+            raise unreadable_error(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
         starts = np.ascontiguousarray(pairs[:, 0])
         stops = np.ascontiguousarray(pairs[:, 1])
@@ -198,7 +198,7 @@ class DenseMatrix:
         try:
             values = self._values.locate(rows, rows + 1)
         except BrokenRunError as error:
-            raise broken(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
+            raise unreadable_error(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
@@ -206,7 +206,7 @@ class DenseMatrix:
 
 
 class CSCMatrix:
-    """CSC matrix on disk. Single rows cannot be read, so the first fetch reads the whole matrix.
+    """CSC matrix on disk. Rows cannot be read one by one, so the first fetch reads the whole matrix.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ class CSCMatrix:
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         """Fetch rows; the first call reads the whole matrix."""
-        # The lock belongs to this process, since a lock inherited by a fork may stay locked forever.
+        # Each process has its own lock, since a lock inherited by a fork may stay locked forever.
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._rows is None:
                 self._rows = self._by_rows()
@@ -349,9 +349,9 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def broken(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
+def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return the error to raise for a run that cannot be read and that contains `rows`."""
-    # If the store does not respond, its data may still be intact.
+    # The data may be intact if a store did not respond, so that error is not a `CorruptDataError`.
     cause = error.__cause__
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)

@@ -40,7 +40,7 @@ class FetchCost:
         Memory kept from the first fetch on, such as offsets and converted arrays.
     chunk_rows
         Number of rows per chunk, the unit of decoding; below 1 if rows are longer than chunks, and 0 if
-        any row can be read singly.
+        rows can be read one by one.
     """
 
     row: float
@@ -78,7 +78,7 @@ class Lookups:
 
     @classmethod
     def of(cls, to: NDArray[np.int32], *, adds_up: bool = False) -> Lookups:
-        """Return the tables that are equivalent to `to`."""
+        """Return the tables for the output columns `to`."""
         kinds = np.select([to == -1, to < -1], [kernels.LEFT_OUT, kernels.REFUSED], default=kernels.KEPT)
         # Refused columns wrap around to the largest numbers, which must not be valid columns.
         narrow: type[np.unsignedinteger[Any]] = np.uint16 if to.max(initial=0) < 2**16 - 3 else np.uint32
@@ -93,7 +93,7 @@ class Lookups:
 
 
 NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
-"""Sources of columns without a stored column: the fill value, since a part lacks the column; or 0, as requested."""
+"""Sources of output columns without a stored column: `NOWHERE` if a part lacks it, `ZERO` if zeros are requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +103,13 @@ class Columns:
     Parameters
     ----------
     positions
-        Column numbers in the matrix, shape (n_taken,), int64, without repeats.
+        Column indices in the matrix, shape (n_taken,), int64, without repeats.
     n_vars
         Number of columns in the matrix.
     to
         Output column of each taken column, shape (n_taken,), int64. Columns with the same output column are summed, in
-        the order of the matrix. Output columns without a source are 0. Default: one output column each, in this order.
+        the order of the matrix. Output columns without a source are 0. Default: one output column for each taken
+        column, in the same order.
     n_out
         Number of output columns. Default: the number of taken columns.
 
@@ -121,7 +122,7 @@ class Columns:
     sources
         Source of each output column, shape (1, n_out), int64; `ZERO` for a column of zeros.
     sums
-        Output columns that are sums of several; None if there are none.
+        Output columns that are sums of several columns; None if there are none.
     """
 
     positions: NDArray[np.int64]
@@ -196,12 +197,12 @@ class ColumnMaps:
     Parameters
     ----------
     positions
-        Common column of each column, one array per matrix, shape (n_columns,), integers; -1 for dropped
+        Common column of each column of a matrix, one integer array per matrix, shape (n_columns,); -1 for dropped
         columns. Matrices may share an array.
     n_vars
         Number of common columns.
     fill_value
-        Value of dense matrices in common columns that they lack. Default: NaN. CSR matrices have 0 there.
+        Value of dense matrices in common columns that they lack. Default: NaN. CSR matrices have 0 in these columns.
 
     Attributes
     ----------
@@ -228,7 +229,7 @@ class ColumnMaps:
         self._selected: tuple[tuple[Columns, _Tables], ...] = ()
 
     def lookups(self, columns: Columns | None) -> Lookups:
-        """Return the output column of each stored column, if `columns` of the common columns are kept."""
+        """Return the output column of each stored column, if only `columns` of the common columns are kept."""
         return self._tables(columns)[0]
 
     def sources(self, columns: Columns | None) -> NDArray[np.int64]:
@@ -236,7 +237,7 @@ class ColumnMaps:
         return self._tables(columns)[1]
 
     def n_filled(self, columns: Columns | None = None) -> int:
-        """Return the number of columns, of all or of the kept ones, that at least one matrix lacks."""
+        """Return the number of common columns (only of `columns`, if given) that at least one matrix lacks."""
         return int((self.sources(columns) == NOWHERE).any(axis=0).sum())
 
     def filled_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -251,13 +252,13 @@ class ColumnMaps:
     def _tables(self, columns: Columns | None) -> _Tables:
         if columns is None:
             return self._all
-        # Every batch of an epoch requests the same columns, and those to be summed. Replacing the tuple is atomic, so
-        # threads may race.
+        # Every batch of an epoch requests the same `columns`, and the same ones for sums, so two results are kept.
+        # Replacing the tuple is atomic, so threads may race.
         kept = self._selected
         for known, tables in kept:
             if known is columns:
                 return tables
-        # Dropped and refused columns have negative numbers, which are kept unchanged.
+        # Negative numbers mark dropped and refused columns, and do not change.
         to = self._all[0].to.copy()
         goes = to >= 0
         to[goes] = columns.lookup[to[goes]]
@@ -287,7 +288,7 @@ class RowBuffer(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of fetched rows, and number of columns in the matrix."""
+        """Numbers of fetched rows and of columns in the matrix."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -332,7 +333,7 @@ class RowBuffer(Protocol):
         `indices` are strictly ascending within each row, for any order on disk and of `columns`. Repeated
         columns of a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and
         then converted. `dtype` is the data type of `data` (default: that for computation). Dense matrices are
-        supported, too; their zeros are dropped.
+        supported, too: their zeros are dropped.
 
         Raises
         ------
@@ -351,12 +352,12 @@ class RowBuffer(Protocol):
         """
 
     def compact(self) -> RowBuffer:
-        """Copy the rows into a block of their own, which can be pickled and keeps no other memory alive."""
+        """Copy the rows into a contiguous block, which can be pickled and keeps no other memory alive."""
 
 
 @runtime_checkable
 class Matrix(Protocol):
-    """Stored array of cells by columns. Can be pickled; shares no open file between processes."""
+    """Stored array of cells by columns. Instances can be pickled, and processes share no open file."""
 
     @property
     def shape(self) -> tuple[int, int]:

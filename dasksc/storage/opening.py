@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import zarr
 
 from dasksc.errors import CorruptDataError, DaskscError, InputError, MissingKeyError, MissingPathError, StorageError
-from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, is_of_content, logical_dtype
+from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, caused_by_data, logical_dtype
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import layout as hdf5_layout
@@ -89,7 +89,7 @@ def open_matrix(
         raise
     # On damaged metadata, h5py and zarr-python raise RuntimeError, KeyError, UnicodeDecodeError or TypeError.
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             error.add_note(f"The error occurred while {key!r} of {path} was opened.")
             raise
         if isinstance(error, OSError) and error.errno is not None:
@@ -104,13 +104,13 @@ def _refuse_zip(location: RemoteLocation) -> None:
     if location.key.endswith(".zip"):
         raise InputError(
             f"{location} is a zip file behind a URL, and zipped stores are read from local files only. Download it, "
-            f"or unpack it there and open {str(location).removesuffix('.zip')}"
+            f"or unpack it on the server and open {str(location).removesuffix('.zip')}"
         )
 
 
 @contextmanager
 def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[Any]:
-    """Open the root of a remote file, for reading the tables of cells and genes.
+    """Open the root of a remote file, for reading obs and var.
 
     Parameters
     ----------
@@ -255,7 +255,7 @@ def _matrix(
     members: list[str],
     array: Callable[[str], StoredArray],
 ) -> Matrix:
-    """Return the matrix at `label`; `array("")` opens it, ``array("data")`` a member."""
+    """Return the matrix at `label`; ``array("")`` opens the array at `label`, ``array("data")`` one of its members."""
     if is_array:
         values = array("")
         return DenseMatrix(label=label, values=values, dtype=_logical(values.dtype, attributes, label))
@@ -280,7 +280,7 @@ def _matrix(
 def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -> np.dtype[Any]:
     """Return the data type for computation on values of type `stored`.
 
-    A converted store records the data type of its input, which is preferred.
+    A store written by `dasksc.convert` records the data type of its input, which takes precedence.
     """
     _check_numeric(stored, label)
     if "dasksc" not in attributes:

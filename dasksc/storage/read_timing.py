@@ -1,4 +1,4 @@
-"""Time that fetches spend reading and decoding, measured per thread where it is spent."""
+"""Measurement of the time that fetches spend on reading and decoding, per thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _thread = _Thread()
 
 
 def thread_times() -> ThreadTimes:
-    """Return the current counter of this thread, for loops over chunks to add to."""
+    """Return the current counter of this thread, to which loops over chunks add their times."""
     return _thread.spent
 
 
@@ -86,7 +86,7 @@ def decoding() -> _Counted:
 
 
 def read_from(source: Iterator[T]) -> Iterator[T]:
-    """Yield the items of `source`, and count the time that it takes to produce them as reading."""
+    """Yield the items of `source`, and count the time that `source` takes to produce them as reading."""
     while True:
         with reading():
             try:

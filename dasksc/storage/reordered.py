@@ -20,7 +20,7 @@ __all__ = ["ReorderedMatrix", "part_costs"]
 
 
 class ReorderedMatrix:
-    """Selected rows of a matrix in any order. Rows are read in stored order, and no data is rewritten.
+    """Selected rows of a matrix in any order. Rows are read in stored order, and no data are rewritten.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class ReorderedMatrix:
 
     @property
     def parts(self) -> tuple[Matrix, ...]:
-        """The underlying matrix."""
+        """Underlying matrix, as a tuple."""
         return (self._matrix,)
 
     def n_missing(self, columns: Columns | None = None) -> int:
@@ -73,9 +73,9 @@ class ReorderedMatrix:
 
 
 def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
-    """Yield the label of each part of concatenated matrices, with its share of the memory of a fetched row.
+    """Yield the label of each part of a concatenated matrix, and its share of the memory of a fetched row.
 
-    A matrix that is not concatenated has itself as the only part.
+    A matrix that is not concatenated is its own only part.
     """
     if isinstance(matrix, ReorderedMatrix):
         yield from part_costs(matrix.parts[0], share)

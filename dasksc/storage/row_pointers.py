@@ -23,7 +23,7 @@ class RowPointers:
     at
         Address of the first element of each run, shape (n_runs,), uint64.
     dtype
-        Data type of the elements in memory, native byte order.
+        Data type of the elements in memory, in native byte order.
     held_bytes
         Anonymous memory that these runs keep alive, in bytes.
     owners
@@ -64,7 +64,7 @@ class RowPointers:
         Raises
         ------
         ValueError
-            If a run extends beyond its buffer. This is an error of the reader, detected before any access.
+            If a run extends beyond its buffer. This is a bug of a reader, detected before any memory access.
         """
         begins = np.array([buffer.ctypes.data for buffer in buffers], dtype=np.uint64)
         lengths = np.array([buffer.nbytes for buffer in buffers], dtype=np.int64)
@@ -93,5 +93,5 @@ class RowPointers:
 
     @property
     def like(self) -> NDArray[Any]:
-        """Empty array of the elements' data type, for the kernels."""
+        """Empty array that shows the data type of the elements to the kernels."""
         return np.empty(0, dtype=self.dtype)

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.storage import buffers
-from dasksc.storage.arrays import BrokenRunError, is_of_content, memory_dtype, row_bytes
+from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
 from dasksc.storage.read_timing import reading
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import locate, merge
 
 __all__ = ["SlicedArray"]
 
-# Maximum size of a slice that covers neighboring runs and the gaps between them, from which the runs are copied.
+# Maximum size of a slice. A slice covers neighboring runs and the gaps between them; the runs are copied from it.
 _SLICE_BYTES = 8 * 2**20
 
 
@@ -63,11 +63,11 @@ class SlicedArray:
         return 2 * min(_SLICE_BYTES + stride * self._chunk, stride * self.shape[0]) + 6 * stride * self._chunk
 
     def reader(self) -> ReadSlice:
-        """Return the function that reads slices, after a check that the array has not changed since it was opened."""
+        """Check that the array has not changed since it was opened, and return the function that reads slices."""
         raise NotImplementedError
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Read the runs into one block, with one slice for neighboring runs."""
+        """Read the runs into one block of memory, with one slice for neighboring runs."""
         read = self.reader()
         stride = row_bytes(self)
         kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
@@ -103,7 +103,7 @@ class SlicedArray:
             yield runs
 
     def _read(self, read: ReadSlice, runs: list[tuple[int, int]], *, into: NDArray[Any]) -> None:
-        """Read runs by one slice, or one by one if the slice cannot be read, since the damage may lie in a gap."""
+        """Read runs as one slice. If the slice cannot be read, read them one by one: the damage may lie in a gap."""
         start, stop = runs[0][0], runs[-1][1]
         try:
             if len(runs) == 1:
@@ -114,9 +114,9 @@ class SlicedArray:
                 with reading():
                     read(start, stop, into=whole)
                 np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
-        # Codecs may raise any exception (blosc a RuntimeError, gzip a zlib.error).
+        # Codecs may raise any exception, such as RuntimeError (Blosc) or zlib.error (gzip).
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             if len(runs) == 1:
                 raise BrokenRunError(self.label, start, stop, str(error)) from error

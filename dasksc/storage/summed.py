@@ -40,7 +40,7 @@ class SummedMatrix:
 
     @property
     def parts(self) -> tuple[Matrix, ...]:
-        """The underlying matrix."""
+        """Underlying matrix, as a tuple."""
         return (self._matrix,)
 
     @property

@@ -1,4 +1,4 @@
-"""Arrays stored uncompressed in one file, memory-mapped or read."""
+"""Uncompressed arrays in one file, memory-mapped or read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, row_bytes
-from dasksc.storage.files import LocalFile, UseMmap, maps
+from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.read_timing import reading
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
@@ -23,7 +23,7 @@ __all__ = ["Extents", "PlainArray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extents:
-    """Location in a file of the rows of an array (of its elements, if it has one dimension).
+    """Locations in a file of the rows of an array, or of the elements if it is one-dimensional.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Extents:
         First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the
         next one begins.
     offsets
-        Byte offset of each extent, shape (n_extents,), int64; -1 if it was never written.
+        Byte offset of each extent, shape (n_extents,), int64; -1 for an extent that was never written.
     """
 
     firsts: NDArray[np.int64]
@@ -39,7 +39,7 @@ class Extents:
 
     @classmethod
     def joined(cls, *, firsts: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Extents:
-        """Return extents after joining those that are contiguous in the file."""
+        """Return the extents after joining those that are contiguous in the file."""
         written = offsets >= 0
         follows = (offsets[1:] == offsets[:-1] + (firsts[1:] - firsts[:-1]) * row_bytes) & written[:-1]
         follows |= ~written[1:] & ~written[:-1]
@@ -49,7 +49,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _MemoryExtents:
-    """Location of rows in memory.
+    """Locations of rows in memory.
 
     Parameters
     ----------
@@ -58,9 +58,9 @@ class _MemoryExtents:
     is_mapped
         True if `source` is memory-mapped.
     firsts, ends
-        Rows ``[firsts[i], ends[i])`` of each place, ascending.
+        Rows ``[firsts[i], ends[i])`` of each extent, ascending.
     offsets
-        Byte offset of each place in `source`; -1 if it was never written.
+        Byte offset of each extent in `source`; -1 for an extent that was never written.
     """
 
     source: NDArray[np.uint8]
@@ -85,7 +85,7 @@ class PlainArray:
     file
         File that contains the array.
     extents
-        Location of the rows in the file.
+        Locations of the rows in the file.
     fill
         Value of elements that were never written, a scalar of `dtype`.
     use_mmap
@@ -119,27 +119,29 @@ class PlainArray:
         ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
         if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
             raise CorruptDataError(
-                f"{label} ends at byte {ends.max()}, but the file has {file.identity.size}: it is truncated. "
+                f"{label} ends at byte {ends.max()}, but the file has {file.identity.size} bytes: it is truncated. "
                 "Copy or download it again."
             )
 
     @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
-        return 0 if maps(self._use_mmap) else self._file.working_bytes
+        return 0 if should_map(self._use_mmap) else self._file.working_bytes
 
     def held_share(self, run: float) -> float:
         """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
         n_ends = max(len(self._extents.firsts) - 1, 0)
-        return min(1.0, run * n_ends / max(1, self.shape[0])) if maps(self._use_mmap) else 1.0
+        return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the addresses of runs in the map, after requesting their pages, or read the runs."""
+        """Return the addresses of runs in the memory map, whose pages are requested ahead, or read the runs."""
         with reading():
             self._file.require_unchanged()
-            return self._reach_mapped(starts, stops) if maps(self._use_mmap) else self._reach_read(starts, stops)
+            return (
+                self._locate_mapped(starts, stops) if should_map(self._use_mmap) else self._locate_read(starts, stops)
+            )
 
-    def _reach_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
         firsts = self._extents.firsts
         memory = _MemoryExtents(
@@ -149,10 +151,10 @@ class PlainArray:
             ends=np.append(firsts[1:], self.shape[0]),
             offsets=self._extents.offsets,
         )
-        return self._reach_in(memory, starts, stops)
+        return self._locate_in(memory, starts, stops)
 
-    def _reach_in(self, memory: _MemoryExtents, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the addresses of runs in memory; runs that cross from one place to the next are copied."""
+    def _locate_in(self, memory: _MemoryExtents, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+        """Return the addresses of runs in memory; runs that cross from one extent to the next are copied."""
         sizes = (stops - starts) * self._row_bytes
         filled = sizes > 0
         which = np.searchsorted(memory.firsts, starts, side="right") - 1
@@ -190,13 +192,13 @@ class PlainArray:
             held_bytes=copies.nbytes + (0 if memory.is_mapped else memory.source.nbytes),
         )
 
-    def _reach_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
         begins, offsets, sizes = self._pieces(run_starts, run_stops)
         if self._use_mmap == "auto" and len(sizes):
-            memory = self._read_past_cache(begins, offsets, sizes)
+            memory = self._read_direct(begins, offsets, sizes)
             if memory is not None:
-                return self._reach_in(memory, starts, stops)
+                return self._locate_in(memory, starts, stops)
         written = offsets >= 0
         order = np.argsort(offsets[written], kind="stable")
         self._file.advise(offsets[written][order], sizes[written][order])
@@ -224,14 +226,14 @@ class PlainArray:
             held_bytes=block.nbytes,
         )
 
-    def _read_past_cache(
+    def _read_direct(
         self, begins: NDArray[np.int64], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> _MemoryExtents | None:
-        """Read the pieces of runs with `LocalFile.read_past_cache`; return None if it does not apply."""
+        """Read the pieces of runs with `LocalFile.read_direct`; return None if buffered reads must be used."""
         assert isinstance(self._file, LocalFile)
         written = np.flatnonzero(offsets >= 0)
         order = written[np.argsort(offsets[written], kind="stable")]
-        found = self._file.read_past_cache(offsets[order], sizes[order]) if len(order) else None
+        found = self._file.read_direct(offsets[order], sizes[order]) if len(order) else None
         if found is None:
             return None
         source, ats = found
@@ -244,7 +246,7 @@ class PlainArray:
     def _pieces(
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Cut runs at extents; return first row, byte offset (-1 if never written) and size in bytes per piece."""
+        """Cut runs at extents; return first row, byte offset (-1 if never written) and size in bytes of each piece."""
         firsts, offsets = self._extents.firsts, self._extents.offsets
         begins = np.union1d(starts, firsts)
         run = np.searchsorted(starts, begins, side="right") - 1

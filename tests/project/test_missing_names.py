@@ -128,11 +128,11 @@ READ: list[tuple[str, Callable[[Any], Any], Callable[[], Any], list[str]]] = [
     ("dask", dask.blockwise_inputs, layer, ["indices"]),
     ("dask", dask.block_locations, layer, ["io_deps"]),
     ("distributed", distributed.clients_of_process, lambda: Stub(Client=Stub(_instances=[])), ["Client._instances"]),
-    ("distributed", distributed.address_once_given, lambda: Stub(_start_arg="tcp://"), ["_start_arg"]),
+    ("distributed", distributed.given_address, lambda: Stub(_start_arg="tcp://"), ["_start_arg"]),
     ("distributed", distributed.event_loop, lambda: Stub(loop=Stub(asyncio_loop=0)), ["loop", "loop.asyncio_loop"]),
     (
         "distributed",
-        distributed.memory_shares,
+        distributed.memory_thresholds,
         worker,
         [
             "memory_manager",
@@ -151,12 +151,12 @@ READ: list[tuple[str, Callable[[Any], Any], Callable[[], Any], list[str]]] = [
     ("distributed", lambda it: distributed.announce(it, "name"), scheduler, ["task_metadata"]),
     (
         "distributed",
-        lambda it: distributed.count_in_panel(it, "name", n_released=1, n_waiting=2),
+        lambda it: distributed.add_to_progress_panel(it, "name", n_released=1, n_waiting=2),
         scheduler,
         ["task_prefixes", "task_prefixes.known.states"],
     ),
     ("distributed", lambda it: distributed.add_pages(it, []), scheduler, ["http_application"]),
-    ("distributed", distributed.listening_at, scheduler, ["http_server.address", "http_server.port"]),
+    ("distributed", distributed.http_address, scheduler, ["http_server.address", "http_server.port"]),
     (
         "distributed",
         lambda security: distributed.ssl_contexts(security, ["client"]),
@@ -179,7 +179,7 @@ READ: list[tuple[str, Callable[[Any], Any], Callable[[], Any], list[str]]] = [
     ),
     (
         "numba",
-        numba_.cache_place,
+        numba_.cache_location,
         lambda: Stub(_cache_path="folder", _impl=Stub(filename_base="name")),
         ["_cache_path", "_impl", "_impl.filename_base"],
     ),
@@ -305,10 +305,10 @@ def test_a_request_that_a_worker_does_not_know_raises(
     in_process_cluster: Any, in_process_client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (worker,) = in_process_cluster.workers.values()
-    assert in_process_client.sync(distributed.answer_of_worker, in_process_client, worker.address)["id"] == worker.id
+    assert in_process_client.sync(distributed.worker_identity, in_process_client, worker.address)["id"] == worker.id
     monkeypatch.delitem(worker.handlers, "identity")
     with pytest.raises(UnsupportedVersionError, match=r"^distributed \d.* has no operation 'identity'"):
-        in_process_client.sync(distributed.answer_of_worker, in_process_client, worker.address)
+        in_process_client.sync(distributed.worker_identity, in_process_client, worker.address)
 
 
 # Names used only for speed: source module, name, and the call that looks it up.
@@ -357,7 +357,7 @@ def test_a_missing_name_used_for_speed_is_reported_once_and_rows_stay_right(
     assert len(said) == len({*said})
     assert f"dask {importlib.metadata.version('dask')} has no " in said[0]
     assert f"{module}{'' if gone else '.' + name}" in said[0]
-    assert said[0].endswith("Until then array code that selects or shuffles rows is computed by whole chunks.")
+    assert said[0].endswith("Until then, array code that selects or shuffles rows is computed on whole chunks.")
     monkeypatch.setattr(compiler, "GETITEMS", (*compiler.GETITEMS[:2], *getters))
     monkeypatch.setattr(compiler, "CONCATENATE", concatenation)
     for at, function in zip(("shuffle_getitem", "concatenate_arrays"), shuffle, strict=True):
@@ -382,7 +382,7 @@ def test_without_anndatas_types_of_columns_tables_are_joined_as_they_are(
     assert anndata.unified_dtypes(tables) is None
     (said,) = warnings_in(caplog)
     assert "has no anndata._core.merge.unify_dtypes, which dasksc needs" in said
-    assert "takes 8 bytes more per cell" in said
+    assert "takes 8 more bytes per cell" in said
 
 
 def test_without_numbas_cache_kernels_are_compiled_anew(
@@ -394,7 +394,7 @@ def test_without_numbas_cache_kernels_are_compiled_anew(
     executed("numba")
     (said,) = warnings_in(caplog)
     assert "has no numba.core.caching.FunctionCache" in said
-    assert said.endswith("Until then kernels are compiled again in every process.")
+    assert said.endswith("Until then, kernels are compiled again in every process.")
     monkeypatch.setattr(compiled, "can_cache", lambda: False)
     assert compiled.kernel(lambda n: n + 1)(1) == 2
 
@@ -404,17 +404,17 @@ def test_kernels_whose_cache_has_another_form_are_compiled_anew(name: str, caplo
     locator = Stub(filename_base="name")
     cache = Stub(_cache_path="folder", _impl=locator)
     dispatcher = Stub(_cache=None)
-    numba_.set_cache(dispatcher, lambda: numba_.cache_place(cache))
+    numba_.set_cache(dispatcher, lambda: numba_.cache_location(cache))
     assert dispatcher._cache == ("folder", "name")
     for owner in (dispatcher, cache, locator):
         vars(owner).pop(name, None)
     before = vars(dispatcher).get("_cache")
     for _ in range(2):
-        numba_.set_cache(dispatcher, lambda: numba_.cache_place(cache))
+        numba_.set_cache(dispatcher, lambda: numba_.cache_location(cache))
     assert vars(dispatcher).get("_cache") == before
     (said,) = warnings_in(caplog)
     assert f".{name}, which dasksc needs" in said
-    assert said.endswith("Until then kernels are compiled again in every process.")
+    assert said.endswith("Until then, kernels are compiled again in every process.")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its wheels do not export the function")
@@ -426,7 +426,7 @@ def test_without_bloscs_function_chunks_are_decoded_whole(
     assert numcodecs.blosc_getitem_address() is None
     (said,) = warnings_in(caplog)
     assert "has no function blosc_getitem in numcodecs.blosc" in said
-    assert said.endswith("Until then Blosc chunks are decoded whole.")
+    assert said.endswith("Until then, Blosc chunks are decoded whole.")
 
 
 @pytest.mark.parametrize("name", ["_has_sorted_indices", "_has_canonical_format"])
@@ -446,18 +446,18 @@ def test_without_scipys_flags_column_numbers_are_looked_at_each_time(
         copy = executed("scipy").copy_flags
     (said,) = warnings_in(caplog)
     assert f"has no csr_matrix.{name}, which dasksc needs" in said
-    assert said.endswith("Until then every step of array code on sparse X checks all column numbers.")
+    assert said.endswith("Until then, every step of array code on sparse X checks all column indices.")
     copy(Other((1, 1)), to := sp.csr_array((1, 1)))
     assert name not in vars(to)
 
 
 def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    assert distributed.n_threads_heard_of(Stub(_scheduler_identity={"total_threads": 3})) == 3
+    assert distributed.known_n_threads(Stub(_scheduler_identity={"total_threads": 3})) == 3
     for _ in range(2):
-        assert distributed.n_threads_heard_of(Stub()) == 0
+        assert distributed.known_n_threads(Stub()) == 0
     (said,) = warnings_in(caplog)
     assert "._scheduler_identity, which dasksc needs" in said
-    assert said.endswith("Until then the number of fetches in flight does not change with the number of workers.")
+    assert said.endswith("Until then, the number of fetches in flight does not adapt to the number of workers.")
 
 
 # Adapters used only to display figures: the place of use, and the consequence in the warning.
@@ -496,7 +496,7 @@ def test_batches_stay_the_same_without_what_shows_figures(
     for batch, same in zip(batches(), expected, strict=True):
         np.testing.assert_array_equal(batch, same)
     (said,) = warnings_in(caplog)
-    assert said.endswith(f"Until then {consequence}.")
+    assert said.endswith(f"Until then, {consequence}.")
 
 
 @pytest.mark.parametrize("name", ["http_application", "handlers", "task_metadata"])
@@ -512,7 +512,7 @@ def test_a_scheduler_starts_without_the_loader_page(name: str, caplog: pytest.Lo
         dask_setup(of_another_version)
     (said,) = warnings_in(caplog)
     assert f".{name}, which dasksc needs" in said
-    assert said.endswith("Until then there is no loader page.")
+    assert said.endswith("Until then, there is no loader page.")
 
 
 def names_read(source: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import uuid
 import distributed
 from distributed.security import Security
 
-from dasksc._compat.distributed import ensure_ip, listening_at
+from dasksc._compat.distributed import ensure_ip, http_address
 from dasksc.config import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
@@ -160,7 +160,7 @@ def start_cluster(
             started.callback(client.close)
             link = None
             if dashboard_address is not None:
-                link = with_host(str(cluster.dashboard_link), listening_at(cluster.scheduler))
+                link = with_host(str(cluster.dashboard_link), http_address(cluster.scheduler))
             publish_result(store, {"address": cluster.scheduler_address, "dashboard": link, "token": token})
         except BaseException as error:
             # Publish the error before closing anything, because the other ranks are waiting.

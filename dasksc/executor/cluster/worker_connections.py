@@ -9,7 +9,7 @@ from typing import Any
 
 import distributed
 
-from dasksc._compat.distributed import answer_of_worker, workers_of
+from dasksc._compat.distributed import worker_identity, workers_of
 
 __all__ = ["WorkerConnections"]
 
@@ -55,7 +55,7 @@ async def _workers_are_reachable(client: Any) -> bool:
 
     async def probe(address: str) -> None:
         try:
-            await asyncio.wait_for(answer_of_worker(client, address), _CONNECT_S)
+            await asyncio.wait_for(worker_identity(client, address), _CONNECT_S)
         except (OSError, TimeoutError) as error:
             known[address] = False
             logger.warning(

@@ -72,7 +72,7 @@ class RowLocalMatrix(DaskMatrix):
             ) from error
         except UnsupportedVersionError as error:
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
-            warn_once(error, without="array code is computed by whole chunks")
+            warn_once(error, without="array code is computed on whole chunks")
             raise NotRowLocalError(str(error)) from error
         # Kinds of row chunks that passed the trial and, if some of their functions are merely believed, the comparison
         # with stored rows.

@@ -1,8 +1,8 @@
 """Matrices in the ``.h5`` files of 10x Genomics' Cell Ranger.
 
-Cell Ranger stores features by barcodes in CSC. The same three arrays are the CSR matrix of cells by genes, so rows are
-read in place. The shape is a dataset rather than an attribute. Layout: "Feature-Barcode Matrices HDF5 Format" in the
-documentation of Cell Ranger, for version 3 (a group ``matrix``) and version 2 (a group for each genome).
+Cell Ranger stores a CSC matrix of features by barcodes. The same three arrays form the CSR matrix of cells by genes, so
+rows are read in place. The shape is a dataset rather than an attribute. Layout: "Feature-Barcode Matrices HDF5 Format"
+in the documentation of Cell Ranger, for version 3 (a group ``matrix``) and version 2 (a group for each genome).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 
 
 def is_cell_ranger_matrix(item: Any) -> bool:
-    """Return True if an HDF5 object is a matrix as Cell Ranger stores it."""
+    """Return True if an HDF5 object is a matrix in the format of Cell Ranger."""
     return isinstance(item, h5py.Group) and "encoding-type" not in item.attrs and item.keys() >= _MEMBERS
 
 
 def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str, Any]:
-    """Return the attributes with which AnnData would store a matrix of Cell Ranger as CSR, cells by features.
+    """Return the attributes of a Cell Ranger matrix as AnnData would write them for CSR, cells by features.
 
     Parameters
     ----------
     group
         Group for which `is_cell_ranger_matrix` is True.
     file
-        File that contains it.
+        File that contains the group.
 
     Raises
     ------
     CorruptDataError
-        If its shape is not two lengths.
+        If the shape is not two lengths.
     StorageError
-        If its shape is in another file, outside the folder of this one.
+        If the shape is in another file, outside the folder of this one.
     """
     stored, label = group["shape"], f"{file.path}:{group.name}/shape"
     if isinstance(file, LocalFile):  # remote files are checked when they are opened

@@ -1,11 +1,12 @@
 """Index of the chunks of an HDF5 dataset, read level by level instead of node by node.
 
-HDF5 reads the nodes of a tree one after the other. Behind a URL each read is a round trip, and a large atlas has
-hundreds of thousands of nodes. This module requests all nodes of a level at once. On local files it needs a tenth of
-the time of `chunk_iter`, which calls Python for every chunk (benchmarks/README.md has the measurements). It reads
-B-trees of version 1, the format of the index unless a file was written for new versions of HDF5 only. The layouts
-follow the HDF5 File Format Specification, version 3.0 (sections II.A superblock, III.A B-trees, IV.A object headers).
-HDF5 itself reads any other index.
+HDF5 reads the nodes of a tree one after the other. Behind a URL, each read is a round trip, and a large atlas has
+hundreds of thousands of nodes. This module requests all nodes of a level at once. On local files, it needs a tenth of
+the time of `chunk_iter`, which calls Python for every chunk (benchmarks/README.md has the measurements).
+
+The module reads B-trees of version 1, which HDF5 uses unless a file was written for new versions of HDF5 only. The
+layouts follow the HDF5 File Format Specification, version 3.0 (sections II.A superblock, III.A B-trees, IV.A object
+headers). HDF5 itself reads any other index.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ _NOWHERE = 2**64 - 1
 # Types of messages in object headers.
 _LAYOUT, _CONTINUATION, _TREE_SIZES = 0x08, 0x10, 0x13
 _IS_SHARED = 2
-# HDF5 reads larger headers, which have many attributes.
+# Maximum size of an object header, and maximum number of its blocks. Larger headers, which hold many attributes, are
+# left to HDF5.
 _MOST_HEADER_BYTES = 2**22
 _MOST_HEADER_BLOCKS = 256
-# Default of half the maximum number of children of a node.
+# Default of half the maximum number of children of a node ("K" in the specification).
 _USUAL_HALF = 32
 _NODE_HEADER_BYTES = 24
 # Maximum size of nodes that are read together, in addition to those of the level above.
@@ -50,8 +52,8 @@ class ChunkTable:
     Parameters
     ----------
     offsets, sizes
-        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 if it was never
-        written.
+        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk that was
+        never written.
     skipped
         Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32.
     """
@@ -64,7 +66,7 @@ class ChunkTable:
 def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTable:
     """Read the locations of the chunks of a dataset.
 
-    The cost is one round trip per level of the tree behind a URL, and 20 bytes of memory per chunk.
+    Behind a URL, the cost is one round trip per level of the tree. The table takes 20 bytes of memory per chunk.
 
     Parameters
     ----------
@@ -81,14 +83,14 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
     Raises
     ------
     CorruptDataError
-        If the index is inconsistent in itself, or with the dataset or the size of the file.
+        If the index is inconsistent, or contradicts the dataset or the size of the file.
     """
     grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
     n_chunks = math.prod(grid)
     if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
         raise CorruptDataError(
             f"{file.path}:{dataset.name} should have {n_chunks} chunks according to its shape, {dataset.shape}, but a "
-            f"file of {file.identity.size} bytes has no room for them. It is corrupt, or was never written."
+            f"file of {file.identity.size} bytes has no room for them. The file is corrupt, or was never written."
         )
     table = ChunkTable(
         offsets=np.full(n_chunks, -1, dtype=np.int64),
@@ -114,11 +116,11 @@ def _fill(table: ChunkTable, grid: tuple[int, ...], tree: _Tree) -> None:
         at = records["at"]
         places = at[:, :-1] // chunks
         if (places * chunks != at[:, :-1]).any() or at[:, -1].any():
-            raise tree.broken("a chunk begins where none can")
-        # Chunks outside the shape remain in the file after the dataset was shortened.
+            raise tree.broken("a chunk begins at an impossible position")
+        # After a dataset was shortened, chunks outside its shape remain in the file.
         inside = (places < np.array(grid, dtype=np.uint64)).all(axis=1)
         numbers = np.ravel_multi_index(tuple(places[inside].astype(np.int64).T), grid)
-        # Strictly ascending numbers also exclude repeated chunks and nodes.
+        # Strictly ascending numbers also rule out repeated chunks and nodes.
         if (np.diff(numbers, prepend=last) <= 0).any():
             raise tree.broken("its chunks are not in order")
         last = int(numbers[-1]) if len(numbers) else last
@@ -136,7 +138,7 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
     def note(chunk: Any) -> None:
         number = 0
         for at, length, n in zip(chunk.chunk_offset, chunks, grid, strict=True):
-            if at // length >= n:  # remained in the file after the dataset was shortened
+            if at // length >= n:  # the chunk remained in the file after the dataset was shortened
                 return
             number = number * n + at // length
         table.offsets[number] = chunk.byte_offset
@@ -160,7 +162,7 @@ class _Tree:
     label
         Name of the dataset in error messages.
     root
-        Address of the root, `_NOWHERE` if no chunk was ever written.
+        Address of the root; `_NOWHERE` if no chunk was ever written.
     chunks
         Shape of a chunk.
     half
@@ -175,7 +177,7 @@ class _Tree:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
-        """Return the tree of a dataset; None if its index has another format, or the file may still be written to."""
+        """Return the tree of a dataset; None if its index has another format, or the file is open for writing."""
         # Addresses are relative to the end of a user block, which is not supported.
         readable = dataset.file.mode == "r" and not dataset.file.userblock_size
         half = _half_of(file) if readable else None
@@ -203,11 +205,11 @@ class _Tree:
 
     @property
     def node_bytes(self) -> int:
-        """Size of a node in the file, in bytes, independent of its number of children. A last key follows it."""
+        """Size of a node in the file without its last key, in bytes; it does not depend on the number of children."""
         return _NODE_HEADER_BYTES + (2 * self.half + 1) * self.record.itemsize - 8
 
     def leaves(self) -> Iterator[NDArray[np.void]]:
-        """Yield the entries of all chunks in order, for some nodes at a time."""
+        """Yield the entries of all chunks in order, some nodes at a time."""
         if self.root == _NOWHERE:
             return
         # The root was created with the dataset, so it is often in a block that HDF5 has read already.
@@ -287,7 +289,7 @@ def _half_of(file: LocalFile | RemoteFile) -> int | None:
 
 
 def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator[bytes]:
-    """Yield the messages of one type in an object header; nothing for unsupported headers.
+    """Yield the messages of one type in an object header; yield nothing for unsupported headers.
 
     HDF5 has opened the object, so its header is complete.
     """
@@ -326,7 +328,7 @@ def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator
 
 
 def _read(file: LocalFile | RemoteFile, offset: int, n_bytes: int) -> bytes:
-    """Read bytes of a file up to its end. Behind a URL, blocks that h5py has read are not requested again."""
+    """Read bytes of a file, up to its end; blocks of a remote file that h5py has read are not requested again."""
     data = bytearray(max(0, min(n_bytes, file.identity.size - offset)))
     if isinstance(file, LocalFile):
         file.read(offset, memoryview(data))

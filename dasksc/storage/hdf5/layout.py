@@ -1,4 +1,4 @@
-"""Location of the bytes of HDF5 datasets, for reading them directly."""
+"""Locations of the bytes of HDF5 datasets, for reading them without HDF5."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage.arrays import StoredArray, UnknownLayoutError, is_of_content
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError, caused_by_data
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap
@@ -21,6 +21,7 @@ from dasksc.storage.uncompressed import Extents, PlainArray
 __all__ = ["direct_array"]
 
 
+# Maximum number of edge chunks to decode in search of chunks without filters.
 _EDGES_TRIED = 8
 
 
@@ -43,9 +44,9 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     UnknownLayoutError
         If the dataset must be read through h5py.
     CorruptDataError
-        If its bytes extend beyond the end of the file.
+        If the bytes of the dataset extend beyond the end of the file.
     StorageError
-        If its bytes are in another file, outside the folder of this one.
+        If the bytes of the dataset are in another file, outside the folder of this one.
     """
     if isinstance(file, LocalFile):  # remote files are checked when they are opened
         check_item(dataset, file.path, folder=os.path.dirname(file.path))
@@ -55,9 +56,9 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
-    # Remote files have no links to other files; those are refused when a file is opened.
+    # Remote files have no links to other files, since such files are refused when they are opened.
     if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
-        raise UnknownLayoutError("a link leads to it in another file")
+        raise UnknownLayoutError("it is a link to another file")
     if dataset.is_virtual or plist.get_external_count():
         raise UnknownLayoutError("its values lie in other files")
     layout = plist.get_layout()
@@ -68,7 +69,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
             codecs=tuple(_codec(plist.get_filter(i), dtype) for i in range(plist.get_nfilters())), dtype=dtype
         )
         table = chunk_table(dataset, file)
-        _check_places(dataset, file, table.offsets)
+        _check_offsets(dataset, file, table.offsets)
         if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
@@ -92,8 +93,8 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         offsets = chunk_table(dataset, file).offsets
         firsts = np.arange(len(offsets), dtype=np.int64) * dataset.chunks[0]
     else:
-        raise UnknownLayoutError("it is stored in its own header")
-    _check_places(dataset, file, offsets)
+        raise UnknownLayoutError("it is stored in its object header")
+    _check_offsets(dataset, file, offsets)
     stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
     return PlainArray(
         label=label,
@@ -106,8 +107,8 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     )
 
 
-def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
-    """Raise `UnknownLayoutError` if the reported offsets are wrong, since some versions of HDF5 omit the user block."""
+def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
+    """Raise `UnknownLayoutError` if `offsets` are wrong, since some versions of HDF5 disregard the user block."""
     written = np.flatnonzero(offsets >= 0)
     if not dataset.file.userblock_size or not len(written):
         return
@@ -129,10 +130,10 @@ def _check_places(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: 
 
 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
-    """Return True if edge chunks were stored without the filters, which an option of HDF5 requests.
+    """Return True if edge chunks were stored without filters, as requested by an option of HDF5.
 
     h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk of
-    ambiguous size is read both ways and compared.
+    ambiguous size is therefore decoded directly and read through h5py, and the results are compared.
     """
     chunks = dataset.chunks
     grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
@@ -149,7 +150,7 @@ def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]
         try:
             chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
         except Exception as error:  # a codec may raise any exception on bytes that were never encoded
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             return True
         stops = [min(at + length, n) for at, length, n in zip(start, chunks, dataset.shape, strict=True)]

@@ -1,4 +1,4 @@
-"""HDF5 (.h5ad) files through h5py: locating arrays, and reading arrays in any HDF5 layout."""
+"""Access to HDF5 (.h5ad) files through h5py: location of arrays, and reading of arrays in any HDF5 layout."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
 
-# Runs closer than this are read as one. A separate HDF5 selection costs tens of microseconds, in which this
-# many bytes are copied from the page cache.
+# Runs closer than this are read as one. A separate HDF5 selection costs tens of microseconds. In that time, this many
+# bytes can be copied from the page cache.
 _GAP_BYTES = 64 * 2**10
 
 
 class H5File:
-    """HDF5 file, opened in each process at its first read.
+    """HDF5 file, which each process opens at its first read.
 
     Parameters
     ----------
     file
-        Local or remote file with the bytes.
+        Local or remote file.
     """
 
     def __init__(self, file: LocalFile | RemoteFile) -> None:
@@ -43,12 +43,12 @@ class H5File:
         return self.__dict__ | {"_opened": None}
 
     def open(self) -> h5py.File:
-        """Return the file opened in this process, after a check that it has not changed."""
+        """Check that the file has not changed, and return the handle of this process."""
         self.file.require_unchanged()
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            # A race between threads opens the file more than once, which is harmless. A lock could be held by
-            # another thread during a fork. A handle inherited by a fork belongs to the parent and is not used.
+            # If threads race, the file is opened more than once, which is harmless. There is no lock, since another
+            # thread could hold it during a fork. A handle inherited by a fork belongs to the parent and is not used.
             opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else _open(self.path)
             weakref.finalize(self, opened[1].close)
             self._opened = opened
@@ -111,7 +111,7 @@ class H5Array(SlicedArray):
         self._field = field
 
     def reader(self) -> ReadSlice:
-        """Return the function that reads slices, after a check that the file has not changed since it was opened."""
+        """Check that the file has not changed since it was opened, and return the function that reads slices."""
         dataset = self._file.open()[self._name]
         _check_filters(dataset, self.label)
 

@@ -1,4 +1,4 @@
-"""Remote HDF5 files: metadata, which h5py needs to locate arrays, read in blocks."""
+"""Block-wise reading of remote HDF5 files, for the metadata that h5py needs to locate arrays."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 # Possible offsets of the HDF5 signature after a user block; an .h5mu file has one of 512 bytes.
 _BEGINNINGS = (0, 512, 1024, 2048)
 _HEAD_BYTES = 2048 + len(_SIGNATURE)
-# Metadata of arrays are scattered over a file in clusters of pieces of some hundred bytes.
+# The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# Sequential reads come from tables; each reads twice as many blocks as the one before, up to this number.
+# Tables are read sequentially. Each sequential read requests twice as many blocks as the one before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, but their blocks are read in no particular order. Once more than _MOST_MISSED blocks
-# of a group were missing, or a neighboring group was read whole, the group is read whole, in about one round trip.
+# Names of cells lie in one region, but their blocks are requested in no particular order. If more than _MOST_MISSED
+# blocks of a group have been missing, or a neighboring group was read whole, the group is read whole. That takes about
+# one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 _MOST_MISSED = 2
 
 
 class _Blocks(OrderedDict[int, memoryview]):
-    """Most recently read blocks of one object, by number, 64 MiB at most."""
+    """Most recently read blocks of one object, by block number; at most 64 MiB."""
 
 
 # Blocks of each object that is being read, shared by all readers, since every matrix of an atlas opens its file.
@@ -46,7 +47,7 @@ _blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = Weak
 class BlockReader(io.RawIOBase):
     """File-like reader of a remote object, for libraries with small scattered reads.
 
-    A reader is for one thread at a time, as in h5py. Several readers of an object share their blocks.
+    A reader serves one thread at a time, as h5py does. Several readers of an object share their blocks.
 
     Parameters
     ----------
@@ -112,7 +113,7 @@ class BlockReader(io.RawIOBase):
         return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
 
     def _wanted(self, number: int) -> tuple[int, int]:
-        """Return the first block and the number of blocks to read for a missing one."""
+        """Return the first block and the number of blocks to read for a missing block."""
         expected, n_blocks = self._following
         if number == expected:
             n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
@@ -131,8 +132,8 @@ class BlockReader(io.RawIOBase):
 def _no_collection() -> Iterator[None]:
     """Disable automatic garbage collection.
 
-    h5py holds its global lock while it waits for a block. A thread that requests the block would wait for that lock if
-    it collected an h5py object that is part of a reference cycle.
+    h5py holds its global lock while it waits for a block. If the thread that requests the block collected an h5py
+    object in a reference cycle, it would wait for that lock forever.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Direct reading of names in HDF5 files, ten times faster than HDF5, which creates each string separately.
+"""Direct reading of strings in HDF5 files, ten times faster than HDF5, which creates each string separately.
 
 HDF5 stores variable-length strings in global heap collections, and datasets hold references to them. The layouts
 follow the HDF5 File Format Specification, version 3.0 (sections III.E and VIII.B). Other layouts are left to h5py.
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from dasksc.kernels import strings as kernels
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, maps
+from dasksc.storage.files import LocalFile, should_map
 
 __all__ = ["read_strings", "strings_at", "strings_in_pieces"]
 
 _REFERENCE_BYTES = 16
-# Number of strings created at a time.
+# Number of strings to create at a time.
 _PIECE = 2**20
 
 
@@ -68,7 +68,7 @@ def strings_in_pieces(dataset: h5py.Dataset, path: str, n_together: int) -> Iter
         yield None
         return
     file = LocalFile(FileIdentity.of(path))
-    if not (file.can_map and maps("auto")) or offset + _REFERENCE_BYTES * len(dataset) > file.identity.size:
+    if not (file.can_map and should_map("auto")) or offset + _REFERENCE_BYTES * len(dataset) > file.identity.size:
         yield None
         return
     data = file.mapped()

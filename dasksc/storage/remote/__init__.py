@@ -1,1 +1,1 @@
-"""Remote objects behind URLs."""
+"""Reading of remote objects behind URLs."""

@@ -1,13 +1,13 @@
 """Local cache of blocks of remote objects: bounded, shared by processes, and verified on every read.
 
-A block is a file whose name is derived from the object's URL, size, ETag and modification time, and the block's offset.
-Files are therefore never modified in place, and another version of an object has other names. A file has a temporary
-name until it is complete. When the folder reaches its limit, the least recently used files are removed. There are no
-locks.
+Each block is a file. Its name is derived from the URL, size, ETag and modification time of the object and from the
+offset of the block. Files are therefore never modified in place, and another version of an object has other names. A
+file has a temporary name until it is complete. When the folder reaches its limit, the least recently used files are
+removed. There are no locks.
 
-The folder belongs to one user, with mode 0700; a folder that others can access is not used. A random key in it, with
-mode 0600, enters the name of each block and the tag of each page. Without the key nobody can test for the presence of
-a block or forge one, even if the folder was accessible before.
+The folder belongs to one user, with mode 0700; a folder that others can access is not used. The folder contains a
+random key with mode 0600. The name of each block and the tag of each page also depend on the key, so that nobody can
+test for the presence of a block or forge one without it, even if the folder was accessible before.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _TAG_BYTES = 16
 _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
-# Shares of the limit. A process measures the folder whenever it has written the first share. A folder larger than the
-# second share is reduced to the third. Four concurrent writers thus stay below the limit, and n writers below
+# Shares of the limit. A process measures the folder each time it has written the first share. A folder larger than the
+# second share is reduced to the third. Four concurrent writers therefore stay below the limit, and n writers below
 # 15/16 + n/64 of it.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 # A file that was used within this time is not marked as used again.
@@ -68,7 +68,7 @@ class Cache:
     folder
         Path of the folder. It is created for this user alone when the first block is read.
     limit
-        Maximum size in bytes. With more than four concurrent writers, each further one may add a 64th to it.
+        Maximum size in bytes. Beyond four concurrent writers, each may add 1/64 of the limit to it.
     """
 
     folder: str
@@ -100,7 +100,7 @@ class Cache:
     def read(
         self, identity: ObjectIdentity, start: int, stop: int, *, request: Callable[[int, int], memoryview]
     ) -> memoryview:
-        """Return bytes [start, stop) of an object; missing blocks are requested and cached.
+        """Return bytes [start, stop) of an object, after requesting and caching missing blocks.
 
         Parameters
         ----------
@@ -130,11 +130,11 @@ class Cache:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def _key(self) -> bytes | None:
-        """Return the key of the folder, created if missing.
+        """Return the key of the folder, after creating it if it is missing.
 
-        Return None if the folder cannot be used; the reason is logged once.
+        If the folder cannot be used, the reason is logged once, and the result is None.
         """
-        # The folder is checked each time, since users with write access to its parent could replace it.
+        # Every call checks the folder, since users with write access to its parent could replace it.
         try:
             try:
                 status = os.stat(self.folder)
@@ -162,7 +162,7 @@ class Cache:
         return _Block(path=os.path.join(self.folder, name[:2], name), key=digest[32:])
 
     def _keep(self, block: _Block, content: memoryview) -> None:
-        """Write a block to the folder; a failure is logged."""
+        """Write a block to the folder; log a warning if that fails."""
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.dirname(block.path), mode=0o700)
@@ -233,7 +233,7 @@ class _Block:
                     os.utime(self.path)
             return piece
         except (OSError, ValueError) as error:
-            logger.warning("%s in the cache is damaged (%s); its blocks are fetched again", self.path, error)
+            logger.warning("%s in the cache is damaged (%s); the block is fetched again", self.path, error)
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
             return None
@@ -272,7 +272,7 @@ def _read(number: int, offset: int, n_bytes: int) -> memoryview:
 
 @contextlib.contextmanager
 def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the path of a new file and the file, readable by this user only; it is removed unless it is renamed."""
+    """Yield the path of a new file and the file, for this user only; remove the file unless it was renamed."""
     path = os.path.join(folder, f"new-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -283,7 +283,7 @@ def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _key_in(folder: str) -> bytes:
-    """Return the key of a folder, created if missing."""
+    """Return the key of a folder, after creating it if it is missing."""
     path = os.path.join(folder, _KEY_NAME)
     if not os.path.lexists(path):
         with _new_file(folder) as (temporary, file):
@@ -292,7 +292,7 @@ def _key_in(folder: str) -> bytes:
             os.fsync(file.fileno())
             file.close()
             try:
-                with contextlib.suppress(FileExistsError):  # the key of the first process is kept
+                with contextlib.suppress(FileExistsError):  # if processes race, the first key is kept
                     os.link(temporary, path)
             except OSError:  # a file system without hard links
                 os.replace(temporary, path)
@@ -303,7 +303,7 @@ def _key_in(folder: str) -> bytes:
     finally:
         os.close(number)
     if len(key) != _KEY_BYTES:
-        raise OSError(f"{path} is damaged. Remove the folder: its blocks are fetched again")
+        raise OSError(f"{path} is damaged. Remove the folder; its blocks are then fetched again")
     return key
 
 

@@ -1,4 +1,4 @@
-"""Protocol of the clients of stores, with retries and error messages without credentials."""
+"""Protocol of the clients of remote stores, with retries, and error messages without credentials."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from urllib.parse import urlsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 
 __all__ = [
     "SCHEMES",
     "Client",
     "ObjectIdentity",
     "redact_error",
-    "longer",
+    "too_long_error",
     "retry",
-    "replaced",
+    "replaced_error",
     "secrets_of",
-    "shortened",
+    "short_response_error",
     "redact_url",
     "span_of",
     "url_of",
@@ -56,10 +56,10 @@ class ObjectIdentity:
         """Raise `CorruptDataError` if `now` differs from this identity."""
         same = self.etag == now.etag if self.etag and now.etag else self.modified == now.modified
         if not same or self.size != now.size:
-            raise replaced(self.path)
+            raise replaced_error(self.path)
 
 
-def replaced(path: str) -> CorruptDataError:
+def replaced_error(path: str) -> CorruptDataError:
     """Return the error for an object that has changed since it was opened."""
     return CorruptDataError(
         f"{path} was replaced or changed since it was opened. Open it again, and do not write to it while it is "
@@ -101,16 +101,16 @@ class Client(Protocol):
         """Return the names of the entries directly below a prefix, in ascending order."""
 
 
-def longer(path: str, size: int, longest: int) -> CorruptDataError:
-    """Return the error for an object that exceeds its maximum length."""
+def too_long_error(path: str, size: int, longest: int) -> CorruptDataError:
+    """Return the error for an object that exceeds its maximum size."""
     return CorruptDataError(f"{path} has {size} bytes, but at most {longest} are expected, so it is not read.")
 
 
-def shortened(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
+def short_response_error(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
     """Return the error for a response with fewer bytes than requested."""
     return CorruptDataError(
-        f"{path} has {size} bytes, but a request for {span or 'all of them'} returned {n_bytes}. It is truncated, or "
-        "was replaced: upload it again, or open it again."
+        f"{path} has {size} bytes, but a request for {span or 'all of them'} returned {n_bytes}. The object is "
+        "truncated or was replaced: upload it again, or open it again."
     )
 
 
@@ -127,7 +127,7 @@ def url_of(root: str, key: str) -> str:
 
 
 def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
-    """Call a function, and retry it with growing pauses for up to ``retry-timeout``.
+    """Call a function; after an error, retry with growing pauses for up to ``retry-timeout``.
 
     The last error is raised. Errors of this package and programming errors are raised at once.
 
@@ -146,14 +146,14 @@ def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
         except DaskscError:
             raise
         except Exception as error:
-            if is_final(error) or not is_of_content(error) or time.monotonic() + pause > deadline:
+            if is_final(error) or not caused_by_data(error) or time.monotonic() + pause > deadline:
                 raise
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def redact_error(error: Exception, secrets: Sequence[str]) -> str:
-    """Return the message of a library's error without quoted requests and responses, and without secrets."""
+    """Return the message of a library's error, without quoted requests, quoted responses and secrets."""
     text = str(error) or type(error).__name__
     code = re.search(r"<Code>(\w+)</Code>", text)
     line = text.partition("\n")[0].partition(": <")[0]
@@ -165,7 +165,7 @@ def redact_error(error: Exception, secrets: Sequence[str]) -> str:
 
 
 def span_of(start: int, stop: int | None) -> str:
-    """Return the name of bytes [start, stop) in error messages; an empty string for the whole object."""
+    """Describe bytes [start, stop) for error messages; return an empty string for the whole object."""
     return "" if stop is None else f"bytes {start} to {stop}"
 
 

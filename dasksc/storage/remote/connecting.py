@@ -1,4 +1,4 @@
-"""Clients of stores, one per store and process, shared by all arrays, tasks and threads.
+"""Clients of remote stores, one per store and process, shared by all arrays, tasks and threads.
 
 obstore makes the requests. Schemes that it does not support use fsspec (`dasksc.storage.remote.fsspec_client`).
 """
@@ -28,7 +28,7 @@ def split_url(url: str) -> tuple[str, str]:
 
         return fsspec_client.split_fsspec_url(url)
     if parts.scheme in ("http", "https"):
-        # The query, for example a token, belongs to every request.
+        # Every request includes the query, which may be a token.
         return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
     if parts.scheme == "file":
         return "file:///", unquote(url.partition("://")[2].partition("/")[2]).strip("/")
@@ -39,7 +39,8 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 _clients: dict[tuple[Any, ...], Client] = {}
-# True in a forked child if obstore was loaded: its threads do not survive a fork, so requests would wait forever.
+# True in a forked child if the parent had loaded obstore: its threads do not survive a fork, so requests would wait
+# forever.
 _is_orphaned = False
 
 
@@ -64,10 +65,10 @@ def client_of(root: str, options: Mapping[str, Any]) -> Client:
     except MemoryError:
         raise
     except Exception as error:
-        raise InputError(f"storage_options must be plain values that pickle: {error}") from error
+        raise InputError(f"storage_options must be plain values that can be pickled: {error}") from error
     client = _clients.get(key)
     if client is None:
-        # A race between threads makes two clients, of which one is kept.
+        # If threads race, each makes a client, and the first one is kept.
         client = _clients.setdefault(key, _make_client(root, options))
     return client
 

@@ -1,12 +1,12 @@
-"""Requests of a forked process, made by a helper process.
+"""Helper process that makes the requests of a forked process.
 
-``DataLoader(dataset, num_workers=2)`` forks its workers on Linux before Python 3.14, after the process has read from
+Before Python 3.14, ``DataLoader(dataset, num_workers=2)`` forks its workers on Linux, after the process has read from
 the store to open the atlas. The threads of obstore do not survive a fork: a request of the worker would wait for them
-forever, without an error (measured with obstore 0.12.1). The worker therefore starts a process that makes its
-requests, which takes about two seconds. Each thread has a socket; requests and responses are pickled. The helper
-process ends when the worker ends, since that closes the sockets.
+forever, without an error (observed with obstore 0.12.1). The worker therefore starts a helper process, which takes
+about two seconds. Each thread has a socket; requests and responses are pickled. When the worker ends, its sockets
+close, and the helper process ends.
 
-Ranges of 4 MiB arrive at 0.8 GB/s. A `multiprocessing.managers.BaseManager` would save 50 lines and reach three
+Ranges of 4 MiB arrive at 0.8 GB/s. A `multiprocessing.managers.BaseManager` would save 50 lines, but reach only three
 quarters of that rate, since its connections copy the data once more.
 """
 
@@ -27,13 +27,13 @@ from dasksc.errors import StorageError
 from dasksc.platforms import after_fork
 from dasksc.storage.remote.client import WHOLE_BYTES, ObjectIdentity, redact_url
 
-__all__ = ["ForkProxyClient", "received", "send"]
+__all__ = ["ForkProxyClient", "receive", "send"]
 
 _SIZE = struct.Struct("<Q")
 
 
 class ForkProxyClient:
-    """Client of a store whose requests another process makes; see `dasksc.storage.remote.client.Client`.
+    """Client of a store that makes requests in a helper process; see `dasksc.storage.remote.client.Client`.
 
     Parameters
     ----------
@@ -77,10 +77,10 @@ class ForkProxyClient:
         try:
             connection = _connection()
             send(connection, (self._root, self._options, method, args, kwargs))
-            answer = received(connection)
+            answer = receive(connection)
         except (OSError, EOFError) as error:
             raise StorageError(
-                f"{redact_url(self._root)}: the process that makes requests for this forked process has ended "
+                f"{redact_url(self._root)}: the helper process that makes requests for this forked process has ended "
                 f"({error!r}). "
                 "Start DataLoader workers with multiprocessing_context='spawn', or use num_workers=0."
             ) from error
@@ -90,7 +90,7 @@ class ForkProxyClient:
 
 
 class _HelperProcess:
-    """Helper process that makes requests for this one, and the control socket that passes it a socket per thread."""
+    """Helper process that makes requests for this one, with a control socket that passes it a socket per thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -141,14 +141,14 @@ after_fork(_after_fork)
 
 
 def send(connection: socket.socket, value: Any) -> None:
-    """Send a value, pickled."""
+    """Pickle a value and send it."""
     data = pickle.dumps(value)
     connection.sendall(_SIZE.pack(len(data)))
     connection.sendall(data)
 
 
-def received(connection: socket.socket) -> Any:
-    """Wait for a value, and return it."""
+def receive(connection: socket.socket) -> Any:
+    """Wait for a pickled value, and return it."""
     (size,) = _SIZE.unpack(_exactly(connection, _SIZE.size))
     return pickle.loads(_exactly(connection, size))
 
@@ -159,6 +159,6 @@ def _exactly(connection: socket.socket, n_bytes: int) -> bytearray:
     while done < n_bytes:
         n = connection.recv_into(view[done:])
         if n == 0:
-            raise EOFError("the other end is gone")
+            raise EOFError("the other process closed the socket")
         done += n
     return data

@@ -1,4 +1,4 @@
-"""Server process that makes requests for a forked process; see `dasksc.storage.remote.fork_proxy`."""
+"""Program of the helper process that makes requests for a forked process; see `dasksc.storage.remote.fork_proxy`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import threading
 
 from dasksc.storage.remote.connecting import client_of
-from dasksc.storage.remote.fork_proxy import received, send
+from dasksc.storage.remote.fork_proxy import receive, send
 
 
 def _serve(connection: socket.socket) -> None:
     """Serve the requests of one thread until it closes the connection."""
     while True:
         try:
-            root, options, method, args, kwargs = received(connection)
+            root, options, method, args, kwargs = receive(connection)
         except (EOFError, OSError):
             return
         try:

@@ -1,8 +1,8 @@
-"""Requests through fsspec, to stores that obstore does not support: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``.
+"""Requests through fsspec to stores that obstore does not support: ``hf://``, ``ftp://``, ``sftp://``, ``memory://``.
 
-The implementations of fsspec give different guarantees. Each thread has a file system object of its own, since many
-implementations hold a single connection. Failed requests are retried with growing pauses. Reads cannot request a
-version, so they are followed by a check of the object's identity.
+The implementations of fsspec give different guarantees. Each thread has its own file system object, since many
+implementations hold a single connection. Failed requests are retried with growing pauses. A read cannot request a
+version of an object, so a check of the object's identity follows it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from urllib.parse import urlsplit
 
 from dasksc._compat.fsspec import options_in_url, parent_of, path_in, range_of
 from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
     SCHEMES,
     WHOLE_BYTES,
     ObjectIdentity,
-    longer,
     redact_error,
     redact_url,
     retry,
     secrets_of,
-    shortened,
+    short_response_error,
     span_of,
+    too_long_error,
     url_of,
 )
 
@@ -35,16 +35,16 @@ __all__ = ["FsspecClient", "split_fsspec_url"]
 
 T = TypeVar("T")
 
-# Names of a version and of a modification time in the implementations.
+# Names that implementations use for the version of an object and for its modification time.
 _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
-# Time for which the check of an object is valid. Some servers list whole folders only, or limit the request rate.
+# Time for which the check of an object stays valid. Some servers only list whole folders, or limit the request rate.
 _RECHECK_S = 1.0
-# Number of recent checks that are remembered, more than a process makes within that time.
+# Number of recent checks to remember, more than a process makes within that time.
 _MAX_CHECKS = 1024
-# Placeholder for an unknown modification time. Versions cannot be distinguished by it, so the cache skips such objects.
+# Placeholder for an unknown modification time. It cannot distinguish versions, so the cache skips such objects.
 _UNKNOWN_TIME = "1970-01-01"
-# Names of packages that differ from the names of their modules.
+# Packages whose names differ from those of their modules.
 _PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}
 # Errors that a retry would raise again.
 _FINAL = (
@@ -96,7 +96,7 @@ def _class_of(url: str) -> Any:
 
 
 def split_fsspec_url(url: str) -> tuple[str, str]:
-    """Split a URL into the root of its file system and the path in it, whose concatenation is the URL."""
+    """Split a URL into the root of its file system and the path in the file system; their concatenation is the URL."""
     path = path_in(_class_of(url), url).strip("/")
     url = url.rstrip("/") if path else url
     if not url.endswith(path):
@@ -110,7 +110,7 @@ class FsspecClient:
     Parameters
     ----------
     root
-        URL of the file system, which may contain user, password and host.
+        URL of the file system, which may contain a user, a password and a host.
     options
         Options of the file system class. They override those in the URL.
     """
@@ -151,7 +151,7 @@ class FsspecClient:
         """Return bytes of an object; see `Client.get`."""
         identity = expected or self.stat(key)
         if stop is None and identity.size > longest:
-            raise longer(identity.path, identity.size, longest)
+            raise too_long_error(identity.path, identity.size, longest)
         end = identity.size if stop is None else stop
         span = span_of(start, stop)
         data = (
@@ -162,7 +162,7 @@ class FsspecClient:
         if expected is not None and time.monotonic() - self._checked_at.get(key, float("-inf")) >= _RECHECK_S:
             expected.compare(self.stat(key))
         if len(data) != end - start:
-            raise shortened(identity.path, identity.size, span, len(data))
+            raise short_response_error(identity.path, identity.size, span, len(data))
         return memoryview(data), identity
 
     def listed(self, prefix: str) -> list[str]:
@@ -194,7 +194,7 @@ class FsspecClient:
         return url_of(redact_url(self._root), key)
 
     def _listed(self, query: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
-        """Return a listing, which is empty for a missing folder, as in object stores."""
+        """Return a listing; as in object stores, it is empty for a missing folder."""
         try:
             return self._request(query, prefix)
         except MissingPathError:
@@ -231,7 +231,7 @@ class FsspecClient:
         except DaskscError:
             raise
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise self._translated(error, key, span) from None
 
@@ -272,7 +272,7 @@ class FsspecClient:
             return MissingPathError(f"there is nothing at {path}")
         what = f"{path}{', ' + span if span else ''} cannot be read: {redact_error(error, self._secrets)}."
         return StorageError(
-            f"{what} Check that it can be reached, and check the storage_options, which are those of "
+            f"{what} Check that the server can be reached, and check the storage_options, which are those of "
             f"{self._class.__name__}."
         )
 

@@ -1,7 +1,7 @@
-"""Facts about remote objects that a process has read, in one bounded LRU cache for all stores.
+"""Bounded LRU cache of facts about stored objects that a process has read, shared by all stores.
 
 A store may have millions of objects. A cached fact saves a request or shows that an object has changed. Beyond the
-limit, the least recently used facts are dropped, and their objects are treated as new.
+limit, the least recently used facts are dropped, and the objects are treated as new.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V = TypeVar("V")
 
 # Total size for all stores: about 130,000 entries that hold only an identity.
 LIMIT_BYTES = 2**26
-# Size of an entry: its key, the identity with its path, and the slots in the dict.
+# Size of an entry: the key, the identity with its path, and the slots in the dict.
 _ENTRY_BYTES = 512
 
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ after_fork(_after_fork)
 
 
 class ObjectCache(Generic[K, V]):
-    """Cached facts about the objects of one store. Pickles without them."""
+    """Cached facts about the objects of one store. Instances pickle without the facts."""
 
     def __init__(self) -> None:
         self._mark = object()
@@ -56,7 +56,7 @@ class ObjectCache(Generic[K, V]):
             return value
 
     def keep(self, key: K, value: V, *, n_bytes: int = 0) -> V:
-        """Store a fact about an object unless there is one already; return the stored fact.
+        """Cache a fact about an object unless there is one already; return the cached fact.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""Requests to object stores and web servers, through obstore.
+"""Requests to object stores and web servers through obstore.
 
-obstore retries requests that a server throttles, fails or cuts short, with growing pauses.
+obstore retries requests, with growing pauses, if a server throttles them, fails or breaks off the response.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
     WHOLE_BYTES,
     ObjectIdentity,
-    longer,
     redact_error,
     redact_url,
-    replaced,
+    replaced_error,
     retry,
     secrets_of,
-    shortened,
+    short_response_error,
     span_of,
+    too_long_error,
     url_of,
 )
 
@@ -33,7 +33,7 @@ __all__ = ["ObstoreClient"]
 
 T = TypeVar("T")
 
-# obstore itself retries a response that breaks off only if it is an object of known version.
+# Text of the error for a response that breaks off. obstore retries it only if it knows the version of the object.
 _BROKEN_OFF = "body error"
 
 
@@ -61,9 +61,9 @@ class ObstoreClient:
         try:
             self._store = _store(root, options)
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
-            # The original error is dropped, since its text contains the options.
+            # The original error is suppressed, since its text contains the options.
             raise InputError(
                 f"{self._shown} cannot be opened with these storage_options: {redact_error(error, self._secrets)}. "
                 "Valid options are those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
@@ -96,13 +96,13 @@ class ObstoreClient:
             if expected is not None:
                 expected.compare(identity)
             if stop is None and identity.size > longest:
-                raise longer(self._path(key), identity.size, longest)
+                raise too_long_error(self._path(key), identity.size, longest)
             return memoryview(result.bytes()), identity
 
         data, identity = self._request(request, key, span_of(start, stop))
         wanted = (identity.size if stop is None else stop) - start
         if len(data) != wanted:
-            raise shortened(self._path(key), identity.size, span_of(start, stop), len(data))
+            raise short_response_error(self._path(key), identity.size, span_of(start, stop), len(data))
         return data, identity
 
     def listed(self, prefix: str) -> list[str]:
@@ -129,9 +129,9 @@ class ObstoreClient:
         except CorruptDataError:
             raise
         except self._library.exceptions.PreconditionError:
-            raise replaced(self._path(key)) from None
+            raise replaced_error(self._path(key)) from None
         except Exception as error:
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             raise self._translated(error, key, span) from None
 
@@ -167,11 +167,11 @@ class ObstoreClient:
                 "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket needs no credentials: "
                 "storage_options={'skip_signature': True}."
             )
-        return StorageError(f"{what} Check that the endpoint and the region are right and that it can be reached.")
+        return StorageError(f"{what} Check that the endpoint and the region are right and that the server responds.")
 
 
 def _store(root: str, options: Mapping[str, Any]) -> Any:
-    """Return a store of obstore with timeouts and retries for long transfers."""
+    """Return an obstore store with timeouts and retries for long transfers."""
     from obstore.store import HTTPStore, from_url
 
     options = dict(options)

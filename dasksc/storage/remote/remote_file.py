@@ -1,7 +1,8 @@
-"""Remote objects read by byte ranges, with nearby ranges merged and many concurrent requests.
+"""Reading of byte ranges of remote objects, with nearby ranges merged and many concurrent requests.
 
-Each request costs a round trip to the server, tens of milliseconds, even for a short range. Dedicated threads
-therefore make the requests of a fetch, far enough ahead to fill the link, and decoding starts with the first response.
+Even for a short range, each request costs a round trip to the server, which takes tens of milliseconds. Dedicated
+threads therefore make the requests of a fetch, far enough ahead to fill the link. Decoding starts with the first
+response.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ran
 
 T = TypeVar("T")
 
-# Ranges closer than this are requested as one. A request costs about half a millisecond of CPU time in addition to its
-# round trip, which other requests hide. In that time a link of 4 Gb/s transfers this many bytes.
+# Ranges closer than this are requested as one. Other requests hide the round trip of a request, but not its CPU time of
+# about half a millisecond. In that time, a link of 4 Gb/s transfers this many bytes.
 GAP_BYTES = 2**18
-# Maximum size of a request. A connection is slower than the link, and the data to decode first should arrive first.
+# Maximum size of a request. A single connection is slower than the link, and the data to decode first should arrive
+# first.
 REQUEST_BYTES = 2**22
-# Bytes that a fetch requests ahead: more than 100 ms of a link of 2 Gb/s.
+# Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """Byte ranges of one request: bytes [start, stop) cover the ranges with numbers [first, after)."""
+    """Request for bytes [start, stop), which cover the ranges with numbers [first, after)."""
 
     start: int
     stop: int
@@ -47,16 +49,16 @@ class RangeRequest:
 
 
 def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
-    """Merge ranges into few parts, preserving their order.
+    """Merge byte ranges into few requests, preserving their order.
 
     Parameters
     ----------
     ranges
-        Pairs (start, stop) in bytes. A range that starts before the end of the preceding one begins a new part.
+        Pairs (start, stop) in bytes. A range that starts before the end of the preceding one begins a new request.
     gap
-        Largest distance in bytes between neighboring ranges of a part.
+        Largest distance in bytes between neighboring ranges of a request.
     longest
-        Maximum length of a part in bytes.
+        Maximum length of a request in bytes.
     block
         Block size in bytes, or 0. Ranges in the same block are merged regardless of `gap` and `longest`, so that no
         block is fetched twice.
@@ -82,8 +84,8 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
     Parameters
     ----------
     calls
-        Functions with the number of bytes that each returns or holds. Calls run ahead by at most `AHEAD_BYTES`
-        bytes of unyielded results, or by one call.
+        Functions, each with the number of bytes that it returns or holds. Calls run ahead by at most `AHEAD_BYTES`
+        of results that have not been yielded, or by one call.
     """
     threads = _threads()
     pending: deque[tuple[Future[T], int]] = deque()
@@ -105,14 +107,14 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
 
 
 class RemoteFile:
-    """Remote object with the interface of `dasksc.storage.files.LocalFile`. Can be pickled.
+    """Remote object with the interface of `dasksc.storage.files.LocalFile`. Instances can be pickled.
 
     Parameters
     ----------
     location
         Location of the object.
     identity
-        Identity of the object when its layout was read. Reads raise an error if the object has changed since.
+        Identity of the object when its layout was read. Reads raise an error if the object has changed since then.
     cache
         Local cache for blocks of the object, or None.
     """
@@ -127,11 +129,11 @@ class RemoteFile:
 
     @classmethod
     def of(cls, location: RemoteLocation, *, cache: Cache | None = None) -> RemoteFile:
-        """Return the object that exists at a location now; takes one request."""
+        """Return the object that is at a location now; takes one request."""
         return cls(location, location.client.stat(location.key), cache=cache)
 
     def uncached(self) -> RemoteFile:
-        """Return the object without its cache, which would fetch a whole block for each scattered piece."""
+        """Return the object without the cache, which would fetch a whole block for each scattered piece."""
         return RemoteFile(self.location, self.identity)
 
     @property
@@ -143,7 +145,7 @@ class RemoteFile:
         """Do nothing, since every request checks the version of the object."""
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Do nothing, since reads request ranges ahead themselves."""
+        """Do nothing, since reads themselves request ranges ahead."""
 
     def fetch(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop), from one request or from the cache."""
@@ -153,7 +155,7 @@ class RemoteFile:
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
-        # A cache alone would not notice that the object has changed since it was opened.
+        # With a cache, reads alone would not detect that the object has changed since it was opened.
         checks = [] if self._cache is None else [(self._verify, 0)]
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 

@@ -17,7 +17,7 @@ __all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "RemoteLocation", "is_recursive", "is
 
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
-# Part of a pattern that matches folders of any depth.
+# Part of a pattern that matches folders at any depth.
 _STARS = "**"
 
 
@@ -28,7 +28,7 @@ def is_url(path: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteLocation:
-    """Location of an atlas behind a URL. Pickles with its options; its string form has no credentials.
+    """Location of an atlas behind a URL. Instances pickle with the options; the string form has no credentials.
 
     Parameters
     ----------
@@ -112,10 +112,10 @@ class RemoteLocation:
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
-        """Return the locations that match this one as a pattern, sorted by name; takes one listing per folder.
+        """Return the locations that match the key of this one as a pattern, sorted by name.
 
-        Patterns are those of `matching`. Stores do not distinguish files from folders, so ``**`` also takes a listing
-        for each file that is not an atlas.
+        Patterns are those of `matching`. The call takes one listing per folder. Stores do not distinguish files from
+        folders, so ``**`` also takes a listing for each file that is not an atlas.
         """
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
@@ -161,15 +161,15 @@ class RemoteLocation:
 
 
 def is_recursive(pattern: str) -> bool:
-    """Return True if a pattern descends into folders of any depth."""
+    """Return True if a pattern descends into folders at any depth."""
     return _STARS in pattern.split("/")
 
 
 def matching(pattern: str) -> list[str]:
     """Return the local paths that match a pattern of `glob.glob`, sorted by name.
 
-    ``**`` matches folders of any depth, and at the end of a pattern their contents. It skips hidden folders, symbolic
-    links and the contents of Zarr stores.
+    ``**`` matches folders at any depth; at the end of a pattern, it matches their contents. It skips hidden folders,
+    symbolic links and the contents of Zarr stores.
 
     Raises
     ------
@@ -189,7 +189,7 @@ def matching(pattern: str) -> list[str]:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return the parts of a pattern between slashes, with repeated ``**`` merged and ``*`` after a final ``**``."""
+    """Split a pattern at slashes, merge repeated ``**``, and add ``*`` after a final ``**``."""
     names = pattern.split("/")
     names = [name for number, name in enumerate(names) if name != _STARS or names[number - 1 : number] != [_STARS]]
     return [*names, "*"] if names[-1] == _STARS else names
@@ -203,7 +203,7 @@ def _folders(folder: str) -> Iterator[str]:
         with os.scandir(folder or ".") as entries:
             inside = sorted(entries, key=lambda entry: entry.name)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be listed: {error}. Give a pattern that leaves it out.") from error
+        raise StorageError(f"{folder} cannot be listed: {error}. Give a pattern that excludes it.") from error
     if folder.rstrip("/").endswith(".zarr") or any(entry.name in ZARR_MARKERS for entry in inside):
         return
     yield folder

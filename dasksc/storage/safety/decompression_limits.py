@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 
 __all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "DECOMPRESSED_SIZES", "check_decompressed_size"]
 
@@ -45,8 +45,8 @@ def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
     Raises
     ------
     ValueError
-        If the limit is exceeded. Malformed data end the check without an error, since the decoder fails at the same
-        place.
+        If the data may exceed the limit. Malformed data end the check without an error, since the decoder fails at the
+        same place.
     """
     view = memoryview(data).cast("B")
     sizes = DECOMPRESSED_SIZES[codec](view, at_most)
@@ -55,7 +55,7 @@ def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
         try:
             total += next(sizes)
         except Exception as error:  # includes StopIteration
-            if not is_of_content(error):
+            if not caused_by_data(error):
                 raise
             return
     raise ValueError(f"its {len(view)} bytes decode ({codec}) to more than the expected {at_most}")
@@ -64,7 +64,7 @@ def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
 # Each generator yields sizes whose sum is an upper bound of the decompressed size. It may yield nothing if the size
 # cannot exceed the limit.
 def _gzip(view: memoryview, at_most: int) -> Iterator[int]:
-    """Yield sizes as the `gzip` module reads, which accepts padding between members and headers that zlib does not."""
+    """Yield the sizes of pieces as read by the `gzip` module, which accepts padding and headers that zlib rejects."""
     if DEFLATE_RATIO * len(view) <= at_most:
         return
     with gzip.GzipFile(fileobj=io.BytesIO(view)) as stream:
@@ -160,7 +160,7 @@ DECOMPRESSED_SIZES: dict[str, Callable[[memoryview, int], Iterator[int]]] = {
     "zstd": _zstd,
     "blosc": _stated(4, 4, "little"),
     "lz4": _stated(0, 4, "little"),
-    # The HDF5 filters of these names start with the decompressed size.
+    # Data from the HDF5 filters of these names start with the decompressed size.
     "h5-lz4": _stated(0, 8, "big"),
     "h5-bitshuffle": _stated(0, 8, "big"),
     "h5-lzf": _lzf,

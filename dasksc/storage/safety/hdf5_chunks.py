@@ -17,7 +17,7 @@ from dasksc.storage.safety.hdf5_links import others_of
 __all__ = ["check_chunks", "stored_bytes"]
 
 # Compression filters by number: name of the codec, and its maximum expansion if there is one.
-_SWELLING: dict[int, tuple[str, int | None]] = {
+_COMPRESSION_FILTERS: dict[int, tuple[str, int | None]] = {
     h5py.h5z.FILTER_DEFLATE: ("zlib", DEFLATE_RATIO),
     h5py.h5z.FILTER_LZF: ("h5-lzf", LZF_RATIO),
     307: ("bz2", None),
@@ -26,14 +26,15 @@ _SWELLING: dict[int, tuple[str, int | None]] = {
     32008: ("h5-bitshuffle", None),
     32015: ("zstd", None),
 }
-_BITSHUFFLE, _ITS_COMPRESSION = 32008, 4
+# Number of the bitshuffle filter, and position of its compression among its parameters.
+_BITSHUFFLE, _BITSHUFFLE_COMPRESSION = 32008, 4
 
 
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
     """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
 
-    Few chunks are read for this check: gzip and LZF have a maximum expansion, so only chunks far above the limit are
-    suspicious.
+    The check reads few chunks of gzip and LZF. These codecs have a maximum expansion, so small chunks cannot exceed the
+    limit.
 
     Parameters
     ----------
@@ -53,29 +54,29 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
     """
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
-    compressing = [i for i, one in enumerate(filters) if one[0] in _SWELLING and _compresses(one)]
+    compressing = [i for i, one in enumerate(filters) if one[0] in _COMPRESSION_FILTERS and _compresses(one)]
     if not compressing:
         return
     at = compressing[0]
     if compressing[1:] or any(number != h5py.h5z.FILTER_FLETCHER32 for number, *_ in filters[at + 1 :]):
         names = ", ".join(name.decode(errors="replace") for *_, name in filters)
         raise StorageError(f"{label} is not read: a filter that compresses must be the last of its filters ({names}).")
-    codec, ratio = _SWELLING[filters[at][0]]
+    codec, ratio = _COMPRESSION_FILTERS[filters[at][0]]
     at_most = math.prod(dataset.chunks) * dataset.id.get_type().get_size() + ROOM_BYTES
     if ratio is not None and dataset.id.get_storage_size() * ratio <= at_most:
         return
-    doubtful: list[tuple[int, ...]] = []
+    suspicious: list[tuple[int, ...]] = []
 
     def look(chunk: Any) -> None:
         if chunk.size and not chunk.filter_mask >> at & 1 and (ratio is None or chunk.size * ratio > at_most):
-            doubtful.append(chunk.chunk_offset)
+            suspicious.append(chunk.chunk_offset)
 
     if rows is None:
         dataset.id.chunk_iter(look)
     else:
         for offset in _offsets(dataset, rows):
             look(dataset.id.get_chunk_info_by_coord(offset))
-    for offset in doubtful:
+    for offset in suspicious:
         try:
             check_decompressed_size(codec, dataset.id.read_direct_chunk(offset)[1], at_most=at_most)
         except ValueError as error:
@@ -85,7 +86,10 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
 
 
 def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
-    """Return the stored bytes of datasets. Each file counts at most its size, since datasets may share chunks."""
+    """Return the stored size of datasets, in bytes.
+
+    No file counts for more than its own size, since datasets may share chunks.
+    """
     sizes: dict[str, int] = {}
     stored: dict[str, int] = {}
     for dataset in datasets:
@@ -100,7 +104,7 @@ def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
 
 
 def _offsets(dataset: h5py.Dataset, rows: tuple[int, int]) -> Iterator[tuple[int, ...]]:
-    """Return the offsets of the chunks that contain some rows."""
+    """Return the offsets of the chunks that contain rows [start, stop)."""
     first = range(rows[0] // dataset.chunks[0] * dataset.chunks[0], rows[1], dataset.chunks[0])
     others = (range(0, n, length) for n, length in zip(dataset.shape[1:], dataset.chunks[1:], strict=True))
     return itertools.product(first, *others)
@@ -108,4 +112,4 @@ def _offsets(dataset: h5py.Dataset, rows: tuple[int, int]) -> Iterator[tuple[int
 
 def _compresses(one: tuple[int, int, tuple[int, ...], bytes]) -> bool:
     number, _, values, _ = one
-    return number != _BITSHUFFLE or (len(values) > _ITS_COMPRESSION and values[_ITS_COMPRESSION] != 0)
+    return number != _BITSHUFFLE or (len(values) > _BITSHUFFLE_COMPRESSION and values[_BITSHUFFLE_COMPRESSION] != 0)

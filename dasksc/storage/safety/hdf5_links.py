@@ -1,6 +1,6 @@
-"""Checks of links in HDF5 files: links to other files must stay in the same folder.
+"""Checks that links in HDF5 files lead only to files in the same folder.
 
-A file from an untrusted source may refer to any path of this machine.
+A file from an untrusted source may refer to any path on this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
     path
         Name of the file in error messages.
     folder
-        Folder that linked files must be in. None forbids all links, and also values in other files.
+        Folder that must contain all linked files. None forbids links to other files, and values in other files.
 
     Raises
     ------
@@ -60,14 +60,14 @@ def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> 
 
 
 def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
-    """Raise an error if links lead to an object outside a folder, or its values are outside; see `check_links`."""
+    """Raise an error if an object that links lead to, or its values, lie outside a folder; see `check_links`."""
     found = item.file.filename
     if not os.path.samefile(found, path) and not _is_inside(found, folder):
         _refuse(path, item.name.strip("/"), found, folder)
     if not isinstance(item, h5py.Dataset):
         return
     parent = os.path.dirname(found)
-    # HDF5 searches virtual sources next to the file first, and external storage in the working directory.
+    # HDF5 looks for virtual sources next to the file first, and for external storage in the working directory.
     for other in _sources_of(item):
         if not _is_inside(other, parent):
             _refuse(path, item.name.strip("/"), other, folder)
@@ -77,7 +77,7 @@ def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> No
 
 
 def others_of(dataset: h5py.Dataset) -> list[str]:
-    """Return the paths of the existing other files that contain values of a dataset."""
+    """Return the paths of other files, if they exist, that contain values of a dataset."""
     parent = os.path.dirname(str(dataset.file.filename))
     found = (os.path.join(parent, name) for name in _sources_of(dataset))
     return [path for path in (*found, *map(os.path.abspath, _external_of(dataset))) if os.path.exists(path)]
@@ -98,7 +98,7 @@ def _is_inside(other: str, folder: str | None) -> bool:
         return False
     real = os.path.realpath(folder)
     found = os.path.join(real, other)
-    # HDF5 searches missing files in the working directory.
+    # HDF5 looks for missing files in the working directory.
     if not os.path.exists(found) and os.path.exists(other):
         found = os.path.abspath(other)
     return os.path.realpath(found).startswith(real.rstrip("/") + "/")

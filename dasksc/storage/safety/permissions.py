@@ -1,4 +1,4 @@
-"""Check that a file or folder is accessible to the current user only."""
+"""Access of other users to a file or folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Codecs for zarr-python with a limit on the decompressed size of chunks.
 
 zarr-python takes the codecs of an array from its metadata. `bounded_metadata` rewrites the metadata before zarr-python
-parses them: a single codec of this module wraps the codecs between stored bytes and elements. Arrays opened by other
-code in the process are not affected.
+parses them, so that a codec of this module wraps the codecs between stored bytes and elements. Arrays that other code
+opens in the process are not affected.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from dasksc.storage.safety.decompression_limits import DECOMPRESSED_SIZES, ROOM_
 __all__ = ["bounded_metadata", "codecs_within"]
 
 _NAME = "dasksc_bounded"
-# Strings have no fixed length, but no column of an atlas has so many bytes per row.
+# Assumed maximum size of a string. Strings have no fixed length, but no column of an atlas has this many bytes per row.
 _STRING_BYTES = 2**12
 _NUMBER_BYTES = 16
-# Codecs of strings, which store the number of strings first, and codecs that create objects of any shape.
+# Codecs of strings, which first store the number of strings, and codecs that create objects of any shape.
 _OF_OBJECTS = frozenset({"vlen-utf8", "vlen-bytes", "vlen-array", "vlenutf8", "vlenbytes"})
 _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 
 
 def bounded_metadata(document: Any) -> Any:
-    """Return metadata of a node, and those consolidated in it, with bounded codecs.
+    """Return the metadata of a node, including consolidated metadata, with bounded codecs.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def bounded_metadata(document: Any) -> Any:
     -------
     object
         `document` itself if nothing in it needs a limit. Documents that zarr-python cannot parse are unchanged, so
-        that its error messages apply.
+        zarr-python reports the error.
 
     Raises
     ------
@@ -77,14 +77,14 @@ def _with_bounded_nodes(consolidated: dict[str, Any]) -> dict[str, Any]:
 
 
 def codecs_within(codec: Any) -> tuple[Any, ...]:
-    """Return the codecs that a bounded codec wraps, in the order of encoding; any other codec as a tuple of one."""
+    """Return the codecs that a bounded codec wraps, in the order of encoding; for any other codec, only itself."""
     if isinstance(codec, _BoundedV2):
         return () if codec.inner is None else (codec.inner,)
     return codec.codecs if isinstance(codec, _BoundedV3) else (codec,)
 
 
 def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of an array with a compressor that limits its output and the input of filters."""
+    """Return the metadata of a v2 array with a compressor that limits its output, and so the input of filters."""
     steps = [*(array.get("filters") or ()), *filter(None, (array.get("compressor"),))]
     names = [step["id"] for step in steps]
     refused = _refusal_of(zip(names, steps, strict=True))
@@ -108,7 +108,7 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bounded_v3(codecs: list[Any]) -> list[Any]:
-    """Return codecs in which one bounded codec replaces those from bytes to bytes, if needed; also within shards."""
+    """Replace the codecs from bytes to bytes with one bounded codec where needed, also within shards."""
     steps = [{"name": step} if isinstance(step, str) else step for step in codecs]
     called = [step["name"] for step in steps]
     try:
@@ -145,7 +145,7 @@ def _name_of(kind: type) -> str:
 
 
 def _refusal_of(steps: Any) -> str | None:
-    """Return the reason to refuse codecs: unsafe ones, and bounded codecs that metadata name themselves."""
+    """Return the reason to refuse unsafe codecs, or bounded codecs named in the metadata; None to accept all."""
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
             return f"arrays that name the codec {_NAME!r}, which dasksc sets itself, are not read"
@@ -165,13 +165,13 @@ class _BoundedV2(numcodecs.abc.Codec):
     Parameters
     ----------
     codec
-        Configuration of the compressor; None if there is none.
+        Configuration of the compressor, or None.
     dtype, chunks
         Data type of the array and shape of its chunks, as in the metadata.
     is_counted
-        True if the decompressed bytes start with a number of strings.
+        True if the decompressed bytes start with the number of strings.
     refused
-        Reason to raise an error instead of decoding; None if there is none.
+        Reason to raise an error instead of decoding, or None.
     """
 
     codec_id = _NAME
@@ -224,9 +224,9 @@ class _BoundedV3(BytesBytesCodec):
     codecs
         Codecs in the order of encoding.
     is_counted
-        True if the decompressed bytes start with a number of strings.
+        True if the decompressed bytes start with the number of strings.
     refused
-        Reason to raise an error instead of decoding; None if there is none.
+        Reason to raise an error instead of decoding, or None.
     """
 
     codecs: tuple[BytesBytesCodec, ...]
@@ -249,7 +249,7 @@ class _BoundedV3(BytesBytesCodec):
         return {"name": _NAME, "configuration": configuration}
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
-        """Return the encoded size of a number of bytes, if it is fixed."""
+        """Return the encoded size of `input_byte_length` bytes, if all codecs have a fixed output size."""
         for codec in self.codecs:
             input_byte_length = codec.compute_encoded_size(input_byte_length, chunk_spec)
         return input_byte_length
@@ -277,22 +277,22 @@ class _BoundedV3(BytesBytesCodec):
 
 
 def _check_size(name: str, data: Any, shape: tuple[int, ...], item_bytes: int | None) -> None:
-    """Raise an error for a chunk that decompresses to more than its shape allows."""
+    """Raise an error if a chunk decompresses to more than its shape allows."""
     at_most = math.prod(shape) * (_STRING_BYTES if item_bytes is None else int(item_bytes))
-    with _saying_where(shape):
+    with _naming_shape(shape):
         check_decompressed_size(name, data, at_most=at_most + ROOM_BYTES)
 
 
 def _check_count(data: Any, shape: tuple[int, ...]) -> None:
-    """Raise an error for a chunk of strings whose stated number of strings exceeds its shape."""
+    """Raise an error if a chunk states that it contains more strings than its shape allows."""
     stated = int.from_bytes(memoryview(data).cast("B")[:4], "little")
-    with _saying_where(shape):
+    with _naming_shape(shape):
         if stated > math.prod(shape):
             raise ValueError(f"it claims to contain {stated} strings")
 
 
 @contextmanager
-def _saying_where(shape: tuple[int, ...]) -> Iterator[None]:
+def _naming_shape(shape: tuple[int, ...]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

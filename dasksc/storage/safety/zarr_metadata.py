@@ -1,4 +1,4 @@
-"""Checks of Zarr metadata and archives before zarr-python reads them: codecs that run code, excessive sizes."""
+"""Checks of Zarr metadata and archives, before zarr-python reads them, for codecs that run code and excessive sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zarr.abc.store import ByteRequest
 from zarr.storage import LocalStore
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.storage.arrays import is_of_content
+from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import WHOLE_BYTES
 from dasksc.storage.safety.zarr_codecs import bounded_metadata
 
@@ -32,7 +32,7 @@ _ENTRY_BYTES = 2**31
 
 
 def safe_content(store: str, key: str, content: bytes) -> bytes:
-    """Return the content of an object in a form that is safe for zarr-python: metadata get bounded codecs.
+    """Return the content of an object in a form that is safe for zarr-python, with bounded codecs in metadata.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def safe_content(store: str, key: str, content: bytes) -> bytes:
     try:
         bounded = bounded_metadata(document)
     except Exception as error:
-        if not is_of_content(error):
+        if not caused_by_data(error):
             raise
         raise CorruptDataError(
             f"{store}/{key}: the metadata of its codecs cannot be read ({type(error).__name__}: {error}). Copy or "
@@ -71,7 +71,7 @@ def _names_code(value: Any) -> bool:
 
 
 def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
-    """Raise an error if an entry of a zip file would fill memory; `entries` are those of its directory.
+    """Raise an error if an entry of a zip file would fill memory; `entries` is the directory of the file.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
     for entry in entries:
         is_metadata = entry.filename.endswith((*_METADATA, ".zattrs", ".zgroup"))
         longest = WHOLE_BYTES if is_metadata else _ENTRY_BYTES
-        # Stored entries are no larger than the file, and read in part.
+        # Uncompressed entries are no larger than the file, and can be read in part.
         if entry.file_size > longest and (is_metadata or entry.compress_type != zipfile.ZIP_STORED):
             raise StorageError(
                 f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, but at most {longest} are expected"
@@ -89,7 +89,7 @@ def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
 
 
 def stored_bytes(store: str, arrays: Iterable[zarr.Array[Any]], *, enough: int) -> int:
-    """Return the stored bytes of arrays in a directory; counting stops at `enough`."""
+    """Return the stored size of arrays in a directory, in bytes; counting stops at `enough`."""
     total = 0
     for array in arrays:
         for folder, _, names in os.walk(os.path.join(store, array.path)):
@@ -106,7 +106,7 @@ class GuardedLocalStore(LocalStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return an object; metadata as `safe_content` returns them."""
+        """Return an object; `safe_content` makes metadata safe."""
         data = await super().get(key, prototype, byte_range)  # type: ignore[arg-type, unused-ignore]
         return data if data is None else _safe(str(self.root), key, data)
 

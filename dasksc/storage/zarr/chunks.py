@@ -1,4 +1,4 @@
-"""Stored chunks of a Zarr array, with one or more per object, independent of the type of storage."""
+"""Stored chunks of a Zarr array, one or more per stored object, for any kind of storage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
-from dasksc.storage.zarr.shard_index import index_bytes, index_places
+from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
 __all__ = ["At", "File", "Objects", "chunked_array"]
 
@@ -32,38 +32,38 @@ File: TypeAlias = LocalFile | RemoteFile
 class Objects(Protocol):
     """Stored objects of an array, as a source of bytes. Instances can be pickled.
 
-    Objects that were changed or removed since the array was opened raise a `CorruptDataError`.
+    Reads raise a `CorruptDataError` if an object was changed or removed since the array was opened.
     """
 
     @property
     def working_bytes(self) -> int:
-        """Memory of stored bytes while a fetch is read, in bytes; see `ChunkSource.working_bytes`."""
+        """Memory for stored bytes while a fetch is read, in bytes; see `ChunkSource.working_bytes`."""
 
     @property
     def can_map(self) -> bool:
         """True if the calling thread may memory-map the objects."""
 
     def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced, unless that is known only when objects are read."""
+        """Raise an error if the array was replaced, unless only reads of objects can detect this."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole objects, or None for missing ones; each holds a chunk of `n_bytes` decoded bytes."""
+        """Yield the bytes of whole objects, each a chunk of `n_bytes` decoded bytes; None for a missing object."""
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole objects memory-mapped, each as one chunk."""
+        """Yield whole objects, memory-mapped, each as one chunk."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each object, read for the first time; None for missing objects."""
+        """Yield the result of `index_of` for each object that is read for the first time; None for a missing object."""
 
     def file(self, at: At, identity: Any) -> File:
         """Return an object that `indexed` has read before."""
 
     def ranges(self, groups: list[tuple[Any, NDArray[np.int64], NDArray[np.int64]]]) -> Iterator[Any]:
-        """Yield the bytes of ranges, valid until the next one is requested; a group is a file, offsets and sizes."""
+        """Yield the bytes of ranges, valid until the next one is requested; a group is (file, offsets, sizes)."""
 
 
 def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
-    """Return the array with chunks in stored objects, laid out according to its metadata."""
+    """Return the array with this layout, whose chunks are in stored objects."""
     source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
     return ChunkedArray(
         label=label,
@@ -112,7 +112,7 @@ class _Shard:
 
 
 class _Shards:
-    """Chunks stored in shards, objects with several chunks and an index; a `ChunkSource`."""
+    """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
         self._objects = objects
@@ -131,12 +131,12 @@ class _Shards:
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
-        places = list(self._places(numbers))
+        shards = list(self._ranges(numbers))
         groups = [
-            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in places if file is not None
+            (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in shards if file is not None
         ]
         chunks = self._objects.ranges(groups)
-        for _, offsets, _ in places:
+        for _, offsets, _ in shards:
             for is_written in (offsets >= 0).tolist():
                 yield (next(chunks), 0) if is_written else (None, 0)
 
@@ -145,7 +145,7 @@ class _Shards:
         return self._mapped(numbers) if self._objects.can_map else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:
-        for file, offsets, sizes in self._places(numbers):
+        for file, offsets, sizes in self._ranges(numbers):
             if file is None:
                 yield MappedChunks(at=np.zeros(len(offsets), dtype=np.uint64), sizes=sizes, owner=None)
             else:
@@ -153,8 +153,8 @@ class _Shards:
                 at, owner = file.mapped_ranges(offsets, sizes)
                 yield MappedChunks(at=at, sizes=sizes, owner=owner)
 
-    def _places(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the shard, offsets and sizes of runs of chunks; None and -1 for shards and chunks never written."""
+    def _ranges(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield the shard, offsets and sizes of each run of chunks; None and -1 if one was never written."""
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
         shard_at = at // per_shard
@@ -171,7 +171,7 @@ class _Shards:
             if (offsets + sizes).max() > shard.identity.size:
                 raise CorruptDataError(
                     f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                    f"{shard.identity.size}. Copy, download or upload it again."
+                    f"{shard.identity.size} bytes. Copy, download or upload it again."
                 )
             yield self._objects.file(one, shard.identity), offsets, sizes
 
@@ -186,7 +186,7 @@ class _Shards:
 
     def _indexed(self, file: File) -> _Shard:
         start, stop = index_bytes(self._layout, file.identity)
-        offsets, sizes = index_places(self._layout, file.identity, file.fetch(start, stop))
+        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch(start, stop))
         return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
 
 

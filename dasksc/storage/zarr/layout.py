@@ -1,4 +1,4 @@
-"""Layout of a Zarr array (v2 and v3) from its metadata: location and codecs of its chunks."""
+"""Layout of a Zarr array (v2 or v3) from its metadata: locations and codecs of its chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )
 
-# Names of the objects with the metadata of an array, of Zarr v3 and v2.
+# Names of the objects with the metadata of an array, for Zarr v3 and v2.
 METADATA = ("zarr.json", ".zarray")
 
 
@@ -38,7 +38,7 @@ class ZarrLayout:
     prefix, separator
         Prefix of the keys of stored objects, and separator of the indices in them.
     index_checksum, index_first
-        True if the index of a shard ends with a CRC32C checksum, and if it is at the start of the shard.
+        True if the index of a shard ends with a CRC32C checksum. True if the index is at the start of the shard.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class ZarrLayout:
 
 
 def layout_of(name: str, content: bytes) -> ZarrLayout:
-    """Parse the metadata of an array, stored in an object named `name`, one of `METADATA`.
+    """Parse the metadata of an array; `name` is the name of the object with the metadata, one of `METADATA`.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def layout_of(name: str, content: bytes) -> ZarrLayout:
     try:
         return (_layout_v3 if name == "zarr.json" else _layout_v2)(json.loads(content))
     except (KeyError, TypeError, ValueError) as error:
-        raise UnknownLayoutError(f"its metadata is not understood ({error!r})") from error
+        raise UnknownLayoutError(f"its metadata cannot be parsed ({error!r})") from error
 
 
 def _layout_v3(metadata: dict[str, Any]) -> ZarrLayout:
@@ -95,7 +95,7 @@ def _layout_v3(metadata: dict[str, Any]) -> ZarrLayout:
     dtype = np.dtype(metadata["data_type"])
     grid, encoding = metadata["chunk_grid"], metadata["chunk_key_encoding"]
     if grid["name"] != "regular" or encoding["name"] not in ("default", "v2"):
-        raise UnknownLayoutError(f"its chunks are laid out by {grid['name']!r} and {encoding['name']!r}")
+        raise UnknownLayoutError(f"its chunk grid is {grid['name']!r}, and its key encoding is {encoding['name']!r}")
     v2_keys = encoding["name"] == "v2"
     separator = encoding.get("configuration", {}).get("separator", "." if v2_keys else "/")
     shape = tuple(metadata["shape"])
@@ -134,7 +134,7 @@ def _layout_v2(metadata: dict[str, Any]) -> ZarrLayout:
     if dtype.name not in _NUMBERS:
         raise UnknownLayoutError(f"its type is {dtype!r}")
     if metadata.get("order", "C") != "C" and len(metadata["shape"]) > 1:
-        raise UnknownLayoutError("it is stored column by column")
+        raise UnknownLayoutError("it is stored in column-major order")
     configs = [*(metadata.get("filters") or ()), *filter(None, (metadata.get("compressor"),))]
     return ZarrLayout(
         shape=tuple(metadata["shape"]),
@@ -161,7 +161,7 @@ def _codec_v3(codec: dict[str, Any]) -> Codec:
     if name == "zstd":
         configuration = {"level": configuration.get("level", 0)}
     elif name == "blosc":
-        # Each chunk has the compression parameters in its header.
+        # The header of each chunk contains the compression parameters.
         configuration = {}
     elif name.startswith("numcodecs."):
         name = name.removeprefix("numcodecs.")

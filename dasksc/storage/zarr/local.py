@@ -1,4 +1,4 @@
-"""Zarr arrays in a local directory, whose chunks are read without zarr-python."""
+"""Zarr arrays in a local directory, with chunks read without zarr-python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, UseMmap, can_map, maps, read_at
+from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
@@ -39,7 +39,7 @@ def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArra
     label
         Name of the array in error messages.
     use_mmap
-        Setting for memory-mapping files of this machine.
+        Use of memory maps for local files, see `UseMmap`.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArra
                 layout = layout_of(name, file.read())
             files = Files(directory, layout=layout, metadata=metadata, use_mmap=use_mmap)
             return chunked_array(files, layout=layout, label=label)
-    raise UnknownLayoutError("it has no metadata in a directory")
+    raise UnknownLayoutError("its directory has no metadata")
 
 
 class Files:
@@ -69,7 +69,7 @@ class Files:
     metadata
         Identity of the metadata file, which changes if the array is replaced.
     use_mmap
-        Setting for memory-mapping files of this machine.
+        Use of memory maps for local files, see `UseMmap`.
     """
 
     # The buffer for one file, which is negligible.
@@ -81,26 +81,26 @@ class Files:
         self._layout = layout
         self._metadata = metadata
         self._use_mmap = use_mmap if is_local else False
-        # Directory of all objects, if there is a single one. Its modification time changes when objects come or go.
+        # Directory of all objects, if there is a single one. Adding or removing objects changes its modification time.
         self._folder = None
         if layout.separator != "/" or len(layout.shape) == 1:
             folder = os.path.dirname(f"{directory}/{layout.prefix}0")
             self._folder = FileIdentity.of(folder) if os.path.isdir(folder) else None
-        # Files with a later modification time raise an error, if the clock of this machine sets these times.
+        # Time of opening, if the clock of this machine sets modification times. Files modified later raise an error.
         self._opened_ns = time.time_ns() if is_local else None
-        # Identities at the first read in this process, since inspecting all files on opening would take too long.
+        # Identities of files at their first read in this process. Inspecting all files on opening would take too long.
         self._seen = ObjectCache[At, FileIdentity]()
         # Only a few files stay open: an atlas may have more shards than a process may open files.
         self._files: dict[At, LocalFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # The time is left out, so that equal arrays pickle equally: Dask derives their names from the pickle.
+        # The time of opening is omitted, so that equal arrays pickle equally: Dask derives their names from the pickle.
         return self.__dict__ | {"_opened_ns": None, "_files": {}}
 
     @property
     def can_map(self) -> bool:
         """True if the calling thread may memory-map the files."""
-        return maps(self._use_mmap)
+        return should_map(self._use_mmap)
 
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, or objects were added, removed or replaced."""
@@ -109,7 +109,7 @@ class Files:
             self._folder.require_unchanged()
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole files, in a buffer that is reused."""
+        """Yield the bytes of whole files, in a buffer that the next file reuses."""
         buffer = bytearray()
         for at in ats:
             with self._opened(at) as opened:
@@ -123,7 +123,7 @@ class Files:
                 yield memoryview(buffer)[:n]
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole files memory-mapped."""
+        """Yield whole files, memory-mapped."""
         for at in ats:
             with self._opened(at) as opened:
                 if opened is None:
@@ -136,7 +136,7 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each file, opened for the first time."""
+        """Yield the result of `index_of` for each file, which is opened for the first time; None for a missing file."""
         for at in ats:
             path = self._path(at)
             try:
@@ -149,7 +149,7 @@ class Files:
             yield index_of(LocalFile(identity))
 
     def file(self, at: At, identity: FileIdentity) -> LocalFile:
-        """Return a file that `indexed` has read before; it stays open for some time."""
+        """Return a file that `indexed` has read before; recently used files stay open."""
         file = self._files.pop(at, None) or LocalFile(identity)
         file.require_unchanged()
         self._files[at] = file
@@ -168,7 +168,7 @@ class Files:
 
     @contextmanager
     def _opened(self, at: At) -> Iterator[tuple[int, int] | None]:
-        """Open a file, and yield its descriptor and its size in bytes; None if it was never written."""
+        """Open a file; yield its descriptor and its size in bytes, or None if it was never written."""
         path = self._path(at)
         with ExitStack() as stack:
             try:
@@ -203,6 +203,6 @@ class Files:
             folder = os.path.dirname(folder)
         if self._opened_ns is not None and os.stat(folder).st_mtime_ns > self._opened_ns:
             raise CorruptDataError(
-                f"{path} is not there, and {folder} was changed since the array was opened. Open it again, and do not "
+                f"{path} is missing, and {folder} was changed since the array was opened. Open it again, and do not "
                 "write to it."
             )

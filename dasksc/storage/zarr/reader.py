@@ -46,7 +46,7 @@ class ZarrFile:
             return RemoteStore(self.path)
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            # Reopened after a fork. Threads in a race open it twice, which is harmless.
+            # A forked child reopens the store. If threads race, the store is opened twice, which is harmless.
             store: Store = (
                 ZipMembers(ZipArchive.of(self.path))
                 if os.path.isfile(self.path)
@@ -81,7 +81,7 @@ class ZarrFile:
 
 
 def _inside(path: str | RemoteLocation) -> str | None:
-    """Return advice for a zip file whose store is in a folder; None for anything else."""
+    """Return advice for a zip file that contains a store in a folder; None for anything else."""
     if isinstance(path, RemoteLocation) or not os.path.isfile(path):
         return None
     folders = (name.rpartition("/") for name in ZipArchive.of(path).members)
@@ -116,7 +116,7 @@ class ZarrArray(SlicedArray):
         self._identity = file.identity(name)
 
     def reader(self) -> ReadSlice:
-        """Return a function that reads slices, after a check that the array was not replaced."""
+        """Check that the array was not replaced, and return the function that reads slices."""
         self._identity.require_unchanged()
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 

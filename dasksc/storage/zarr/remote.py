@@ -1,4 +1,4 @@
-"""Zarr stores behind URLs: metadata for zarr-python, and chunks by byte ranges."""
+"""Zarr stores behind URLs: metadata for zarr-python, and byte ranges of chunks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RemoteMetadata:
         Raises
         ------
         UnknownLayoutError
-            If there is none.
+            If the array has no metadata object.
         """
         for name in METADATA:
             location = array.below(name)
@@ -60,7 +60,7 @@ class RemoteMetadata:
             except MissingPathError:
                 continue
             return cls(location=location, identity=identity), bytes(content)
-        raise UnknownLayoutError("it has no metadata of its own")
+        raise UnknownLayoutError("it has no metadata object of its own")
 
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced since it was opened; makes one request."""
@@ -77,7 +77,7 @@ def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> S
     label
         Name of the array in error messages.
     cache
-        Cache of chunks on this machine.
+        Local cache for blocks of remote objects, or None.
 
     Raises
     ------
@@ -102,7 +102,7 @@ class StoreObjects:
     metadata
         Metadata object, whose identity changes if the array is replaced.
     cache
-        Cache of chunks on this machine.
+        Local cache for blocks of remote objects, or None.
     """
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
@@ -115,15 +115,15 @@ class StoreObjects:
         self._layout = layout
         self._metadata = metadata
         self._cache = cache
-        # Identities when this process first read the objects.
+        # Identities of objects at their first read in this process.
         self._seen = ObjectCache[At, ObjectIdentity]()
 
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole objects; the next ones are requested ahead."""
-        # No codec expands a chunk further.
+        """Yield the bytes of whole objects; later ones are requested ahead."""
+        # No codec expands a chunk to more than this size.
         longest = 2 * n_bytes + 2**16
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
@@ -132,7 +132,7 @@ class StoreObjects:
         return iter(())
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each object, read for the first time; later ones are requested ahead."""
+        """Yield the result of `index_of` for each object, or None if it is missing; later ones are requested ahead."""
 
         def indexed(at: At) -> T | None:
             try:
@@ -148,11 +148,11 @@ class StoreObjects:
         return RemoteFile(self._location(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges; those of the next objects are requested ahead. See `ranges_of`."""
+        """Yield ranges; those of later objects are requested ahead. See `ranges_of`."""
         return ranges_of(groups)
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
-        """Return an iterator over the results of calls; see `in_order`."""
+        """Return an iterator over the results of calls, after a check of the array; see `in_order`."""
         answers = in_order([(self._metadata.require_unchanged, 0), *calls])
         # The result of the check comes first, so that no data of a replaced array are returned.
         next(answers)
@@ -180,7 +180,7 @@ class StoreObjects:
 
 
 class RemoteStore(Store):
-    """Store for zarr-python on a client of dasksc, with its retries and error messages.
+    """Store for zarr-python that makes requests with a client of dasksc, including its retries and error messages.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ class RemoteStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Return several ranges."""
+        """Return several objects or ranges of objects."""
         return list(await asyncio.gather(*(self.get(key, prototype, wanted) for key, wanted in key_ranges)))
 
     async def exists(self, key: str) -> bool:

@@ -14,7 +14,7 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["index_bytes", "index_places"]
+__all__ = ["index_bytes", "chunk_ranges"]
 
 # Offset and size in the index of a chunk that was never written.
 _NEVER = 2**64 - 1
@@ -28,7 +28,7 @@ def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> 
     return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
 
 
-def index_places(
+def chunk_ranges(
     layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, data: Any
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
@@ -38,7 +38,7 @@ def index_places(
         except ValueError as error:
             raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # Offsets beyond int64 are clipped to one beyond the end of this file, which raises an error when it is read.
-    places = np.minimum(table, identity.size + 1).astype(np.int64)
-    places[table[:, 0] == _NEVER] = -1, 0
-    return places[:, 0].copy(), places[:, 1].copy()
+    # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
+    ranges = np.minimum(table, identity.size + 1).astype(np.int64)
+    ranges[table[:, 0] == _NEVER] = -1, 0
+    return ranges[:, 0].copy(), ranges[:, 1].copy()

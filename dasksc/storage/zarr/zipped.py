@@ -1,4 +1,4 @@
-"""Zarr stores in zip files: stored members are read where they lie in the archive, compressed ones member by member.
+"""Zarr stores in zip files: uncompressed members are read in place, compressed members as a whole.
 
 Layout: APPNOTE.TXT of PKWARE, version 6.3, sections 4.3.7 (local header) and 4.3.12 (central directory). `zipfile`
 reads the directory; members are read by byte ranges, so that threads and forked processes share no file position.
@@ -29,23 +29,23 @@ from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.safety.zarr_metadata import check_zip, safe_content
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.shard_index import index_bytes, index_places
+from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
 __all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
 
 _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
 _ENCRYPTED = 0x1
-# Number of archives whose directory a process keeps, since each matrix of an atlas opens its archive separately.
+# Number of archives whose directories a process keeps, since each matrix of an atlas opens its archive separately.
 _MOST_KEPT = 8
-# Larger chunks do not fit the table of `TableChunks`.
+# Maximum size of a chunk. Larger sizes do not fit into the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
 # Number of chunks that an array may have in addition to those in the archive.
 _MOST_ABSENT = 2**20
 
 
 def is_zip(path: str) -> bool:
-    """Return True if the ending of a local path is that of a zip file."""
+    """Return True if a local path is that of a file with the ending ``.zip``."""
     return path.endswith(".zip") and os.path.isfile(path)
 
 
@@ -60,12 +60,12 @@ class _Member(NamedTuple):
 
 
 class ZipArchive:
-    """Members of a zip file. Pickles as the path of the file.
+    """Members of a zip file. Pickles as the identity of the file.
 
     Parameters
     ----------
     identity
-        The file. Reads raise an error if it has changed since.
+        Identity of the file. Reads raise an error if the file has changed since then.
 
     Raises
     ------
@@ -80,7 +80,7 @@ class ZipArchive:
         try:
             with zipfile.ZipFile(identity.path) as archive:
                 entries = archive.infolist()
-        # zipfile raises errors of several kinds on damaged directories.
+        # zipfile raises several types of errors if the directory is damaged.
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError) as error:
             raise CorruptDataError(
                 f"{identity.path} ({identity.size} bytes) is not a zip file, or is truncated: {error}. Copy or "
@@ -94,7 +94,7 @@ class ZipArchive:
                     f"{identity.path}: {one.filename!r} is {how}; only stored and deflated members can be read. "
                     "Write the archive again: zip -0 -r"
                 )
-        # If several members have the same name, the last one counts, as in zarr-python.
+        # If several members have the same name, the last one is used, as in zarr-python.
         self.members = {
             one.filename: _Member(
                 one.header_offset,
@@ -109,7 +109,7 @@ class ZipArchive:
 
     @classmethod
     def of(cls, path: str) -> ZipArchive:
-        """Return the archive at a path, as it is now; its directory is read once in a process."""
+        """Return the archive that is at a path now; each process reads its directory once."""
         return _archive(FileIdentity.of(os.path.abspath(path)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class ZipArchive:
         return {folder: list(inside) for folder, inside in found.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return the bytes ``[start, stop)`` of a member; None if there is none.
+        """Return the bytes ``[start, stop)`` of a member; None if there is no such member.
 
         Raises
         ------
@@ -145,14 +145,14 @@ class ZipArchive:
         member = self.members.get(name)
         if member is None:
             return None
-        at = int(self.places([name])[0])
+        at = int(self.data_offsets([name])[0])
         stop = member.n_bytes if stop is None else min(stop, member.n_bytes)
         if not member.is_compressed and (start, stop) != (0, member.n_bytes):
             return bytes(self.file.fetch(at + start, at + max(start, stop)))
         data = bytes(self.file.fetch(at, at + member.stored_bytes))
         if member.is_compressed:
             try:
-                # One more byte than expected reveals a member that is too long.
+                # The limit is one byte more than expected, which reveals a member that is too long.
                 data = zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, member.n_bytes + 1)
             except zlib.error as error:
                 raise self._broken(name, str(error)) from error
@@ -160,7 +160,7 @@ class ZipArchive:
             raise self._broken(name, "its length or checksum differs from its header")
         return data[start:stop]
 
-    def places(self, names: Sequence[str]) -> NDArray[np.int64]:
+    def data_offsets(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the offset of the first byte of each member, shape (n_names,), int64.
 
         Raises
@@ -205,9 +205,9 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     Parameters
     ----------
     archive
-        The zip file.
+        Zip file.
     name
-        Path of the array in it.
+        Path of the array in the file.
     label
         Name of the array in error messages.
     use_mmap
@@ -216,7 +216,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     Returns
     -------
     StoredArray
-        Array whose chunks are byte ranges of the file. Chunks of shards are located by this call.
+        Array whose chunks are byte ranges of the file. This call locates the chunks of shards.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
     if layout is None:
         raise UnknownLayoutError("it has no metadata in the archive")
-    offsets, sizes = _chunk_places(archive, name, layout)
+    offsets, sizes = _chunk_ranges(archive, name, layout)
     file = archive.file
     return ChunkedArray(
         label=label,
@@ -247,8 +247,8 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     )
 
 
-def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset in the file (-1 if it was never written) and the size of each chunk."""
+def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offset in the file (-1 if the chunk was never written) and the size of each chunk, in bytes."""
     grid = layout.grid
     objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
     # A shard has at least 16 bytes for each of its chunks.
@@ -263,7 +263,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
         raise UnknownLayoutError("its members are compressed by the archive; zip -0 stores them as they are")
     if any(member.n_bytes > _MOST_CHUNK_BYTES for member in members) and layout.shard_shape is None:
         raise UnknownLayoutError("a chunk has more than 4 GiB")
-    begins = archive.places(list(keys.values())) if keys else np.empty(0, dtype=np.int64)
+    begins = archive.data_offsets(list(keys.values())) if keys else np.empty(0, dtype=np.int64)
     offsets = np.full(math.prod(grid), -1, dtype=np.int64)
     sizes = np.zeros(math.prod(grid), dtype=np.int64)
     if layout.shard_shape is None:
@@ -271,7 +271,7 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
         offsets[numbers], sizes[numbers] = begins, [member.n_bytes for member in members]
         return offsets, sizes
     for at, key, begin, member in zip(keys, keys.values(), begins.tolist(), members, strict=True):
-        starts, lengths = _shard_places(archive, key, begin, member, layout)
+        starts, lengths = _shard_ranges(archive, key, begin, member, layout)
         within = np.stack(np.unravel_index(np.arange(len(starts)), layout.per_shard))
         chunk_at = within + (np.array(at) * layout.per_shard)[:, None]
         inside = (chunk_at < np.array(grid)[:, None]).all(axis=0) & (starts >= 0)
@@ -280,24 +280,24 @@ def _chunk_places(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
     return offsets, sizes
 
 
-def _shard_places(
+def _shard_ranges(
     archive: ZipArchive, key: str, begin: int, member: _Member, layout: ZarrLayout
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offsets and lengths of the chunks in a shard, in bytes."""
     identity = FileIdentity(path=f"{archive.path}/{key}", size=member.n_bytes, mtime_ns=0)
     start, stop = index_bytes(layout, identity)
-    starts, lengths = index_places(layout, identity, archive.file.fetch(begin + start, begin + stop))
+    starts, lengths = chunk_ranges(layout, identity, archive.file.fetch(begin + start, begin + stop))
     beyond = (starts + lengths > member.n_bytes) | (lengths > _MOST_CHUNK_BYTES)
     if beyond.any():
         raise CorruptDataError(
-            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, but the member has {member.n_bytes}. "
-            "Copy or download the archive again."
+            f"{identity.path}: a chunk ends at byte {(starts + lengths).max()}, but the member has {member.n_bytes} "
+            "bytes. Copy or download the archive again."
         )
     return starts, lengths
 
 
 def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Raise an error for members that unpack to more than any codec produces from their chunks."""
+    """Raise an error if a member unpacks to more bytes than any codec produces from its chunks."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
     for key in keys:
@@ -309,12 +309,12 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
 
 
 class ZipMembers(Store):
-    """Members of a zip file as a store of zarr-python; metadata as `safe_content` returns them.
+    """Zarr-python store with the members of a zip file; `safe_content` makes metadata safe.
 
     Parameters
     ----------
     archive
-        The zip file.
+        Zip file.
     """
 
     supports_writes = False
@@ -354,7 +354,7 @@ class ZipMembers(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """Return several ranges."""
+        """Return several members or ranges of members."""
         return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
 
     async def exists(self, key: str) -> bool:

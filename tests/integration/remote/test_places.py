@@ -498,7 +498,7 @@ def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(
     archive = Path(shutil.make_archive(str(store), "zip", store))
     assert archive.name.endswith(".zarr.zip")
     same(dasksc.open(archive), dasksc.open(store))
-    message = rf"{archive.name} is a zip file behind a URL, .* Download it, or unpack it there and open \w+://.*\.zarr$"
+    message = rf"{archive.name} is a zip file behind a URL, .* Download it, or unpack it on the server and open \w+://.*\.zarr$"
     with serving(tmp_path) as server:
         zips = s3("zips")
         url = f"{server.url}/{archive.name}" if how == "http" else zips.put(archive)

@@ -491,7 +491,7 @@ def test_a_damaged_row_is_named_with_its_own_file(tmp_path: Path) -> None:
         start = int(file["X/indptr"][4])
         file["X/indices"][start] = 39 if file["X"].attrs["shape"][1] < 39 else 400
     dataset = dasksc.scDataset(paths, dasksc.Streaming(), batch_size=8, rank=0, world_size=1)
-    with pytest.raises(CorruptDataError, match=r"part1.h5ad:/X/indices: row 4 has a column outside"):
+    with pytest.raises(CorruptDataError, match=r"part1.h5ad:/X/indices: row 4 has a column index outside"):
         list(dataset)
 
 

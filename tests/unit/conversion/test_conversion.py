@@ -594,7 +594,7 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     assert order_of(read(target), ad.read_h5ad(gzipped)).tolist() != list(range(600))
     folder = tmp_path / "notes"
     folder.mkdir()
-    with pytest.raises(InputError, match="is not a Zarr store, and is not overwritten"):
+    with pytest.raises(InputError, match="is not a Zarr store, so it is not overwritten"):
         dasksc.convert(gzipped, folder, overwrite=True)
     assert folder.exists()
 
@@ -828,10 +828,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"order": ["keep"]}, "is neither 'shuffle' nor 'keep'"),
         ({"group_by": ["cell_type", 3]}, "group_by=3 is an int; give names"),
         ({"group_by": 3}, "group_by=3 is an int; give names"),
-        ({"group_by": []}, "must contain at least one obs column"),
+        ({"group_by": []}, "must name at least one obs column"),
         ({"group_by": ["cell_type", "cell_type"]}, "each only once"),
-        ({"label": ["of"]}, r"label=\['of'\] is a list; give one name"),
-        ({"index_unique": 1}, "index_unique=1 is an int; give a text"),
+        ({"label": ["of"]}, r"label=\['of'\] is a list; give the name of a new obs column"),
+        ({"index_unique": 1}, "index_unique=1 is an int; give text to put"),
         ({"join": "left"}, "join='left' is neither"),
         ({"keys": "ab"}, "keys='ab' must be a list of 2 names"),
         ({"keys": ["a"]}, "must be a list of 2 names"),
@@ -841,7 +841,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"scheduler": "processes"}, "scheduler='processes' is not a scheduler"),
         ({"scheduler": 3}, "scheduler=3 is not a scheduler"),
         ({"scheduler": "tcp://127.0.0.1:9"}, "does not answer"),
-        ({"storage_options": "region=x"}, "storage_options= is a str; give a dict"),
+        ({"storage_options": "region=x"}, "storage_options is a str; give a dict"),
         ({"cache": 3}, "cache"),
     ],
 )
@@ -950,7 +950,7 @@ def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp
         write_in_order(parent, name, table, np.roll(order, 1), *more)
 
     monkeypatch.setattr(tables, "_write_in_order", shifted)
-    with pytest.raises(CorruptDataError, match="obs differs from the input's in cell_type, .* the names of the cells"):
+    with pytest.raises(CorruptDataError, match="obs differs from the input in cell_type, .* the names of the cells"):
         dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
@@ -993,7 +993,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
     monkeypatch.setattr(tables, "_PIECE_ROWS", 4)
     dasksc.convert(source, tmp_path / "whole.zarr", order="keep", verify=True)
     monkeypatch.setattr(converting, "write_tables", damaged)
-    with pytest.raises(CorruptDataError, match=f"obs differs from the input's in {named}\\. .* convert again"):
+    with pytest.raises(CorruptDataError, match=f"obs differs from the input in {named}\\. .* convert again"):
         dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
     assert not (tmp_path / "out.zarr").exists()
 

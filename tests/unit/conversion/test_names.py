@@ -132,5 +132,5 @@ def test_verifying_finds_names_that_went_wrong_in_the_temporary_file(
         return repeat
 
     monkeypatch.setattr(StagedNames, "write", damaged)
-    with pytest.raises(CorruptDataError, match="differs from the input's in the names of the cells"):
+    with pytest.raises(CorruptDataError, match="differs from the input in the names of the cells"):
         dasksc.convert(path, tmp_path / "out.zarr", verify=True)

@@ -350,7 +350,7 @@ def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
     path = write_store(make_adata(N_OBS), tmp_path, "h5ad")
     with h5py.File(path, "r+") as file:
         file["X/indices"][500] = 10_000
-    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column outside") as caught:
+    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column index outside") as caught:
         list(dataset(path))
     assert any("of 13 (epoch 0, rank 0 of 1), rows " in note for note in caught.value.__notes__)
 

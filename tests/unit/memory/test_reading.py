@@ -171,7 +171,9 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
         """Return the names of the files that an epoch maps, and its batches."""
         monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
         dataset.set_epoch(0)
-        with mock.patch.object(PlainArray, "_reach_mapped", autospec=True, side_effect=PlainArray._reach_mapped) as spy:
+        with mock.patch.object(
+            PlainArray, "_locate_mapped", autospec=True, side_effect=PlainArray._locate_mapped
+        ) as spy:
             batches = [batch.to_dense().clone() for batch in dataset]
         labels = [call.args[0].label for call in spy.call_args_list]
         return {Path(label.partition(":/")[0]).stem for label in labels if label.endswith("X/data")}, batches
@@ -325,7 +327,7 @@ def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     file = LocalFile(FileIdentity.of(str(path)))
     offsets, sizes = np.array([5, 2**20 + 3, 3 * 2**20 - 9]), np.array([2**19, 2**19 + 1, 786])
-    found = file.read_past_cache(offsets, sizes)
+    found = file.read_direct(offsets, sizes)
     if found is None:
         pytest.skip("this file system has no direct reads, or keeps all files in memory")
     block, begins = found
@@ -333,7 +335,7 @@ def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path
         assert np.array_equal(block[begin : begin + size], whole[offset : offset + size])
     os.truncate(path, 2**21)
     with pytest.raises(CorruptDataError, match="ends at byte"):
-        file.read_past_cache(offsets, sizes)
+        file.read_direct(offsets, sizes)
 
 
 @given(data=st.data())

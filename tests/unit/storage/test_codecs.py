@@ -110,7 +110,7 @@ def test_a_part_of_a_zstandard_frame_costs_no_more_than_its_beginning() -> None:
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     part = chain.decode(stored[: len(stored) // 2], shape=(N,), skipped=0, rows=(0, 1000))
     np.testing.assert_array_equal(part, VALUES[:1000])
-    with pytest.raises(ValueError, match="it ends after"):
+    with pytest.raises(ValueError, match="the chunk ends after"):
         chain.decode(stored[: len(stored) // 2], shape=(N,), skipped=0, rows=(0, N - 1))
 
 
@@ -292,7 +292,7 @@ def test_a_corrupt_blosc_chunk_is_named(tmp_path: Any, shards: Any) -> None:
     status = file.stat()
     file.write_bytes(stored)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(CorruptDataError, match=r"x\.zarr:/X: rows 0 to 9 .*Blosc's header"):
+    with pytest.raises(CorruptDataError, match=r"x\.zarr:/X: rows 0 to 9 .*the Blosc header"):
         matrix.fetch(np.arange(10))
 
 

@@ -475,7 +475,7 @@ def test_a_column_number_outside_the_matrix_is_named_with_its_row(h5ad: Path, wr
         lambda: fetched.compact(),
         lambda: pickle.dumps(fetched),
     ):
-        with pytest.raises(CorruptDataError, match=rf"atlas.h5ad:/X/indices: row {row} has a column outside"):
+        with pytest.raises(CorruptDataError, match=rf"atlas.h5ad:/X/indices: row {row} has a column index outside"):
             use()
     fetched.gather(np.array([0, 2]), out=np.empty((2, N_VARS)))
 

@@ -421,8 +421,8 @@ DAMAGES = [
     (a_chunk_beyond_the_end, "beyond the end"),
     (a_chunk_nowhere, "beyond the end"),
     (a_chunk_twice, "not in order"),
-    (a_chunk_between_chunks, "begins where none can"),
-    (a_chunk_inside_of_numbers, "begins where none can"),
+    (a_chunk_between_chunks, "begins at an impossible position"),
+    (a_chunk_inside_of_numbers, "begins at an impossible position"),
     (a_root_that_is_high, "no node of level 254"),
 ]
 
