@@ -489,7 +489,7 @@ def test_batches_stay_the_same_without_what_shows_figures(
         return [dense(batch) for _ in range(2) for batch in dataset]
 
     expected = batches()
-    monkeypatch.setattr("dasksc.executor.reporting._PATIENCE_S", 0.0)
+    monkeypatch.setattr("dasksc.executor.reporting._RECHECK_S", 0.0)
     monkeypatch.setattr("dasksc.executor.reporting._states", weakref.WeakKeyDictionary())
     monkeypatch.setattr(place, lacking)
     assert warnings_in(caplog) == []

@@ -197,7 +197,7 @@ def test_a_scheduler_without_a_page_keeps_nothing_and_complains_of_nothing(clust
 
 
 def test_a_page_that_is_installed_during_an_epoch_is_found(cluster, client, atlas, monkeypatch):
-    monkeypatch.setattr(reporting, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(reporting, "_RECHECK_S", 0.1)
     epoch = iter(dataset(atlas, client))
     next(epoch)
     dashboard.install(client)

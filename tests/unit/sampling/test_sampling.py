@@ -504,8 +504,8 @@ def hidden(values: Any) -> Any:
             lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)),
             "weights has 3 entries; expected one per row",
         ),
-        (lambda: ClassBalancedSampling(3), "labels must be one per row; got 3"),
-        (lambda: ClassBalancedSampling(np.array(3)), "labels must be one per row"),
+        (lambda: ClassBalancedSampling(3), "labels must contain one value per row; got 3"),
+        (lambda: ClassBalancedSampling(np.array(3)), "labels must contain one value per row"),
         (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be converted to an array"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing="0"), "smoothing must lie"),
         (lambda: ClassBalancedSampling([1] * 10, temperature="2"), "temperature must be a positive number"),
@@ -763,7 +763,7 @@ def test_strategies_can_be_asked_directly() -> None:
         (lambda: ClassBalancedSampling([1] * 10, label_key="a"), "give either labels="),
         (lambda: ClassBalancedSampling([]), "labels are empty"),
         (lambda: ClassBalancedSampling([1, 2]), "labels has 2 entries; expected 10"),
-        (lambda: ClassBalancedSampling(np.ones((10, 2))), "labels must be one per row"),
+        (lambda: ClassBalancedSampling(np.ones((10, 2))), "labels must contain one value per row"),
         (lambda: ClassBalancedSampling([-1] * 10), "none of the rows to draw from has a label"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=1.5), r"smoothing must lie in \[0, 1\]; got 1.5"),
         (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
@@ -815,7 +815,7 @@ def test_digests_of_weighted_samplers_tell_in_which_way_rows_are_drawn(monkeypat
         ]
 
     here = digests()
-    monkeypatch.setattr(weighted, "_way_of_drawing", lambda: "that of another library's logarithms")
+    monkeypatch.setattr(weighted, "_fingerprint_of_draws", lambda: "that of another library's logarithms")
     assert [a == b for a, b in zip(here, digests(), strict=True)] == [False, False, False, True]
 
 

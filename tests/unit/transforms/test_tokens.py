@@ -345,7 +345,7 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         ({"prepend_cls": "no"}, "prepend_cls must be true or false; got 'no'"),
         ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
         ({"padding": True}, "padding must be"),
-        ({"medians": [1.0]}, r"shape \(1,\); one for each of 9 genes"),
+        ({"medians": [1.0]}, r"shape \(1,\); give one for each of the 9 genes"),
         ({"medians": [0.0] * 9}, "above 0"),
         ({"seed": -1}, "seed must be"),
     ],
