@@ -55,7 +55,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
     if not is_lazy:
         labels = _label_array(labels)
         if labels.ndim != 1:
-            raise InputError(f"labels must be one per row; got shape {labels.shape}")
+            raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
         if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
             low, high = int(labels.min()), int(labels.max())
             if low >= (0 if by_value else -1) and high < _table_end(len(labels)):

@@ -321,7 +321,7 @@ def test_a_fingerprint_says_how_a_file_differs(tmp_path: Path) -> None:
     assert "a different modification time" in str(file_visibility.describe_mismatch([mine]))
     path.write_bytes(b"a" * 99_999 + b"b")
     os.utime(path, ns=times)
-    assert "another file" in str(file_visibility.describe_mismatch([mine]))
+    assert "a different file" in str(file_visibility.describe_mismatch([mine]))
     path.unlink()
     assert f"does not see {path} (No such file or directory)" in str(file_visibility.describe_mismatch([mine]))
 

@@ -384,7 +384,7 @@ def test_columns_that_are_not_there_are_refused(v3: Path) -> None:
     with h5py.File(v3, "r+") as file:
         file["matrix/indices"][5] = 20
     for options in ({}, {"feature_types": GENES}):
-        with pytest.raises(CorruptDataError, match=r"column outside \[0, 20\)"):
+        with pytest.raises(CorruptDataError, match=r"column index outside \[0, 20\)"):
             batches(dasksc.open(v3, **options))
 
 

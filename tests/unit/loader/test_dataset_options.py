@@ -347,7 +347,7 @@ def test_a_notebook_displays_shapes_memory_and_the_batches_of_each_rank() -> Non
         assert text in html, text
     plan = dataset.plan()
     assert [dataclasses.replace(plan, rank=rank).n_rank_rows for rank in range(4)] == [24, 23, 23, 23]
-    assert "unknown: rows that are read by indexing" in dasksc.scDataset(np.zeros((4, 2)))._repr_html_()
+    assert "unknown, because rows are read by indexing" in dasksc.scDataset(np.zeros((4, 2)))._repr_html_()
 
 
 def test_displays_read_nothing_and_settle_nothing(

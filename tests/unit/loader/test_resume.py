@@ -139,7 +139,7 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     fresh = dataset()
     fresh.set_epoch(5)
     assert [b.tolist() for b in other] == [b.tolist() for b in fresh]
-    assert "epoch 5 starts from its beginning" in caplog.text
+    assert "epoch 5 starts from the beginning" in caplog.text
 
 
 @given(data=st.data())
@@ -344,7 +344,7 @@ def test_a_state_of_matrices_of_another_shape_names_the_matrix():
 
 @pytest.mark.parametrize("state", [{}, {"version": 99}, None])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(InputError, match="the state has version .*; this dasksc reads version 1"):
+    with pytest.raises(InputError, match="the state has version .*, but this version of dasksc reads states of version 1"):
         dataset().load_state_dict(state)
 
 
