@@ -85,8 +85,8 @@ def concatenated(
     without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
     if without and len(without) < len(adatas):
         raise InputError(
-            f"{', '.join(without[:5])} has no X, but other atlases do. Leave out the atlases without X, or use layers "
-            "that all atlases have"
+            f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
+            "without X, or use layers that all atlases have"
         )
     for name, adata in zip(names, adatas, strict=True):
         if not adata.var_names.is_unique:

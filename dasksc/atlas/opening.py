@@ -256,7 +256,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
-    if hasattr(data, "mod"):  # a Modalities, whose module imports this one, or a MuData
+    if hasattr(data, "mod"):  # a MuData, or a Modalities, whose module imports this one
         names = list(data.mod)
         raise InputError(
             f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "
@@ -308,7 +308,7 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
         _open_source(parts[0], [column], options)  # raises an error with the available columns
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
-        f"{', '.join(without[:3])}{', ...' if len(without) > 3 else ''} does not have it. Leave it out of obs=, or "
+        f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
         "give join='outer', which fills in missing values."
     )
 

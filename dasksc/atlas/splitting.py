@@ -87,7 +87,7 @@ def split(
     conditions
         Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
         in one part. A context, such as a cell line, is a combination of the columns that `hold_out` names. If
-        `hold_out` names all columns or is not given, it is a combination of all columns but the last. Without
+        `hold_out` names all columns or is not given, a context is a combination of all columns but the last. Without
         `hold_out`, the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
         `groups` and `stratify`.
     hold_out
@@ -168,7 +168,7 @@ def split(
     of_conditions = {"hold_out": hold_out is not None, "few_shot": bool(few_shot), "control": control is not None}
     if any(of_conditions.values()):
         listed = ", ".join(f"{name}=" for name, is_given in of_conditions.items() if is_given)
-        raise InputError(f"{listed} needs conditions=, the columns of obs whose combinations are held out")
+        raise InputError(f"to use {listed}, also give conditions=, the columns of obs whose combinations are held out")
     names, shares = _fractions(fractions)
     if by is not None and not isinstance(by, str):
         raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
@@ -455,7 +455,7 @@ def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
         return np.arange(n_values)
     size, ends = n_values, []
     for other in columns[1:]:
-        # Millions of rows have few distinct pairs.
+        # Even millions of rows have few distinct pairs.
         pairs = np.empty(0, dtype=np.int64)
         for piece in _pieces(len(first)):
             pairs = np.union1d(pairs, first[piece].astype(np.int64) << 32 | other[piece])
@@ -474,8 +474,8 @@ def _counted(
     n_units = int((values if units is None else units).max(initial=-1)) + 1
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(
-            f"{n_units:,} groups of {n_classes:,} classes are too many to count ({_MAX_COUNTS:,} at most). Give "
-            "stratify= a column with fewer classes"
+            f"{n_units:,} groups x {n_classes:,} classes need {n_units * n_classes:,} counts, but at most "
+            f"{_MAX_COUNTS:,} are possible. Give stratify= a column with fewer classes"
         )
     counts = np.zeros((n_units, n_classes), dtype=np.int64)
     for piece in _pieces(len(values)):

@@ -287,7 +287,7 @@ class Change(Protocol):
         Returns
         -------
         bool
-            False if `change` must do this instead, because it supports more data types or reports an error.
+            False if `change` must do this instead, which supports more data types and reports invalid values.
         """
 
 

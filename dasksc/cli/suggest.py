@@ -40,7 +40,7 @@ Examples:
     default=0.2,
     show_default=True,
     metavar="X",
-    help="Share of the free memory",
+    help="Share of free memory to use.",
 )
 def command(
     paths: tuple[str, ...],

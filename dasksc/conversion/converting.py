@@ -144,8 +144,8 @@ class Conversion:
                 folder=folder,
                 dtype=dtype,
                 computed=computed,
-                # Expression values repeat within a cell, and compress better unshuffled. Coordinates of embeddings
-                # do not repeat.
+                # Expression values repeat within a cell, and compress better without the byte-shuffle filter.
+                # Coordinates of embeddings do not repeat.
                 shuffle="noshuffle" if dtype.kind == "f" and not key.startswith("obsm/") else "shuffle",
                 piece_rows=_piece_rows(matrix, budget),
             )

@@ -158,10 +158,10 @@ class _Flight:
         _to_close_early.discard(self)
 
 
-# When the main thread ends, the executors of the standard library shut down before handlers of `atexit`
-# run, and a Dask scheduler in this process stops working with them. Flights that depend on one are closed
-# earlier, by the hook that the executors themselves use. In a Python version without that hook, Dask may
-# log errors at exit.
+# When the main thread ends, the executors of the standard library shut down before handlers of `atexit` run, and a Dask
+# scheduler in this process stops working, since it uses these executors. Flights that depend on such a scheduler are
+# closed earlier, by the hook that the executors themselves use. In a Python version without that hook, Dask may log
+# errors at exit.
 _to_close_early: set[_Flight] = set()
 
 

@@ -1,8 +1,9 @@
 """Predictions for every cell of an atlas, written during inference.
 
-Rows are divided into units of whole batches (`dasksc.inference.work`). A unit is stored as a shard of every output and
-a marker. The rows of a unit and of a batch depend on the number of cells and the batch size, not on ranks. Units are
-kept in a folder named by the digest of a plan (model, data and options), so any process can find the missing units.
+Rows are divided into units of whole batches (`dasksc.inference.work`). A unit is stored as one shard of every output,
+plus a marker file. The rows of a unit and of a batch depend on the number of cells and the batch size, not on ranks.
+Units are kept in a folder named by the digest of a plan (model, data and options), so any process can find the missing
+units.
 
 Each rank
 
@@ -296,7 +297,8 @@ class Predictions:
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
-        # Names of Dask arrays over data in memory differ between processes. Other collections cannot be distinguished.
+        # Names of Dask arrays over data in memory differ between processes. The contents of other collections are not
+        # compared.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read
         return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))

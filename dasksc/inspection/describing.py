@@ -72,7 +72,7 @@ def describe(
       raw/X  csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
     """
     if seconds < 0:
-        raise InputError(f"seconds={seconds} is negative; give 0 to skip the probes")
+        raise InputError(f"seconds={seconds} is negative; give 0 to skip the speed tests")
     if is_modalities(data) or isinstance(data, AnnData):
         chosen = OpenOptions(
             feature_types=names_given("feature_types", feature_types), genomes=names_given("genome", genome)

@@ -276,9 +276,9 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
         f"  fetch_factor     {suggestion['fetch_factor']}",
         f"  block_size       {suggestion['block_size_balanced']}",
         f"    more random    {suggestion['block_size_conservative']}",
-        f"    faster         {suggestion['block_size_aggressive']}  (on compressed files)",
+        f"    faster         {suggestion['block_size_aggressive']}  (mainly on compressed files)",
         *(
-            f"    {one['block_size']:>14,}  {one['diversity']:.1%} of the ideal, {one['rows_per_s']:,.0f} rows/s"
+            f"    {one['block_size']:>14,}  mixing {one['diversity']:.1%} of ideal, {one['rows_per_s']:,.0f} rows/s"
             for one in suggestion.get("measured", ())
         ),
         "Memory",

@@ -122,8 +122,8 @@ class scDataset(IterableDataset[Any]):
     batch_callback
         ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Function applied to each batch. If any hook is given, this function receives the batches of an AnnData as
-        AnnData objects rather than tensors. Hooks run one at a time.
+        Function applied to each batch. If the collection is an AnnData, the function receives AnnData objects, not
+        tensors. Hooks run one at a time.
     rank, world_size
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
@@ -186,8 +186,8 @@ class scDataset(IterableDataset[Any]):
         Column of var with which names are compared, such as ``"ensembl_id"``. Default: var_names. Genes with a missing
         value in this column match no name.
     genes_repeated
-        Treatment of a name in `genes` that several columns of the atlas share: ``"error"``, or ``"sum"`` to add the
-        columns in the data type of the matrix (integers in 64 bits).
+        Treatment of a name in `genes` that several columns of the atlas share: ``"error"``, or ``"sum"`` to sum
+        them in the data type of the matrix (integers in 64 bits).
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index

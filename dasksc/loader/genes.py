@@ -198,7 +198,7 @@ class GeneRequest:
         if unclear and self.repeated == "error":
             raise InputError(
                 f"{matched_by} repeats {unclear[:_N_SHOWN]}, so these names are ambiguous. Give positions, or "
-                "genes_repeated='sum' to add the columns of a name"
+                "genes_repeated='sum' to sum the columns that share a name"
             )
         if len(set(wanted)) < len(wanted):
             twice = next(name for name, n in Counter(wanted).items() if n > 1)

@@ -353,7 +353,7 @@ def source_of(
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = "hooks determine the items" if hooks else f"a {type(data).__name__} is read by indexing"
+        why = "hooks determine what the data set yields" if hooks else f"a {type(data).__name__} is read by indexing"
         request.refuse_matrix_options(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)

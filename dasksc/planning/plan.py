@@ -5,7 +5,7 @@ be computed without the preceding ones, in time and memory that depend on the si
 
 The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
 are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
-... The leftover rows, from fewer than W full blocks and one short block, are cut into W equal pieces.
+... The leftover rows, at most W - 1 full blocks and a short block, are cut into W equal pieces.
 Every rank inserts its piece before the same round. The shares of the ranks therefore differ by at most
 one row, for any sizes:
 

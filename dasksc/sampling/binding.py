@@ -149,8 +149,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} could hold one value per entry of indices or per row, because both have the same length; "
-                    "give one value per row of the collection"
+                    "after the filter, as many entries of indices remain as the collection has rows, so "
+                    f"{name} would be ambiguous; give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -62,8 +62,8 @@ class Candidates:
         if array.dtype == np.bool_:
             if len(array) != n_obs:
                 raise InputError(
-                    f"a boolean mask of {len(array)} entries was given as {name} of {n_obs} rows; "
-                    "give one entry per row"
+                    f"{name} is a boolean mask of {len(array)} entries, but the collection has {n_obs} rows; give one "
+                    "entry per row"
                 )
             array = np.flatnonzero(array)
         given = None
@@ -116,7 +116,7 @@ class Candidates:
         raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row number of each candidate position; `positions` itself if both are equal."""
+        """Return the row number of each candidate position; `positions` itself if positions are row numbers."""
         if self.array is not None:
             return self.array[positions]
         return positions + self.start if self.start else positions

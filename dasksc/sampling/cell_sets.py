@@ -171,7 +171,7 @@ class CellSets(BuiltInStrategy):
             named = [f"{name}=" for name, value in given.items() if value is not None]
             named += ["n_controls="] * (self.n_controls != 1) + ["include_control="] * bool(self.include_control)
             if named:
-                raise InputError(f"{', '.join(named)} needs control=, which selects the control cells")
+                raise InputError(f"to use {', '.join(named)}, also give control=, which selects the control cells")
         elif isinstance(self.control, Mapping):
             _names("control", self.control)
 
@@ -343,8 +343,8 @@ class CellSets(BuiltInStrategy):
         if len(missing):
             some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
             raise InputError(
-                f"weights contain {len(counts) - len(missing)} of {len(counts)} groups. Also give a weight (0 to "
-                f"exclude it) to {', '.join(map(str, some))}"
+                f"weights lack {len(missing)} of {len(counts)} groups: {', '.join(map(str, some))}"
+                f"{', ...' if len(missing) > _N_SHOWN else ''}. Give each a weight; 0 excludes a group"
             )
         if not 0 < result.sum() < np.inf:
             raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")

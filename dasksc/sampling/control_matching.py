@@ -50,7 +50,7 @@ class MatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Pools of control cells, and the pool of each key.
+    """Pools of control cells, and the pool of each key: each combination of labels to match, or each group.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class _Pools:
     of_key
         Pool of each key, shape (n_keys,), int64; -1 for a key without matching controls.
     is_loosened
-        True for each key whose pool matches fewer columns, shape (n_keys,), bool.
+        True for each key whose pool matches fewer columns than requested, shape (n_keys,), bool.
     run_rows
         Mean number of neighboring rows in one pool.
     """

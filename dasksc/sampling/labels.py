@@ -103,7 +103,7 @@ def _table_end(n_labels: int) -> int:
 
 
 def _ascending(names: list[Any]) -> tuple[_Int64s, list[Any]]:
-    """Return the position of each name in ascending order, followed by -1, and the names in that order."""
+    """Return the rank of each name, with -1 appended, and the sorted names."""
     try:
         order = sorted(range(len(names)), key=names.__getitem__)
     except TypeError:  # labels of several types, such as numbers and strings

@@ -26,10 +26,11 @@ _SEGMENT_LEVELS = 6
 # Number of candidates per segment. The sums of weights of all segments are kept: 1.6 million numbers for 10^8 rows.
 _SEGMENT = 1 << _SEGMENT_LEVELS
 
-# Level of the heap down to which the split of an epoch's draws is computed once and kept: half a megabyte, 5 ms.
+# Down to this level of the heap, the number of draws in each node is computed once per epoch and kept: half a
+# megabyte, 5 ms.
 _SPLIT_LEVELS = 16
 
-# Number of keys sampled to estimate the threshold of the largest keys.
+# Number of candidates whose Gumbel keys are computed to estimate the smallest key that is drawn.
 _SAMPLED_KEYS = 65_536
 
 
@@ -198,9 +199,9 @@ class WeightedSampler:
     def _choose(self, size: int, key: np.uint64) -> NDArray[Any]:
         """Draw `size` candidates without replacement, in storage order and in the smallest integer type.
 
-        The draw consists of the candidates with the largest keys. A sample of the keys gives two bounds
-        around the smallest drawn key. One pass selects all candidates above the lower bound, and only
-        keys between the bounds are partially sorted.
+        Each candidate has a random key (Gumbel noise plus log weight), and those with the largest keys are drawn. A
+        sample of the keys gives two bounds around the smallest drawn key. One pass selects all candidates above the
+        lower bound, and only keys between the bounds are partially sorted.
         """
         n = self.candidates.n
         sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)

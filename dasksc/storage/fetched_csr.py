@@ -179,7 +179,7 @@ class CSRRowBuffer(RowBufferBase):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, with the common columns; return self if they are in one already.
+        """Copy the rows into a contiguous block, in the columns of the joined matrix; return self if they have one.
 
         Column indices take two bytes if possible. Values take one or two bytes if they are counts, which many atlases
         store as floats. Batches gathered from the copy are identical bit for bit.
@@ -206,7 +206,7 @@ class CSRRowBuffer(RowBufferBase):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, with the given data types and the common columns.
+        """Copy the rows into a contiguous block, with the given data types, in the columns of the joined matrix.
 
         Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
         """

@@ -145,7 +145,7 @@ class Columns:
         n_out = len(positions) if self.n_out is None else self.n_out
         if to.shape != positions.shape or (len(to) and (to.min() < 0 or to.max() >= n_out)):
             raise InputError(
-                f"to must have one output position in [0, {n_out}) for each of {len(positions)} columns; got {to}"
+                f"to= must have one output position in [0, {n_out}) for each of {len(positions)} columns; got {to}"
             )
         object.__setattr__(self, "n_out", n_out)
         lookup = np.full(self.n_vars, -1, dtype=np.int32)

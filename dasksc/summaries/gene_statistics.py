@@ -120,7 +120,7 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, and the columns). Each gene of each group needs 64 bytes. The rows being read use
+    for up to 126 groups, plus the columns of obs). Each gene of each group needs 64 bytes. The rows being read use
     the part of ``dasksc.memory-limit`` that the statistics do not need. The differences from the first value of each
     gene and group are summed in float64, so variances are accurate even if means are large.
 

@@ -32,7 +32,7 @@ __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_BATCHES = 2**25, 2**21, 2
 # Copies of a batch that the computation makes: converted values, and values in another order.
 _BATCH_COPIES = 2
-# Minimum size of a row in bytes from which the number of rows in a batch is computed.
+# Rows count as at least this many bytes when the number of rows in a batch is computed.
 _LEAST_ROW_BYTES = 2**11
 # Number of rows whose groups are converted to int64 at a time.
 _PIECE_ROWS = 2**20

@@ -61,10 +61,9 @@ def highly_variable_genes(
         Number of genes to find.
     flavor
         ``"seurat"`` and ``"cell_ranger"`` compare dispersions [1]_ [2]_, expect log-normalized counts
-        (`dasksc.normalize`), and take one pass. ``"seurat_v3"`` compares variances standardized by a fit of the
-        variance to the mean [3]_, expects counts, and takes two passes. ``"pearson_residuals"`` compares variances of
-        Pearson residuals [4]_, as `scanpy.experimental.pp.highly_variable_genes` does, expects counts, and takes two
-        passes.
+        (`dasksc.normalize`), and take one pass. ``"seurat_v3"`` compares variances standardized by a curve of variance
+        against mean [3]_, expects counts, and takes two passes. ``"pearson_residuals"`` compares variances of Pearson
+        residuals [4]_, as `scanpy.experimental.pp.highly_variable_genes` does, expects counts, and takes two passes.
     batch_key
         Name of an obs column with batches. Genes are ranked in each batch, and those that are highly variable in most
         batches are selected.
@@ -95,9 +94,9 @@ def highly_variable_genes(
     -----
     The function selects the same genes as scanpy. Only genes whose scores agree to a relative 1e-6 may be ranked
     differently, because the order of summation differs. Memory does not grow with the number of cells, except for
-    `filter` (8 bytes per cell) and for `batch_key` (1 byte per cell for up to 126 batches, and the column). Each gene
-    of each batch needs 104 bytes. ``"pearson_residuals"`` computes a residual for each gene of each cell, including
-    zeros.
+    `filter` (8 bytes per cell) and for `batch_key` (1 byte per cell for up to 126 batches, plus the column of obs).
+    Each gene of each batch needs 104 bytes. ``"pearson_residuals"`` computes a residual for each gene of each cell,
+    including zeros.
 
     References
     ----------
@@ -242,7 +241,7 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments) -> 
             model.fit()
         except ValueError as error:
             raise InputError(
-                f"flavor='seurat_v3' fits variances to means of genes, which fails for batch {name!r} "
+                f"flavor='seurat_v3' fits a curve of variance against mean, which fails for batch {name!r} "
                 f"({int(varies.sum())} genes vary in it): {error}. Leave small batches out with filter=, or use "
                 "another flavor"
             ) from error

@@ -139,8 +139,8 @@ def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:
 def _put(section: Any, key: str, value: Any, theirs: str, ours: str) -> None:
     if not isinstance(section, dict):
         raise InputError(
-            f"{theirs} is translated to {ours}, but the section of that key is {section!r}; make it a mapping of keys "
-            "to values"
+            f"{theirs} is translated to {ours}, but the section that should contain {ours} is {section!r}; make that "
+            "section a mapping of keys to values"
         )
     if section.setdefault(key, value) != value:
         raise InputError(f"{theirs}={value!r} and {ours}={section[key]!r} are the same setting; give one of them")

@@ -70,4 +70,4 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, w
             raise InputError(f"{what}.{name} is not known; {nearest(name, known)}")
     missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
     if missing:
-        raise InputError(f"{what} needs {', '.join(missing)}, which is not set; add it to the section {what}")
+        raise InputError(f"{what} lacks required keys: {', '.join(missing)}. Add them to the section {what}")

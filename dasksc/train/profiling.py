@@ -59,8 +59,8 @@ def profiling(
     n_steps = step() - before
     if n_steps < n_skipped + window.active and context.rank == 0:
         logger.warning(
-            "training.profile needs %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of %d are "
-            "recorded. Train for more steps, or lower training.profile.wait",
+            "training.profile needs %d steps (wait %d + warmup %d + active %d), and this run had %d: %d of the %d "
+            "active steps were recorded. Train for more steps, or lower training.profile.wait",
             *(n_skipped + window.active, window.wait, window.warmup, window.active, n_steps),
             *(max(0, n_steps - n_skipped), window.active),
         )

@@ -236,7 +236,7 @@ class _Augmentation:
         Returns
         -------
         bool
-            False if `change` must do this instead, because it supports more data types or reports an error.
+            False if `change` must do this instead, which supports more data types and reports invalid values.
         """
         if dense.dtype in _KERNEL_DTYPES:
             return False
@@ -261,10 +261,10 @@ class Downsample(_Augmentation):
     Parameters
     ----------
     fraction
-        Probability of keeping each count, in (0, 1]: binomial thinning of each value.
+        Probability of keeping each molecule, in (0, 1]: binomial thinning of each value.
     target_counts
-        Number of counts to keep in each cell, drawn without replacement (multivariate hypergeometric), as in
-        `scanpy.pp.downsample_counts` with ``counts_per_cell``. Cells with fewer counts do not change.
+        Number of molecules to keep in each cell, drawn without replacement (multivariate hypergeometric), as in
+        `scanpy.pp.downsample_counts` with ``counts_per_cell``. Cells with fewer molecules do not change.
     layer
         Name of the layer with the counts; None: X.
     seed
@@ -274,7 +274,7 @@ class Downsample(_Augmentation):
     ------
     InputError
         If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. When called: if
-        a value of the batch is not a count, which is a whole number from 0 to 2**53.
+        a value of the batch is not a whole number from 0 to 2**53.
 
     Notes
     -----

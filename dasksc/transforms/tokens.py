@@ -80,10 +80,10 @@ class _Tokens:
         check_choice("missing", missing, ("error", "drop"))
         check_choice("padding", padding, ("longest", "max_length"))
         if not _is_share(mask_ratio) or mask_ratio == 1:
-            raise InputError(f"mask_ratio={mask_ratio!r} must be the share of masked tokens, a number in [0, 1)")
+            raise InputError(f"mask_ratio={mask_ratio!r} must be the share of hidden tokens, a number in [0, 1)")
         for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
             if not _is_share(share):
-                raise InputError(f"{name}={share!r} must be a share of the masked tokens, a number in [0, 1]")
+                raise InputError(f"{name}={share!r} must be a share of the hidden tokens, a number in [0, 1]")
         if random_replace_ratio + keep_ratio > 1:
             raise InputError(
                 f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} sum to more than 1"
@@ -206,10 +206,10 @@ class RankTokens(_Tokens):
     prepend_cls
         If True, put the cell token ``"<cls>"`` first.
     mask_ratio
-        Share of the genes of a cell whose ids are replaced by ``"<mask>"``, at least one per cell. ``labels`` has the
-        original ids of these genes, and -100 elsewhere.
+        Share of the genes of a cell that are hidden, at least one per cell: their ids are replaced with ``"<mask>"``,
+        except for the two shares below. ``labels`` has the original ids of hidden genes, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the masked genes replaced by a random gene instead, and share left unchanged; BERT uses 0.1 and 0.1.
+        Share of the hidden genes replaced with a random gene, and share left unchanged; BERT uses 0.1 and 0.1.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
@@ -326,10 +326,10 @@ class ValueBins(_Tokens):
     prepend_cls
         If True, put the cell token ``"<cls>"`` first, with the value 0.
     mask_ratio
-        Share of the genes of a cell whose bins are replaced by -1, at least one per cell. ``labels`` has the original
-        bins of these genes, and -100 elsewhere.
+        Share of the genes of a cell that are hidden, at least one per cell: their bins are replaced with -1, except
+        for the two shares below. ``labels`` has the original bins of hidden genes, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the masked genes whose bin is replaced by a random one instead, and share left unchanged.
+        Share of the hidden genes whose bin is replaced with a random one, and share left unchanged.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding

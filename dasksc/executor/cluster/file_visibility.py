@@ -60,8 +60,8 @@ class Fingerprint:
             return None
         if (here.identity.size, here.digest) == (self.identity.size, self.digest):
             return (
-                f"sees {path} with a different modification time, so it is probably a copy. Preserve the time when "
-                "copying (cp -p, rsync -t)"
+                f"sees {path} with a different modification time, so the file there is probably a copy. Preserve the "
+                "time when copying (cp -p, rsync -t)"
             )
         return f"sees a different file at {path} ({here.identity.size} bytes, not {self.identity.size})"
 

@@ -111,7 +111,7 @@ class ClusterRunner:
             try:
                 closing.result(min(wait_s, _CLOSE_S))
             except concurrent.futures.CancelledError:
-                logger.debug("The Client was closed at the same time.")
+                logger.debug("The Client was closed while the fetches were being released.")
             except TimeoutError:
                 address = self._client.scheduler.address
                 logger.warning("A fetch still runs on the Dask cluster at %s, but its iteration has ended.", address)
@@ -124,7 +124,11 @@ class ClusterRunner:
             try:
                 await client.register_plugin(CleanupPlugin(client.id), name=token_prefix(client.id))
             except Exception as error:  # The scheduler may be configured not to unpickle.
-                logger.info("If this process is killed, its tasks stay on the workers: %s", error)
+                logger.info(
+                    "If this process is killed, its tasks stay on the workers, since the plugin that removes them "
+                    "could not be registered: %s",
+                    error,
+                )
             _clients_with_cleanup.add(client)
         pickled = pickle.dumps(payload)
         try:

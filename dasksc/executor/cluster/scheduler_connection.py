@@ -84,7 +84,8 @@ async def _wait_until_lost(client: Any) -> str:
         try:
             await asyncio.wait_for(scheduler_identity(scheduler, n_workers=0), timeout_s - probe_s)
         except (OSError, TimeoutError) as error:
-            return f"{_connection_lost(client)} It has not answered for {timeout_s:g} s ({type(error).__name__})."
+            silence = f"The scheduler has not answered for {timeout_s:g} s ({type(error).__name__})."
+            return f"{_connection_lost(client)} {silence}"
         await _wait_for_status_change(client, "running", probe_s)
     return _connection_lost(client)
 

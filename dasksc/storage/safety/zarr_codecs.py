@@ -191,8 +191,8 @@ class _BoundedV2(numcodecs.abc.Codec):
         return None if self.codec is None else numcodecs.get_codec(self.codec)
 
     def encode(self, buf: Any) -> Any:
-        """Raise an error, since arrays with bounded codecs are read-only."""
-        raise InputError("arrays with bounded codecs are read-only")
+        """Raise an error, since arrays that are opened with limits on decompression are read-only."""
+        raise InputError("arrays that are opened with limits on decompression are read-only")
 
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Decode a chunk after a check of its decompressed size."""

@@ -753,7 +753,7 @@ def test_a_column_that_joining_drops_is_refused_with_the_atlases_that_lack_it(tm
     paths = [
         write(atlas(i, 4, columns=columns), tmp_path / name, "plain") for i, (name, columns) in enumerate(parts.items())
     ]
-    with pytest.raises(MissingKeyError, match=r"joined by 'inner' has no column 'n': B does not have it.*join='outer'"):
+    with pytest.raises(MissingKeyError, match=r"joined by 'inner' has no column 'n': it is missing in B.*join='outer'"):
         dasksc.open(paths, obs=["n"])
     with pytest.raises(MissingKeyError, match=r"'cell_typ'; did you mean 'cell_type'"):
         dasksc.open(paths, obs=["cell_typ"])

@@ -208,7 +208,7 @@ def test_blocks_are_measured_where_there_are_labels(monkeypatch, capsys):
     assert shares[-1] < 0.8
     assert 1 <= result["block_size_conservative"] <= result["block_size_balanced"] <= result["block_size_aggressive"]
     assert result["block_size_aggressive"] < 1024
-    assert "of the ideal, " in capsys.readouterr().out
+    assert "of ideal, " in capsys.readouterr().out
 
 
 def test_labels_may_be_a_column(monkeypatch):

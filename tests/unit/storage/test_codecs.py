@@ -363,5 +363,5 @@ def test_a_column_that_two_bytes_cannot_hold_is_refused(tmp_path: Any, wrong: in
     zarr.open_array(tmp_path / "x.zarr", path="X/indices", mode="r+")[matrix.indptr[7]] = wrong
     opened = open_matrix(tmp_path / "x.zarr", "X")
     opened.fetch(np.arange(7))
-    with pytest.raises(CorruptDataError, match=r"X/indices: row.* numbers outside \[0, 65536\)"):
+    with pytest.raises(CorruptDataError, match=r"X/indices: row.* column indices outside \[0, 65536\)"):
         opened.fetch(np.array([7]))
