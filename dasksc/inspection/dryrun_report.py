@@ -204,7 +204,7 @@ class Check:
         if not self.num_workers:
             return f"fetches and batches: at most {format_bytes(self.rank_bytes)} per rank, and {pages} of page cache"
         return (
-            f"fetches and batches: at most {format_bytes(self.rank_bytes)} per rank: {self.num_workers} workers x "
-            f"{format_bytes(self.process_bytes)}, and {format_bytes(self.prefetched_bytes)} of batches they "
-            f"prefetch ({self.prefetch_factor} each); in addition, {pages} of page cache"
+            f"fetches and batches: at most {format_bytes(self.rank_bytes)} per rank = {self.num_workers} workers x "
+            f"{format_bytes(self.process_bytes)} + {format_bytes(self.prefetched_bytes)} of batches they prefetch "
+            f"({self.prefetch_factor} each); in addition, {pages} of page cache"
         )

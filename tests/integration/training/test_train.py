@@ -535,7 +535,10 @@ def test_a_run_too_short_for_the_profiler_says_so_and_leaves_no_folder(window, t
 
 def test_a_profile_of_a_part_of_its_window_says_so(raw, tmp_path, caplog):
     train(raw, training__profile={"wait": 1, "warmup": 1, "active": 5}, training__max_steps=3)
-    assert "7 steps (wait 1 + warmup 1 + active 5), and this run had 3: 1 of the 5 active steps were recorded" in caplog.text
+    assert (
+        "7 steps (wait 1 + warmup 1 + active 5), and this run had 3: 1 of the 5 active steps were recorded"
+        in caplog.text
+    )
     assert (tmp_path / "run" / "profile" / "rank-0.json").exists()
 
 

@@ -279,7 +279,9 @@ def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none
     assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
     with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: a ndarray is read by indexing"):
         dasksc.scDataset(np.zeros((4, 2)), return_index=True)
-    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: hooks determine what the data set yields"):
+    with pytest.raises(
+        dasksc.InputError, match="return_index= cannot be used here: hooks determine what the data set yields"
+    ):
         dasksc.scDataset(labelled(), return_index=True, batch_transform=repr)
 
 

@@ -423,7 +423,10 @@ def test_many_combinations_are_numbered_without_gaps() -> None:
         ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
         ({"control": CONTROL, "control_indices": [0, 2000]}, "^control_indices contain 2000, but the collection"),
-        ({"control": CONTROL, "control_indices": [True]}, "control_indices is a boolean mask of 1 entries, but the collection has 2000 rows"),
+        (
+            {"control": CONTROL, "control_indices": [True]},
+            "control_indices is a boolean mask of 1 entries, but the collection has 2000 rows",
+        ),
         ({"control": CONTROL, "control_indices": [0.5]}, "^control_indices must be row numbers, a slice or a boolean"),
         ({"control": CONTROL, "control_indices": [[1]]}, "^control_indices must be one-dimensional"),
         ({"control": CONTROL, "control_indices": slice("a", None)}, "^control_indices=slice.* is not a valid slice"),

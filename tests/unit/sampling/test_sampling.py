@@ -720,7 +720,10 @@ def test_strategies_can_be_asked_directly() -> None:
         (lambda: BlockShuffling(indices=[-1, 3]), "indices contain -1"),
         (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices contain 9223372036854775808"),
         (lambda: BlockShuffling(indices=range(5, 12)), "indices contain 11"),
-        (lambda: BlockShuffling(indices=[True, False]), "indices is a boolean mask of 2 entries, but the collection has 10 rows"),
+        (
+            lambda: BlockShuffling(indices=[True, False]),
+            "indices is a boolean mask of 2 entries, but the collection has 10 rows",
+        ),
         (
             lambda: BlockShuffling(indices=[0.5]),
             "indices must be row numbers, a slice or a boolean mask; got dtype float64",
