@@ -86,7 +86,8 @@ def test_the_caption_of_the_chart_has_the_settings_of_its_results(page):
     results = json.loads((ROOT / "benchmarks" / "results" / "h5ad-dense.json").read_text())
     assert f"{results['n_rows']:,} cells x {results['n_vars']:,} genes" in text
     assert results["block"] == results["batch"]
-    assert f"blocks and batches of {results['batch']}, fetches of {results['fetch']:,}" in text
+    assert f"batches of {results['batch']} rows, blocks of {results['block']} neighboring rows" in text
+    assert f"fetches (reads) of {results['fetch']:,} rows" in text
     assert (results["machine"]["cpus"], results["rounds"]) == (2, 5)
     assert "two cores. Bars show medians and lines show ranges over five rounds" in text
 
