@@ -43,9 +43,10 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.dev: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit("dasksc needs Python 3.11 or newer, not %d.%d; try make PYTHON=python3.12" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'The venv cannot be created. On Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
 	@echo 'Installing $(PACKAGES) into $(VENV), which takes some minutes the first time.'
-# torch is installed first and alone, so that an existing CPU build is kept.
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '$(PACKAGES)'
+# torch is installed first and alone, so that an existing CPU build is kept. Python compiles modules when they are first
+# imported; pip would compile all of them, which takes a minute.
+	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --editable '$(PACKAGES)'
 	@touch $(CONTAINED) $@
 
 $(ATLAS): examples/make_atlas.py | $(VENV)/.demo
