@@ -191,7 +191,7 @@ class Check:
         yield f"  memory   {self._memory()}"
         if self.job_bytes is not None:
             yield (
-                f"           the whole process: {format_bytes(self.job_bytes)} per rank, plus the model; request "
+                f"           process: {format_bytes(self.job_bytes)} per rank plus the model; request "
                 f"{format_bytes(recommended_bytes(self.job_bytes))}"
             )
         for warning in self.warnings:
@@ -202,9 +202,9 @@ class Check:
             return "unknown: rows that are read by indexing have no known size"
         pages = format_bytes(max(1, self.num_workers) * (self.pages_bytes or 0))
         if not self.num_workers:
-            return f"fetches and batches: at most {format_bytes(self.rank_bytes)} per rank, and {pages} of page cache"
+            return f"fetches: at most {format_bytes(self.rank_bytes)} per rank, and {pages} of page cache"
         return (
-            f"fetches and batches: at most {format_bytes(self.rank_bytes)} per rank = {self.num_workers} workers x "
+            f"fetches: at most {format_bytes(self.rank_bytes)} per rank = {self.num_workers} workers x "
             f"{format_bytes(self.process_bytes)} + {format_bytes(self.prefetched_bytes)} of batches they prefetch "
             f"({self.prefetch_factor} each); in addition, {pages} of page cache"
         )

@@ -233,5 +233,5 @@ def test_the_report_reads_like_one(path):
     assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
     assert lines[6].startswith("  cell_type: ")
     assert lines[7].startswith("  memory   ")
-    assert re.fullmatch(r" +the whole process: \d+\.\d+ .iB per rank, plus the model; request \d+\.\d+ .iB", lines[8])
+    assert re.fullmatch(r" +process: \d+\.\d+ .iB per rank plus the model; request \d+\.\d+ .iB", lines[8])
     assert len(lines) == 9
