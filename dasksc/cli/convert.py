@@ -46,7 +46,7 @@ Examples:
     type=click.Choice(["error", "zero", "drop"]),
     default="error",
     show_default=True,
-    help="Treatment of genes the input lacks.",
+    help="Handle missing genes.",
 )
 @click.option("--genes-key", metavar="COLUMN", help="Match this var column.  [default: var_names]")
 @click.option(
@@ -54,7 +54,7 @@ Examples:
     type=click.Choice(["error", "sum"]),
     default="error",
     show_default=True,
-    help="Treatment of repeated genes.",
+    help="Handle repeated genes.",
 )
 @click.option(
     "--join",
@@ -75,7 +75,7 @@ Examples:
     "--fill-value",
     type=float,
     metavar="NUMBER",
-    help="Value for absent genes.  [default: NaN; sparse: 0]",
+    help="Fill missing genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
 @click.option("--memory-limit", metavar="SIZE", help="Limit, without obs and var.  [default: 2GiB]")

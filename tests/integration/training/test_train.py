@@ -304,7 +304,7 @@ def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
     with pytest.raises(InputError, match="model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'"):
         train(raw)
     raw["model"] = {"name": "mlp_classifier"}
-    with pytest.raises(InputError, match="model needs label"):
+    with pytest.raises(InputError, match="model lacks required keys: label"):
         train(raw)
     raw["model"] = {"name": "mlp_classifier", "label": "n_counts"}
     with pytest.raises(InputError, match="model.label='n_counts' is not categorical"):
@@ -524,7 +524,10 @@ def test_the_profiler_records_its_window(raw, tmp_path):
     ("window", "told"),
     [
         ({}, "10 steps (wait 5 + warmup 2 + active 3), and this run had 3: 0 of the 3 active steps were recorded"),
-        ({"wait": 2, "warmup": 1, "active": 1}, "4 steps (wait 2 + warmup 1 + active 1), and this run had 3: 0 of 1"),
+        (
+            {"wait": 2, "warmup": 1, "active": 1},
+            "4 steps (wait 2 + warmup 1 + active 1), and this run had 3: 0 of the 1 active",
+        ),
     ],
 )
 def test_a_run_too_short_for_the_profiler_says_so_and_leaves_no_folder(window, told, raw, tmp_path, caplog):

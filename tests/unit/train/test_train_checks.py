@@ -66,7 +66,7 @@ def test_configurations_that_some_data_satisfy_pass(tmp_path, sections):
             {"model": {"name": "mlp_clasifier"}},
             "model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'?",
         ),
-        ({"model": "mlp_classifier"}, "model needs label"),
+        ({"model": "mlp_classifier"}, "model lacks required keys: label"),
         ({"model": {**CLASSIFIER, "hidden_dim": "16"}}, "model.hidden_dim='16' must be a whole number of at least 1"),
         ({"model": {**CLASSIFIER, "num_layers": 2.5}}, "model.num_layers=2.5 must be a whole number of at least 0"),
         ({"model": {**CLASSIFIER, "dropout": 2}}, r"model.dropout=2 must be a number in \[0, 1\)"),
