@@ -76,8 +76,8 @@ def open(
 
         - list of atlases, or dict of atlases by key, which may contain any of the forms listed here
         - pattern, such as ``"atlas/*.h5ad"``, or directory, whose files and stores are sorted by name. In patterns,
-          ``**`` stands for folders of any depth. Both may be URLs, except on web servers, which do not list files. A
-          pattern or directory with a single atlas opens that atlas.
+          ``**`` stands for folders of any depth. A pattern or directory may be a URL, except on web servers,
+          which do not list files. A pattern or directory with a single atlas opens that atlas.
         - store of ``dataset_*`` groups, as written by annbatch
         - `AnnCollection` of AnnData; the obs of the collection is used
 
@@ -117,9 +117,9 @@ def open(
         URLs, of fsspec's file systems. Options that are not given come from the environment (``AWS_...``,
         ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
-        Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. It also applies
-        to paths, such as those of a network file system. Default: ``dasksc.cache`` in the configuration of Dask, for
-        URLs only.
+        Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. If given,
+        it also applies to local paths, such as those of a network file system. The default, ``dasksc.cache`` in the
+        configuration of Dask, applies to URLs only.
     feature_types
         Feature types of 10x ``.h5`` files to keep: one, such as ``"Gene Expression"``, or several. Default: all. Files
         of Cell Ranger 2 contain only genes.
@@ -135,9 +135,9 @@ def open(
     Returns
     -------
     AnnData
-        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. If `data`
-        is a path, so are the matrices of ``obsp``. Entries of obsm that are not numeric matrices (tables, images) are
-        read by AnnData.
+        AnnData in which ``X``, ``layers``, ``obsm`` and ``raw.X`` are Dask arrays that have not been read. The
+        matrices of ``obsp`` are also Dask arrays if `data` is a path. Entries of obsm that are not numeric matrices
+        (tables, images) are read by AnnData.
 
     Raises
     ------

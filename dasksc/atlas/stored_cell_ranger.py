@@ -187,7 +187,7 @@ def _kept(
         kept &= np.isin(held.astype(str), names)
     if chosen and not kept.any():
         requested = " and ".join(f"{column}={list(names)}" for column, names in chosen.items())
-        raise InputError(f"{path} has no feature with all of {requested}; change one of them")
+        raise InputError(f"{path} has no feature that matches {requested} together; change one of them")
     return None if kept.all() else kept
 
 

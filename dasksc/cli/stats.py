@@ -67,7 +67,7 @@ def command(
         elif name in atlas.var and atlas.var[name].dtype == bool:
             masks[name] = atlas.var[name].to_numpy()
         else:
-            raise dasksc.InputError(f"--qc {name}: var has no column {name!r} of true and false; give {name}=PREFIX")
+            raise dasksc.InputError(f"--qc {name}: var has no boolean column {name!r}; give {name}=PREFIX")
     found = dasksc.statistics(
         atlas,
         by=list(by) or None,

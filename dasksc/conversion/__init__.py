@@ -179,7 +179,7 @@ def convert(
     StorageError
         If the input cannot be read, the disk is full, or another process writes to the same target.
     CorruptDataError
-        If `verify` finds a difference. The output is then removed, and the same call starts from the beginning.
+        If `verify` finds a difference. The output is then removed; call the function again to start over.
 
     Notes
     -----

@@ -286,6 +286,6 @@ def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
         f"  per fetch        {suggestion['estimated_memory_per_fetch_mb']:.1f} MiB",
         f"  total            {suggestion['estimated_total_memory_mb']:.1f} MiB; the limit is"
         f" {target_ram_fraction:.0%} of the {system['available_ram_gb']:.1f} GiB available",
-        "The order of an epoch depends on fetch_factor: use one value on all ranks and runs.",
+        "The order of an epoch depends on fetch_factor: use the same value on all ranks and in all runs.",
     ]
     return "\n".join(lines)

@@ -612,8 +612,8 @@ class scDataset(IterableDataset[Any]):
             Times of the work in seconds, summed over threads:
 
             - ``fetch_s``: duration of the received tasks
-            - ``read_s``, ``decode_s``: parts of ``fetch_s``. For memory-mapped files, waiting for pages counts where
-              they are first accessed.
+            - ``read_s``, ``decode_s``: parts of ``fetch_s``. For memory-mapped files, the wait for a page counts
+              towards the step that first accesses it.
             - ``transfer_s``: transfer of results from the workers of a cluster
             - ``gather_s``: creation of batches
         """

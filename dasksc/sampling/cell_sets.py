@@ -83,8 +83,8 @@ class CellSets(BuiltInStrategy):
         Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas
         is sorted by group, as by ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
     indices
-        Rows to draw targets from: row numbers in any order, a boolean mask or a slice. None: all. A row that is given
-        twice counts as two cells, and may occur twice in a set.
+        Rows to draw the cells of the sets (targets) from: row numbers in any order, a boolean mask or a slice. None:
+        all. A row that is given twice counts as two cells, and may occur twice in a set.
     control
         Control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (or a list of labels), an expression
         over obs as in ``scDataset(filter=)``, or a boolean mask over all rows.

@@ -53,7 +53,7 @@ class SamplingStrategy:
 
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
     resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result must
-    depend only on the collection and the seed. The result is divided among ranks in runs that are as long as a fetch.
+    depend only on the collection and the seed. The result is divided among ranks in stretches as long as a fetch.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class SamplingStrategy:
 
 
 class BuiltInStrategy(SamplingStrategy):
-    """Base class of built-in strategies, which bind to a number of rows; user-defined ones return their rows."""
+    """Base class of the built-in strategies, whose binding requires only the number of rows."""
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -337,7 +337,7 @@ class BlockWeightedSampling(BuiltInStrategy):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ClassBalancedSampling(BuiltInStrategy):
-    """Strategy that draws classes evenly: each of K classes with probability ``1 / K``, unless smoothed or tempered.
+    """Strategy that draws classes evenly: each of K classes with probability ``1 / K`` by default.
 
     Class c, with frequency ``f_c`` among the rows to draw from, is drawn with probability
     ``(1 - smoothing) / K + smoothing * f_c``, multiplied by its entry in `class_weights` and normalized. Within a
@@ -372,8 +372,8 @@ class ClassBalancedSampling(BuiltInStrategy):
         models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
     per_batch
         If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
-        has exact shares (largest remainders). An epoch consists of whole batches, which are the same for any number of
-        ranks, after resuming and with ``drop_last``. Resuming requires the same ``batch_size``. Rows of a class are
+        has exact shares (largest remainders). An epoch consists of whole batches, which do not depend on the number of
+        ranks, on resuming or on ``drop_last``. Resuming requires the same ``batch_size``. Rows of a class are
         drawn again only after all rows of the class have been drawn, so the numbers of draws of any two rows of a class
         differ by at most one. With ``replace=False``, each row is drawn at most once.
 

@@ -58,8 +58,8 @@ class WeightedRows:
     key
         Key of the draws, uint64.
     in_order
-        If True, the draws are in storage order. If False, each draw is independent of the others, which
-        is cheaper for single rows and equivalent if rows are read one by one.
+        If True, the draws are in storage order. If False, they are in random order, each computed
+        independently, which is cheaper; the order does not matter if rows are read one by one.
     """
 
     candidates: Candidates

@@ -195,7 +195,7 @@ class Blosc:
             raise ValueError(f"the chunk has {len(view)} bytes, too few for Blosc")
         decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
         if decoded != n_bytes or stored > len(view):
-            raise ValueError(f"the Blosc header says {stored} bytes that decode to {decoded} instead of {n_bytes}")
+            raise ValueError(f"the Blosc header states {stored} compressed and {decoded} decoded bytes, not {n_bytes}")
         return _BLOSC.decode(data, out=into)
 
 
@@ -272,7 +272,7 @@ class H5Lz4:
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
         if total != n_bytes or block <= 0:
-            raise ValueError(f"the LZ4 header says {total} bytes in blocks of {block}")
+            raise ValueError(f"the LZ4 header states {total} bytes in blocks of {block}")
         out = np.empty(total, dtype=np.uint8) if into is None else into
         at = 12
         for start in range(0, total, block):

@@ -129,7 +129,7 @@ def highly_variable_genes(
     source.reserve_groups(len(batches.labels), _SCORE_BYTES, batches)
     moments, kinds = _moments(source, batches, is_logarithm=flavor == "seurat")
     if kinds & kernels.NOT_A_NUMBER:
-        raise InputError(f"{source.label} has missing values (NaN), so genes have no variance; fill them first")
+        raise InputError(f"{source.label} has missing values (NaN), so variances are undefined; fill the values first")
     if expects_counts and kinds & kernels.NEGATIVE:
         raise InputError(
             f"{source.label} has values below 0, but flavor={flavor!r} needs counts; give the layer of counts with "

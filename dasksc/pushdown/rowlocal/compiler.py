@@ -35,6 +35,10 @@ CONCATENATE = concatenation_functions()
 shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
+def _layer(key: Any) -> str:
+    return f"the Dask graph layer {layer_of(key)!r}"
+
+
 class Compiler:
     """Compiler from the graph of an array to nodes; raises `NotRowLocalError` if the array is not row-local."""
 
@@ -64,7 +68,7 @@ class Compiler:
         if key not in self._nodes:
             if not self._graph.reaches(key):
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} does not come from an array that dasksc opened. Open the file with "
+                    f"{_layer(key)} does not come from an array that dasksc opened. Open the file with "
                     "dasksc.open and apply the array code to its X, layers or obsm"
                 )
             self._nodes[key] = self._compiled(key, self._graph.node(key))
@@ -77,7 +81,7 @@ class Compiler:
             return Read(node.value.matrix, range(node.value.shape[0]))
         if not isinstance(node, Task):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} has a task of type {type(node).__name__}, where a function call or an alias "
+                f"{_layer(key)} has a task of type {type(node).__name__}, where a function call or an alias "
                 "is expected. Build the array with dask.array, for example with map_blocks"
             )
         if _is_one_of(node.func, GETITEMS) and node.args and isinstance(node.args[0], TaskRef):
@@ -92,7 +96,7 @@ class Compiler:
                 keys = keys_in(blocks)
                 if len(keys) != len(blocks.args if isinstance(blocks, Task) else blocks):
                     raise NotRowLocalError(
-                        f"layer {layer_of(key)!r} concatenates values that are not chunks of an array. Use "
+                        f"{_layer(key)} concatenates values that are not chunks of an array. Use "
                         "dask.array.concatenate on Dask arrays only"
                     )
                 whole = self._concatenated([self._node(block) for block in keys])
@@ -103,7 +107,7 @@ class Compiler:
             keys = keys_in(pieces)
             if not shape:
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} concatenates chunks in a grid of unknown shape, where a grid of rows "
+                    f"{_layer(key)} concatenates chunks in a grid of unknown shape, where a grid of rows "
                     "and columns is expected. Build the array with dask.array.concatenate or dask.array.block"
                 )
             if len(keys) == shape[0] > 1:
@@ -117,7 +121,7 @@ class Compiler:
         if isinstance(value, GraphNode):
             if value.dependencies:
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} selects rows by numbers that are not computed yet. Compute them first: "
+                    f"{_layer(key)} selects rows by numbers that are not computed yet. Compute them first: "
                     "X[rows.compute()]"
                 )
             if isinstance(value, DataNode):
@@ -126,7 +130,7 @@ class Compiler:
                 return value({})
             except Exception as error:  # a function in the graph may raise any exception
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} selects rows by numbers whose computation raised {error!r}. Compute the "
+                    f"{_layer(key)} selects rows by numbers whose computation raised {error!r}. Compute the "
                     "numbers first, and index with the NumPy array"
                 ) from error
         return value
@@ -141,7 +145,7 @@ class Compiler:
             rows = _selected(np.arange(child.n_rows, dtype=np.int64), first)
         if rows is None or (not isinstance(rows, range) and rows.ndim != 1):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} indexes rows with {first!r}, where a slice, a mask or valid row numbers are "
+                f"{_layer(key)} indexes rows with {first!r}, where a slice, a mask or valid row numbers are "
                 "expected. Use X[10:20] or X[np.array([...])]"
             )
         whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
@@ -155,7 +159,7 @@ class Compiler:
         columns = _selected(every if child.columns is None else child.columns, rest[0])
         if columns is None:
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} indexes columns with {rest[0]!r}, where a slice, a mask or valid column "
+                f"{_layer(key)} indexes columns with {rest[0]!r}, where a slice, a mask or valid column "
                 "numbers are expected. Use X[:, 10:20] or genes= of the data set"
             )
         return Read(child.matrix, rows, None if np.array_equal(columns, every) else columns)
@@ -174,7 +178,7 @@ class Compiler:
         lengths = {node.n_rows for node in inputs.values()}
         if not all(aligned[dep] for dep in inputs) or len(lengths) != 1:
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} combines rows with other rows, as a mean over cells or a sort does, but each "
+                f"{_layer(key)} combines rows with other rows, as a mean over cells or a sort does, but each "
                 "row must come from one stored row. Compute such a value first, with .compute(), and use the result"
             )
         if type(task) is Task and (function := without_copies(task.func)) is not task.func:
@@ -192,7 +196,7 @@ class Compiler:
             same = isinstance(dep, tuple) and isinstance(key, tuple) and dep[1:2] == key[1:2] != ()
             if not same or not self._graph.reaches(dep):
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} combines several row chunks, as rechunking or a reduction over cells "
+                    f"{_layer(key)} combines several row chunks, as rechunking or a reduction over cells "
                     "does, but each row must come from one stored row. Leave out rechunk, and compute reductions "
                     "first, with .compute()"
                 )
@@ -202,13 +206,13 @@ class Compiler:
     def _blockwise_alignment(self, key: Key, task: Task, layer: Blockwise) -> dict[Key, bool]:
         if block_locations(layer):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} passes block_info or block_id to its function, so a row depends on its "
+                f"{_layer(key)} passes block_info or block_id to its function, so a row depends on its "
                 "chunk. Use a function of the values alone"
             )
         axes = output_indices(layer)
         if not axes or axes[0] in new_axes(layer):
             raise NotRowLocalError(
-                f"layer {layer_of(key)!r} does not return one row for each input row: it reduces rows, or adds "
+                f"{_layer(key)} does not return one row for each input row: it reduces rows, or adds "
                 "an axis before them. Keep rows as the first axis, and compute reductions over cells first, with "
                 ".compute()"
             )
@@ -218,14 +222,14 @@ class Compiler:
             name = name.key if isinstance(name, TaskRef) else name
             if not _is_hashable(name):
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} has an argument of type {type(name).__name__} among its blocks, where a "
+                    f"{_layer(key)} has an argument of type {type(name).__name__} among its blocks, where a "
                     "Dask array is expected. Use dask.array.from_array, or bind the argument: "
                     "X.map_blocks(functools.partial(function, other=...))"
                 )
             places = [place for place, index in enumerate(indices or ()) if index == row]
             if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} uses the rows of an array as columns, as a transposition or a product "
+                    f"{_layer(key)} uses the rows of an array as columns, as a transposition or a product "
                     "of cells with cells does. Keep cells as the first axis of every array"
                 )
         return {dep: by_name.get(dep, by_name.get(layer_of(dep), False)) for dep in task.dependencies}
@@ -246,7 +250,7 @@ class Compiler:
                     else "the setting dasksc.array-code: strict does not assume that it treats"
                 )
                 raise NotRowLocalError(
-                    f"layer {layer_of(key)!r} applies {name!r}, and {unknown} each row independently. If it does, "
+                    f"{_layer(key)} applies {name!r}, and {unknown} each row independently. If it does, "
                     "declare it with dasksc.row_local(function)"
                 )
             is_believed |= trust == "believed"
@@ -257,7 +261,7 @@ def _checked(key: Key, arguments: tuple[Any, ...], *kinds: Any) -> tuple[Any, ..
     """Return the arguments of one of Dask's functions; raise `NotRowLocalError` if their classes are not Dask's."""
     if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
         raise NotRowLocalError(
-            f"layer {layer_of(key)!r} passes unexpected arguments to an internal function of Dask. Build the array "
+            f"{_layer(key)} passes unexpected arguments to an internal function of Dask. Build the array "
             "with the public functions of dask.array"
         )
     return arguments

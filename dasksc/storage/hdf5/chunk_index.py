@@ -90,7 +90,7 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
     if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
         raise CorruptDataError(
             f"{file.path}:{dataset.name} should have {n_chunks} chunks according to its shape, {dataset.shape}, but a "
-            f"file of {file.identity.size} bytes has no room for them. The file is corrupt, or was never written."
+            f"file of {file.identity.size} bytes has no room for them. The file is corrupt, or incompletely written."
         )
     table = ChunkTable(
         offsets=np.full(n_chunks, -1, dtype=np.int64),

@@ -86,7 +86,9 @@ def _inside(path: str | RemoteLocation) -> str | None:
         return None
     folders = (name.rpartition("/") for name in ZipArchive.of(path).members)
     found = min((folder for folder, _, name in folders if folder and name in ZARR_MARKERS), key=len, default=None)
-    return found and f"There is one in its folder {found!r}: unpack it, and zip the contents of the folder (zip -0 -r)."
+    return found and (
+        f"It contains a store in the folder {found!r}: unpack it, and zip the contents of that folder (zip -0 -r)."
+    )
 
 
 class ZarrArray(SlicedArray):

@@ -294,7 +294,7 @@ def test_it_is_described(v3: Path) -> None:
         (
             {"genome": "mm10", "feature_types": PROTEINS},
             InputError,
-            r"no feature with all of.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
+            r"no feature that matches.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
         ),
         ({"feature_types": []}, InputError, "at least one"),
         ({"feature_types": 3}, InputError, "feature_types=3"),

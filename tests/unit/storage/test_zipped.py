@@ -276,7 +276,7 @@ def test_a_truncated_archive_is_refused(archive: Path, kept: float) -> None:
 
 def test_a_store_in_a_folder_of_the_archive_is_named(tmp_path: Path) -> None:
     archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"), prefix="atlas.zarr/")
-    with pytest.raises(StorageError, match=r"in its folder 'atlas\.zarr': unpack it, and zip"):
+    with pytest.raises(StorageError, match=r"in the folder 'atlas\.zarr': unpack it, and zip"):
         dasksc.open(archive)
 
 
