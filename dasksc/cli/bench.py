@@ -99,6 +99,6 @@ def command(
         print_json(report)
     else:
         click.echo(
-            f"{report['rows_per_s']:,.0f} cells/s ({min(each):,.0f} to {max(each):,.0f} in {rounds} rounds); "
-            f"first batch after {report['first_batch_s']:.1f} s"
+            f"{report['rows_per_s']:,.0f} cells/s ({min(each):,.0f} to {max(each):,.0f} in {rounds} "
+            f"round{'s' * (rounds > 1)}); first batch after {report['first_batch_s']:.1f} s"
         )

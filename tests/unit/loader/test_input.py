@@ -138,7 +138,7 @@ def test_options_that_make_no_sense(path, options, match):
     [
         (lambda: BlockShuffling(0), "block_size must be a whole number"),
         (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights has 59 entries; expected 60"),
-        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is not"),
+        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is another value"),
         (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; the sum is 0.0"),
         (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
         (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "only 60 have a positive weight"),
