@@ -273,7 +273,7 @@ class Change(Protocol):
         """
 
     def scatter(self, rows: NDArray[np.int64], source: tuple[Any, ...], dense: NDArray[Any]) -> bool:
-        """Write CSR rows into dense rows of a batch, with changed values; much faster than two passes.
+        """Write CSR rows into dense rows of a batch, with changed values, in one pass.
 
         Parameters
         ----------
@@ -411,9 +411,10 @@ class BatchMaker:
         if not wanted:
             buffer.gather(positions, out=out.numpy(), columns=columns)
             return out
-        source = None if columns is not None else buffer.source(positions, dtype=dtype)
-        if len(wanted) == 1 and source is not None and wanted[0].scatter(changes.rows, source, out.numpy()):
-            return out
+        if len(wanted) == 1 and columns is None:
+            source = buffer.source(positions, dtype=dtype)
+            if source is not None and wanted[0].scatter(changes.rows, source, out.numpy()):
+                return out
         # Rows are changed in groups, so that their CSR copies take little memory.
         n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
         for first in range(0, len(positions), n_at_once):
