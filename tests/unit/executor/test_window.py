@@ -502,6 +502,8 @@ if __name__ == "__main__":
         print("interrupted", flush=True)
     left = [t for t in set(threading.enumerate()) - before if t.name.startswith("dasksc")]
     print(len(left), len(list(Window(slow, range(5), name="w", depth=4, scheduler=scheduler))))
+    if not isinstance(scheduler, str):
+        scheduler.close()  # at exit, a cluster may end before its open Client, which then logs an error
 """,
         interrupt=True,
     )
