@@ -26,7 +26,7 @@ def check_training(version: str) -> None:
         If the version is older than 2.9.
     """
     if tuple(map(int, version.split(".")[:2])) < (2, 9):
-        raise UnsupportedVersionError("torch", "correct FSDP and checkpoints (available from torch 2.9)")
+        raise UnsupportedVersionError("torch", "working FSDP checkpoints (fixed in torch 2.9)")
 
 
 def default_store(distributed: Any) -> Any:

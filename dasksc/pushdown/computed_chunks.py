@@ -172,7 +172,7 @@ def check_shape(block: Any, declared: tuple[int, int], matrix: DaskMatrix) -> No
     """Raise `InputError` if the shape of a computed block differs from `declared`."""
     if np.shape(block) != declared:
         raise InputError(
-            f"{matrix.label}: a block computed by layer {matrix.array.name!r} has shape {np.shape(block)}, but "
+            f"{matrix.label}: array {matrix.array.name!r} computed a block of shape {np.shape(block)}, but "
             f"{declared} was declared. If a function in map_blocks changes the number of columns, declare it: "
             "map_blocks(f, chunks=(array.chunks[0], (n_columns,)), dtype=..., meta=...). It must not change the "
             "number of rows."

@@ -149,8 +149,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    "after the filter, as many entries of indices remain as the collection has rows, so "
-                    f"{name} would be ambiguous; give one value per row of the collection"
+                    f"after the filter, indices has as many entries as the collection has rows, so {name} could hold "
+                    "one value per entry or one per row; give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

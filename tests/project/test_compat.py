@@ -230,5 +230,5 @@ def test_what_is_optional_is_missed_once(caplog, monkeypatch):
 def test_training_is_refused_with_a_torch_in_which_it_is_wrong(version: str) -> None:
     check_training(version)
     for old in ("2.8.0", "2.6.0+cu124", "1.13.1"):
-        with pytest.raises(UnsupportedVersionError, match="correct FSDP and checkpoints .available from torch 2.9"):
+        with pytest.raises(UnsupportedVersionError, match="working FSDP checkpoints .fixed in torch 2.9"):
             check_training(old)
