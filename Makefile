@@ -24,7 +24,7 @@ PYTEST_ARGS ?=
 # Many tests wait for ranks, workers and servers, so three processes keep two cores busy.
 TEST_PROCESSES ?= 3
 PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
-# Python writes bytecode files whatever the environment says, since the tests start many programs.
+# The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
 CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
@@ -33,7 +33,7 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 env: $(VENV)/.dev
 
-# The demo needs the extra demo, the core tests need the extra test, and everything else needs the extra dev.
+# `make demo` needs the extra `demo`, `make test` the extra `test`, and all other targets the extra `dev`.
 $(VENV)/.demo: PACKAGES := .[demo]
 $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]

@@ -333,8 +333,9 @@ def compete(
     """Measure every contender once per round, in an order that rotates from round to round.
 
     While a process waits for its turn, the host of a virtual machine may reclaim memory that the process has
-    freed, and allocating it again is slow. Each turn therefore starts with unmeasured work, and the two rates
-    alternate in order from round to round. A contender that fails is dropped, and its error is printed.
+    freed, and allocating it again is slow. Each turn therefore starts with unmeasured work, and the order
+    of the produced and the consumed rate alternates from round to round. A contender that fails
+    is dropped, and its error is printed.
     """
     results: dict[str, Result] = {}
     with contextlib.ExitStack() as stack:

@@ -5,8 +5,9 @@
 
 The program measures the cells per second that `BlockShuffling` delivers and the CPU time per cell on all threads,
 without a transform and with each transform of `scDataset(transform=)`. Batches are CSR, dense from a CSR matrix, and
-dense from a dense matrix. Contenders take turns after an unmeasured round. A ratio is the median over rounds of the
-ratio to the untransformed batches of the same round. On a busy machine, only the ratios of CPU time are reliable.
+dense from a dense matrix. Contenders take turns after an unmeasured round. In each round, every figure is divided
+by that of the untransformed batches, and the program reports medians of these ratios over rounds. On a busy machine,
+only the ratios of CPU time are reliable.
 """
 
 from __future__ import annotations

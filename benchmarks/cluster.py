@@ -3,12 +3,12 @@
 
     python benchmarks/cluster.py --cells 200000
 
-The program compares three pairs of rates with their targets. The rate of an in-process cluster is divided by the rate
+The program compares four ratios of rates with their targets. The rate of an in-process cluster is divided by the rate
 of threads. The rate of two worker processes, which send results over loopback TCP, is divided by the rate of a bare
 submit and direct gather of as many bytes. The rate with normalize_total and log1p as array code on X is divided by
 the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler
-and submit empty tasks that carry the row numbers of a real task; a fetch of 16,384 rows is about five tasks. Contenders
-take turns in separate processes, and the program reports medians.
+and submit tasks that read nothing but carry as many row numbers as a real task; a fetch of 16,384 rows is about five
+tasks. Contenders take turns in separate processes, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def nothing(rows: Any) -> int:
 
 
 def scheduler_cpu(*, n_ranks: int, n_tasks: int, n_rows: int, folder: Path) -> dict[str, float]:
-    """Measure the CPU time of a scheduler per empty task of `n_rows` rows, submitted by several ranks."""
+    """Measure the CPU time of a scheduler per task that carries `n_rows` row numbers, submitted by several ranks."""
     import distributed
     import psutil
 

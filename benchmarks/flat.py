@@ -5,9 +5,9 @@
 
 The program measures peaks of anonymous memory for `statistics`, `highly_variable_genes` (``seurat_v3``) and `predict`,
 each in a separate process, on atlases of several sizes with the same genes. The baseline is the memory of the process
-after the same work on 2,500 cells. The peak for the largest atlas should be at most the larger of 1.2 times the peak
-for the smallest and that peak plus 16 MiB. Every size should exceed the number of rows in flight, because smaller
-atlases do not fill the fetches of a pass.
+after the same work on 2,500 cells. The peak for the largest atlas should be at most max(1.2 p, p + 16 MiB), where p is
+the peak for the smallest. Every size should exceed the number of rows in flight, because smaller atlases do not fill
+the fetches of a pass.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 The program samples RssAnon of the process, which excludes mapped files, during whole epochs. The baseline is the memory
 before the first epoch: Python, torch, compiled kernels, and the tables of the atlas. The peak of each epoch beyond the
 baseline must stay below ``dataset.projected_bytes``. The last peak may exceed the first by a tenth of the projection
-or by four batches, because the number of batches in memory varies by as much. Otherwise, the exit status is 1.
+or by four batches, whichever is larger, because the number of batches in memory varies by as much. Otherwise, the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def strategy_of(block: int, control: str | None) -> dasksc.SamplingStrategy:
-    """Return the strategy for blocks, or for sets of the same number of cells if there is a control."""
+    """Return a strategy of blocks or, if `control` is given, of sets with as many cells."""
     if control is None:
         return dasksc.BlockShuffling(block_size=block)
     return dasksc.CellSets("cell_type", set_size=block, control={"cell_type": control})

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         help="also measure plain loops of pread with these numbers of threads",
     )
     parser.add_argument(
-        "--dask-workers", action="store_true", help="limit the memory of two Dask workers instead of control groups"
+        "--dask-workers", action="store_true", help="set memory limits on two Dask workers, without control groups"
     )
     parser.add_argument("--no-peer", action="store_true", help="do not measure scDataset")
     parser.add_argument("--rounds", type=int, default=3)

@@ -7,9 +7,9 @@
 Each round times epochs of loading alone, of steps alone, and of both together. A step takes as long as loading a batch.
 With perfect overlap, both together take as long as the longer of the two. There are two targets: both together take at
 most 1.25 times as long as the longer of the two (median over rounds), and the loop waits for batches during less than
-5% of the combined time. A step is a wait without CPU time, like a wait for a GPU. With several ranks under torchrun,
-each step synchronizes the ranks, as DDP does, and the figures are those of the slowest rank. The exit status is 1 if a
-target is missed.
+5% of the time that both together take. A step is a wait without CPU time, like a wait for a GPU. With several ranks
+under torchrun, each step synchronizes the ranks, as DDP does, and the figures are those of the slowest rank. The exit
+status is 1 if a target is missed.
 """
 
 from __future__ import annotations

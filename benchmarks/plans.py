@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 BATCH, FETCH_FACTOR = 64, 256
 PEER_ROWS = 2 * 10**6
-"""Rows that scDataset balances: all would take minutes, so its cost per row is scaled."""
+"""Maximum number of rows for which scDataset is timed. More take minutes, so the time for them is extrapolated."""
 
 # Targets by case and block size: maxima for the first fetch, construction and a new epoch (seconds) and for memory
 # beyond the data (bytes), and the minimum ratio of the time of the peer.

@@ -8,7 +8,7 @@ The program loads shuffled blocks from it, and --fetches sets the number of fetc
 number of transferred bytes per second, divided by the bandwidth. The exit status is 1 if it misses the target of 70%.
 The program also reports the useful share: the stored size of the delivered rows, divided by the transferred bytes. The
 remaining bytes are gaps between nearby rows, unneeded parts of chunks, and read-ahead. The useful share depends on the
-file and on the sizes of blocks and fetches. The program prints the warnings of `dasksc.check` about both.
+file and on the sizes of blocks and fetches. The program also prints the warnings of `dasksc.check`.
 """
 
 from __future__ import annotations

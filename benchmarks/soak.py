@@ -47,7 +47,8 @@ MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")
 _NOTHING_MOVES_S = 60
 _LONGEST_STALL_S = 2.0
-_FEWEST_EPOCHS = 12  # Each mode twice, with and without hooks; fewer epochs are still warming up.
+# Each mode runs twice, with and without hooks. Growth in fewer epochs is not a problem, because they warm up.
+_FEWEST_EPOCHS = 12
 # Allowed growth of memory, which an allocator may retain.
 _FLAT_BYTES = 32 * MIB
 

@@ -89,9 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"| {name} | {median:.2f} ({min(seconds[name]):.2f} to {max(seconds[name]):.2f}) | ", end="")
         print(f"{ratio(seconds, name, 'sums of batches'):.2f} |")
     ratios = {
-        "statistics, rate of sums of batches": ratio(seconds, "sums of batches", "statistics"),
-        f"{grouped}, time of sums of batches": ratio(seconds, grouped, "sums of batches"),
-        "seurat_v3, time of scanpy in memory": ratio(seconds, "seurat_v3", "seurat_v3, scanpy in memory"),
+        "rate of statistics / rate of sums of batches": ratio(seconds, "sums of batches", "statistics"),
+        f"time of {grouped} / time of sums of batches": ratio(seconds, grouped, "sums of batches"),
+        "time of seurat_v3 / time of scanpy in memory": ratio(seconds, "seurat_v3", "seurat_v3, scanpy in memory"),
     }
     print(f"ratios, medians of rounds: {', '.join(f'{name} {value:.2f}' for name, value in ratios.items())}")
     of_lazy = beside_lazy(lazy, options)

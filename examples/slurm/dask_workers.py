@@ -24,11 +24,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Read an atlas with Dask workers that Slurm starts.")
     parser.add_argument("atlas", help="an .h5ad or .zarr at a path that all nodes see")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--cores", type=int, default=8, help="of a job: one worker with as many threads")
-    parser.add_argument("--memory", default="32GB", help="of a job")
+    parser.add_argument(
+        "--cores", type=int, default=8, help="cores of a job, which runs one worker with a thread for each core"
+    )
+    parser.add_argument("--memory", default="32GB", help="memory of a job")
     parser.add_argument("--walltime", default="01:00:00")
-    parser.add_argument("--partition", help="of Slurm; its default if not given")
-    parser.add_argument("--shared", default=".", help="where jobs find the certificate")
+    parser.add_argument("--partition", help="Slurm partition (default: that of Slurm)")
+    parser.add_argument("--shared", default=".", help="private folder for the certificate, accessible from all nodes")
     parser.add_argument("--batch-size", type=int, default=128)
     args = parser.parse_args()
 

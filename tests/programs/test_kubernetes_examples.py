@@ -175,14 +175,16 @@ def test_the_dask_cluster_fits_the_operators_own_schema():
 
 
 def test_the_network_policy_admits_the_pods_of_the_manifests_and_no_others():
-    policy, cluster, job = read("network-policy.yaml"), read("daskcluster.yaml"), read("pytorchjob.yaml")
+    policy, cluster = read("network-policy.yaml"), read("daskcluster.yaml")
     check("V1NetworkPolicy", policy)
     pods_of_cluster = {"dask.org/cluster-name": cluster["metadata"]["name"]}
     # Workers execute the code that they receive, so the policy restricts access to them as well.
     assert policy["spec"]["podSelector"]["matchLabels"] == pods_of_cluster
     for_pods, for_operator = policy["spec"]["ingress"]
     labels = [one["podSelector"]["matchLabels"] for one in for_pods["from"]]
-    assert labels == [pods_of_cluster, {"training.kubeflow.org/job-name": job["metadata"]["name"]}]
+    jobs = [read("pytorchjob.yaml"), read_training()[1]]
+    labels_of_jobs = [{"training.kubeflow.org/job-name": job["metadata"]["name"]} for job in jobs]
+    assert labels == [pods_of_cluster, *labels_of_jobs]
     # Ranks connect to the workers directly, at any port.
     assert "ports" not in for_pods
     ports = {port["port"] for port in cluster["spec"]["scheduler"]["service"]["ports"]}
