@@ -10,7 +10,7 @@ __all__ = ["diagnosis"]
 # Fraction of the time that training may wait before the loader counts as a bottleneck.
 _HEALTHY = 0.05
 
-# Name and remedy of the bottleneck that each part of the work can be.
+# Name and remedy of the bottleneck, by part of the work.
 _BOTTLENECKS = {
     "read": ("reading", "raise block_size or fetch_factor"),
     "decode": ("decoding", "raise block_size, or use more cores"),

@@ -352,7 +352,8 @@ class Window(Generic[T]):
         return k, result
 
     def _end(self) -> Exception:
-        if self._flight.exiting:  # In a thread that outlives the main thread, this is not the end of the epoch.
+        # A thread that outlives the main thread must not mistake the cancelled fetches for the end of the epoch.
+        if self._flight.exiting:
             return FetchError("The interpreter is exiting, so the fetches have been cancelled.")
         return StopIteration()
 

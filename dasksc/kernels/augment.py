@@ -13,8 +13,8 @@ the difference is drawn without replacement, from the kept counts if there are t
 ones. The result is multivariate hypergeometric.
 
 A random word has 53 bits. The first 32 bits come from a hash of 32-bit operations, which processors compute for many
-elements at a time. They decide all but one of 2**32 comparisons with a step. The other bits are drawn only if the
-first 32 equal those of the step.
+elements at a time. They decide a comparison with a step, except with probability 2**-32. The other bits are drawn only
+if the first 32 equal those of the step.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.
@@ -78,7 +78,7 @@ _ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
 _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
-# Streams under the key of a row; other numbers are those of columns.
+# Numbers of the special streams under the key of a row. All other stream numbers are column numbers.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
 # Largest count and largest total of a row that `sample` thins with a probability of `_SHARE_BITS` bits.
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
@@ -118,7 +118,8 @@ def word(row_key, column):
 
 @kernel
 def _affine(row_key):
-    # Odd factor and offset of the linear function of a column whose hash gives the first 32 bits of a word.
+    # The first 32 bits of a word are the hash of column * factor + offset. Return the factor, which is odd, and the
+    # offset.
     return np.uint32(row_key) | _ONE_32, np.uint32(row_key >> _U32)
 
 
@@ -144,7 +145,10 @@ def binomial_table(p, table):
 
 @kernel
 def steps_of(p):
-    """Return the table of `binomial_table` and the first 32 bits of each step, uint32; 2**32 becomes 2**32 - 1."""
+    """Return the table of `binomial_table` and the first 32 bits of each step, uint32.
+
+    The value 2**32, which does not fit, is replaced by 2**32 - 1.
+    """
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     heads = np.empty(len(table), np.uint32)
     binomial_table(p, table)
@@ -288,7 +292,7 @@ def _single_bits(key, number, n_shares):
 def _take(key, pool, n, n_taken, kept, step, ends, taken):
     # Draw `n_taken` counts without replacement from the `n` values in `pool`, and add `step` to the entry in `kept`
     # for each. `pool`, uint32, is padded with zeros to a multiple of the size of a block. `taken` has a bit for each
-    # count, which is set while it is drawn.
+    # count in `pool`, which is set when the count is drawn; all bits are cleared at the end.
     n_blocks = np.uint64((n + _BLOCK - 1) // _BLOCK)
     n_groups = (n_blocks + _BLOCKS - _ONE) // _BLOCKS
     pool_at, ends_at = pool.ctypes.data, ends.ctypes.data
@@ -320,8 +324,8 @@ def _take(key, pool, n, n_taken, kept, step, ends, taken):
 
 @kernel
 def _reach(row_key, columns, counts, n, target, kept):
-    # Keep `target` counts of `n` values of any size. Each round thins by the remaining difference, which
-    # leaves a smaller difference.
+    # Keep `target` counts of `n` values of any size. Each round draws approximately the remaining difference by
+    # thinning. The error is the difference of the next round.
     pool, drawn = np.empty(n, np.int64), np.empty(n, np.int64)
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     difference, number = np.int64(target), _ROUNDS
@@ -385,7 +389,7 @@ def _thin_small(values, words, n, steps, bitmap):
 
 @kernel
 def _small(drawn, count, steps):
-    # Thin a value of up to 3, if no step has more bits than `drawn`.
+    # Thin a value of up to 3. The result is exact if the 32 bits of `drawn` decide all comparisons.
     low, low_2, middle_2, low_3, middle_3, high_3 = steps
     if count == 3:
         return np.int32(drawn >= low_3) + np.int32(drawn >= middle_3) + np.int32(drawn >= high_3)

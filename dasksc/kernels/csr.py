@@ -20,8 +20,8 @@ like_data, like_indices, like
     Empty arrays of the data type stored at the addresses.
 maps, lookups
     `maps` holds the row of `lookups` that applies to each fetched row, shape (n_fetched,), int32. `lookups` holds
-    the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and a
-    smaller value a column that no row may contain.
+    the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and any
+    value below -1 a column that no row may contain.
 kinds
     `LEFT_OUT`, `KEPT` or `REFUSED` for each entry of `lookups`, uint8.
 renumbered
@@ -338,8 +338,8 @@ def copy_rows_csr(
         values_at = data_at[row]
         row_indices = indices[indptr[i] : indptr[i] + n]
         row_data = data[indptr[i] : indptr[i] + n]
-        # Two plain passes are vectorized. The first also checks the columns: if they are ascending, the first and the
-        # last bound them.
+        # Two plain passes are vectorized. The first pass also checks the order of the columns: if it is ascending, the
+        # first and last columns bound the others.
         smallest = row_indices[0] = load(columns_at, 0, like_indices)
         ascending = True
         for k in range(1, n):
@@ -685,7 +685,7 @@ def squeeze(dense, indptr, indices, data):
         for w in range(n_whole):
             bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
         if rest and n_whole:
-            # The last whole word of the row, without the elements listed before.
+            # The last 64 elements of the row; the shift drops those in the words above.
             bits[np.uint64(n_whole)] = nonzero_bits(at, n_vars - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
         else:
             for k in range(rest):

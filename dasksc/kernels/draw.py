@@ -203,7 +203,7 @@ def binomial(key, n, p):
         scale = math.log1p(-q)
         counter = 0
         while True:
-            # NumPy's floor is a float: math.floor's integer is undefined for a gap of infinity.
+            # np.floor returns a float. math.floor returns an integer, which is undefined for an infinite gap.
             gap = np.floor(math.log1p(-uniform(key, counter)) / scale) + 1.0
             thrown += gap
             if not thrown <= n:

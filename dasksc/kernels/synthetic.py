@@ -18,8 +18,8 @@ _ALWAYS = np.uint32(0xFFFFFFFF)
 def fill_alias_table(share, keep, other):
     """Fill Walker's alias table [1]_ of a distribution by Vose's method [2]_, in O(n).
 
-    A draw from the table takes one random number: a uniform index i, and ``other[i]`` instead of i unless
-    32 further bits are at most ``keep[i]``.
+    A draw from the table takes one random word of 64 bits. Its high half selects a uniform index i. If its low half
+    exceeds ``keep[i]``, the result is ``other[i]`` instead of i.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
             counts[gene] += 1
             molecules += 1
         total[cell] = molecules
-        for column in range(n_genes):  # branch-free: the next gene overwrites an unseen one
+        for column in range(n_genes):  # branch-free: the next gene overwrites a count of 0
             indices[end] = column
             data[end] = counts[column]
             end += counts[column] > 0

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 N_STEPS = 16
-"""Number of elements of a vector of columns, running sums, steps or sums."""
+"""Number of elements of a vector, except in functions that process 64 elements."""
 
 # Shifts and factors of the hash triple32 of https://github.com/skeeto/hash-prospector.
 _ROUNDS = (17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)

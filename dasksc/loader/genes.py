@@ -115,7 +115,7 @@ class GeneRequest:
 
     @property
     def _names_only(self) -> str:
-        """Given options that only apply to names, for error messages."""
+        """Options that were given but apply only to names, for error messages."""
         given = {
             "genes_missing=": self.missing != "error",
             "genes_key=": self.key is not None,

@@ -159,7 +159,7 @@ class MemoryProjection:
 
     @property
     def job_bytes(self) -> int:
-        """Memory of a process that reads at full speed, in bytes: fetches, page cache, code and current content."""
+        """Memory of a process that reads at full speed, in bytes: fetches, page cache, code, current memory."""
         demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self.n_threads)
         # The demand includes batches in existing buffers.
         held = max(0, process_memory.own_bytes() - buffers.kept_bytes())

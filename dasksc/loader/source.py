@@ -381,7 +381,7 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
     try:
         return count_rows(data)
     except TypeError as error:
-        # Only the callback reads the collection, so its rows are those of the indices.
+        # Only the callback reads the collection, so the indices of the strategy determine the number of rows.
         n_obs = None if hooks.fetch_callback is None else n_rows_from_indices(strategy)
         if n_obs is None:
             raise WrongTypeError(

@@ -93,7 +93,8 @@ class MemoryModel:
         Number of rows.
     mapped, read
         Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
-        mapped, `read` if none is. For a matrix of joined atlases, its share of the mean cost.
+        mapped, `read` if none is. The parts of a concatenated matrix are separate entries, each with its share of the
+        mean cost.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes

@@ -241,7 +241,7 @@ class EpochPlan:
     def n_rank_dropped(self) -> int:
         """Number of rows dealt to this rank that it does not yield.
 
-        `n_dropped` also counts rows that are dealt to no rank in order to make the ranks equal.
+        `n_dropped` also counts rows that, to keep the ranks equal, are dealt to no rank.
         """
         return (self._sizes.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
@@ -446,7 +446,7 @@ class EpochPlan:
         def loosen(fetch: int, skipped: int) -> None:
             positions, order = self._units(fetch)
             if self.sampler.shuffle_rows and self.sampler.unit == 1:
-                # A fetch permutes rows in ascending order, so the positions must be in the order of their rows.
+                # A fetch sorts its rows before it permutes them, so the positions must be in the order of their rows.
                 rows = self._draw.rows(self._stored(positions))
                 positions = positions[np.argsort(rows, kind="stable")]
             loose.append(positions[order[skipped:]])

@@ -88,7 +88,7 @@ def _of(function: Callable[..., Any]) -> Elementwise:
 
 def _needs_wrapper(function: object) -> bool:
     if isinstance(function, np.ufunc):
-        # SciPy applies the ufuncs in OF_VALUES elementwise. A ufunc with a signature, as matmul, is not elementwise.
+        # SciPy applies the ufuncs in OF_VALUES elementwise. A ufunc with a signature, like matmul, is not elementwise.
         return function not in OF_VALUES and function.nout == 1 and function.signature is None
     return any(function is one for one in (*_OPERATORS, *_FUNCTIONS))
 

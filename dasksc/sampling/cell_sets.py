@@ -333,7 +333,7 @@ class CellSets(BuiltInStrategy):
             if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
                 raise InputError(f"weights[{key!r}] must be finite and not negative; got {weight!r}")
             found = number.get(codes)
-            if found is None:  # unmatched or incomplete groups, and groups of other rows or of controls
+            if found is None:  # the group is unmatched, incomplete, outside `indices`, or a group of controls
                 n_ignored += 1
             else:
                 result[found] = float(weight)

@@ -21,7 +21,7 @@ __all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group
 
 _Int64s = NDArray[np.int64]
 
-# Number of codes up to which a table is small for any number of rows.
+# Number of codes up to which a table by code is acceptable, even for few rows.
 _FEW_CODES = 2**22
 # Maximum number of labels in an error message.
 _N_SHOWN = 20
@@ -186,8 +186,7 @@ def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int
     Returns
     -------
     codes, n_codes
-        Codes, shape (n,), int32 or int64; -1 if any label is missing. There are at most about n / 4 codes, so tables
-        by code take no more memory than the rows.
+        Codes, shape (n,), int32 or int64; -1 if any label is missing. There are at most ``max(2**22, n)`` codes.
     """
     limit = max(_FEW_CODES, n // 4)
     out = np.zeros(n, dtype=np.int32)

@@ -209,7 +209,8 @@ class WeightedSampler:
         draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
         keys[::-1].sort()
         rank = size / n * len(keys)
-        reach = 6 * np.sqrt(rank) + 6  # about 6 standard deviations, unless weights repeat with the step of the sample
+        # About 6 standard deviations, unless the step of the sample is a period of the weights.
+        reach = 6 * np.sqrt(rank) + 6
         n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
         while True:
             first, last = int(rank - reach), int(rank + reach)

@@ -180,7 +180,7 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return the array with column indices below `n_columns` held as uint16, if the conversion costs nothing.
+        """Return this array of column indices, all below `n_columns`, held as uint16 if the conversion costs nothing.
 
         It costs nothing for large chunks. These are rarely requested whole, so their rows are copied in any case, and
         the copy converts them.
@@ -295,7 +295,7 @@ class ChunkedArray:
         *,
         width: int,
     ) -> bool:
-        """Fill `block` with one kernel call per group; return False to leave it, or an error, to `_fill_block`."""
+        """Fill `block` with one kernel call per group; return False if `_fill_block` must fill it or report errors."""
         function = blosc_getitem()
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False

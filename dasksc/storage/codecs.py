@@ -45,7 +45,7 @@ __all__ = [
 # Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
 _CHECKED_BYTES = 2**18
-# Maximum size of a decompressor's result. Larger results are allocated from new memory pages each time.
+# Maximum number of bytes to decompress per call. Larger results would be allocated from new memory pages each time.
 _PIECE_BYTES = 2**17
 # Codecs of numcodecs that map bytes to bytes, or numbers to numbers of the same type.
 _KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})

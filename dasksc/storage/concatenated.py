@@ -63,7 +63,7 @@ class ConcatenatedMatrix:
     Parameters
     ----------
     label
-        Name of the concatenation. Error messages about a row name the part that contains it.
+        Name of the concatenation. An error about a row gives the label of the part that contains the row.
     parts
         Matrices to concatenate; at least one.
     maps

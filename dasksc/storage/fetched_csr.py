@@ -84,8 +84,8 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, the range of the held values is checked, so these
-        # are not converted beforehand.
+        # Counts may be held in one byte each. For an integer `out`, the range is checked in the type of the held
+        # values; for any other `out`, this type is widened first.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)
@@ -179,7 +179,7 @@ class CSRRowBuffer(RowBufferBase):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, in the columns of the joined matrix; return self if they have one.
+        """Copy the rows into a contiguous block, with the common columns; return self if they are in one already.
 
         Column indices take two bytes if possible. Values take one or two bytes if they are counts, which many atlases
         store as floats. Batches gathered from the copy are identical bit for bit.
@@ -206,7 +206,7 @@ class CSRRowBuffer(RowBufferBase):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, with the given data types, in the columns of the joined matrix.
+        """Copy the rows into a contiguous block, with the given data types and the common columns.
 
         Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
         """

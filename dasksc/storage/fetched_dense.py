@@ -99,7 +99,7 @@ class DenseRowBuffer(RowBufferBase):
 
     @property
     def _held_dtype(self) -> np.dtype[Any]:
-        """Data type that represents the stored values, and the fill value of columns that a part lacks."""
+        """Data type that represents both the stored values and the fill value of columns that a part lacks."""
         return self.values.dtype if self.column_maps is None else memory_dtype(self.dtype)
 
     def _fill_value(self, dtype: np.dtype[Any], sources: NDArray[np.int64]) -> NDArray[Any]:

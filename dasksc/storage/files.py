@@ -307,7 +307,7 @@ _thread = _Thread()
 def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[str] = ()) -> Iterator[None]:
     """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
 
-    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine their cost unmapped.
+    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine the cost of reading them.
     Matrices with a label in `unmapped` are not mapped if they are fetched inside `mapping_of`.
     """
     before = _thread.is_allowed, _thread.is_strict, _thread.unmapped

@@ -351,7 +351,7 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
 
 def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return the error to raise for a run that cannot be read and that contains `rows`."""
-    # The data may be intact if a store did not respond, so that error is not a `CorruptDataError`.
+    # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
     cause = error.__cause__
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)

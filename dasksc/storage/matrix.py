@@ -252,8 +252,8 @@ class ColumnMaps:
     def _tables(self, columns: Columns | None) -> _Tables:
         if columns is None:
             return self._all
-        # Every batch of an epoch requests the same `columns`, and the same ones for sums, so two results are kept.
-        # Replacing the tuple is atomic, so threads may race.
+        # Every batch of an epoch requests the same two selections: `columns`, and the columns of `Sums`. Two results
+        # are therefore kept. Replacing the tuple is atomic, so threads may race.
         kept = self._selected
         for known, tables in kept:
             if known is columns:

@@ -93,7 +93,7 @@ class SentFetches:
 
         Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
         process is frozen, may keep its fetches forever, because Dask moves fetches only from workers that are slow. The
-        earliest fetch is therefore resubmitted. If a worker has fallen silent, so are the later ones.
+        earliest fetch is therefore resubmitted. Once a worker has fallen silent, later fetches are resubmitted, too.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
             await self._watchdog.poll()  # Otherwise, no fetch would be sent to a worker that recovers or joins.

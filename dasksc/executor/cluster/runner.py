@@ -178,7 +178,7 @@ class ClusterRunner:
             await self._wait_until_forgotten()
             return
         # Cancelling a gather would also cancel others that the Client merged with it, so running transfers are
-        # completed. Releasing the futures of the other fetches ends their wait.
+        # completed. Releasing the futures of the other fetches ends the coroutines that wait for them.
         self._fetches.release_all_but(self._arriving)
         await _wait_for_all(pending)
         if not lost:
@@ -187,7 +187,7 @@ class ClusterRunner:
     async def _unregister_task(self, task_plugin: TaskPlugin | None) -> None:
         if task_plugin is not None:
             await task_plugin.teardown(None)
-        # Otherwise the Client is disconnected, and an attempt to reconnect fails after half a minute.
+        # A Client in any other state is disconnected, and an attempt to reconnect fails only after half a minute.
         elif self._client.status == "running":
             removal = asyncio.ensure_future(self._client.unregister_worker_plugin(self._token))
             try:

@@ -10,12 +10,12 @@ rows to the rows of their inputs:
 - `Apply`: any other task, whose row i comes from row i of each of its inputs.
 
 A fetch collects the rows that the nodes need, reads each matrix once, and computes from the leaves up. Row chunks
-whose graphs differ only in the names of their inputs are computed together, since the rows of a fetch lie in as many
-chunks as the fetch has blocks.
+whose graphs differ only in the names of their inputs are computed together, since each shuffled block of a fetch may
+lie in a different row chunk.
 
 The indices of Dask's blockwise layers and the block numbers show that a graph has this structure. A graph does not
 show that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each.
 Before the first fetch, all functions are tried on synthetic rows, computed together, in parts and one by one. If some
-functions are merely believed, the first fetched row chunk of each kind is also computed whole, once per process, and
-compared.
+functions are only assumed to be row-local, the first fetched row chunk of each kind is also computed whole, once per
+process, and compared with the result for the fetched rows.
 """

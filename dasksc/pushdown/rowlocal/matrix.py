@@ -205,7 +205,8 @@ class RowLocalMatrix(DaskMatrix):
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
         """Compare rows of a block with the same rows of the whole block; return a description of a difference."""
         whole = self._block(number, need)
-        # Every other row is compared: all rows of a small block, computed together, would be the whole block itself.
+        # All rows of a small block, computed together, would be the whole block itself, so even and odd rows are
+        # computed separately.
         for places in (slice(0, None, 2), slice(1, None, 2)):
             wanted = self._bounds[number] + need[places]
             rows = concatenate_blocks(self._computed(wanted), self.layout, self.shape[1], self.dtype)

@@ -26,7 +26,7 @@ def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -
     Return a description of the first violation, or None.
     """
     generator = np.random.default_rng(0)
-    # Sampling with replacement repeats some rows, most of them in small blocks.
+    # Sampling with replacement repeats some rows; in small blocks, it repeats most of them.
     together = np.sort(generator.integers(n_rows, size=n_tried))
     together[-1] = together[-2]
     places = np.arange(n_tried)

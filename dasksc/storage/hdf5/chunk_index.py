@@ -41,7 +41,7 @@ _MOST_HEADER_BLOCKS = 256
 # Default of half the maximum number of children of a node ("K" in the specification).
 _USUAL_HALF = 32
 _NODE_HEADER_BYTES = 24
-# Maximum size of nodes that are read together, in addition to those of the level above.
+# Maximum total size of the nodes that are read together. The entries of the level above are in memory as well.
 _BATCH_BYTES = 2**25
 
 

@@ -68,7 +68,7 @@ class Cache:
     folder
         Path of the folder. It is created for this user alone when the first block is read.
     limit
-        Maximum size in bytes. Beyond four concurrent writers, each may add 1/64 of the limit to it.
+        Maximum size in bytes. Each concurrent writer beyond four may exceed it by 1/64.
     """
 
     folder: str

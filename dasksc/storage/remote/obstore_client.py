@@ -33,7 +33,8 @@ __all__ = ["ObstoreClient"]
 
 T = TypeVar("T")
 
-# Text of the error for a response that breaks off. obstore retries it only if it knows the version of the object.
+# Text of the error for a response that breaks off. obstore retries such a request only if it knows the version of the
+# object.
 _BROKEN_OFF = "body error"
 
 

@@ -618,7 +618,7 @@ def test_code_that_makes_another_shape_than_it_declares_is_refused_by_name(
         next(iter(one))
     assert isinstance(caught.value.__cause__, InputError)
     told = str(caught.value)
-    assert f"layer {lazy.X.name!r}" in told
+    assert f"array {lazy.X.name!r}" in told
     assert "map_blocks(f, chunks=" in told
     assert "corrupt" not in told
 
