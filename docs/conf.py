@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: ``make docs``."""
+"""Configuration of Sphinx, which builds the site with ``make docs``."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def strip(
 
 
 def bracket(panel: Axes, start: float, stop: float, y: float, text: str) -> None:
-    """Draw a line under squares, and what they are below it."""
+    """Draw a line under squares, and a label below it."""
     panel.plot([start, stop - 0.06], [y, y], color=INK, lw=1)
     panel.text((start + stop) / 2, y + 0.25, text, ha="center", va="top", fontsize=8.5)
 

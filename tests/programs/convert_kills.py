@@ -134,7 +134,7 @@ def at_steps(source: str, folder: Path) -> int:
         assert not finished(in_child(killed_at(step, lambda target=target: convert(source, target))))
         if target.exists() and not (target / "zarr.json").exists():
             raise SystemExit(f"half a store after step {step}")
-        # A conversion killed after the very last step is complete.
+        # A conversion killed after the last step is complete.
         if not is_done(target):
             assert finished(in_child(lambda target=target: convert(source, target)))
     return len(steps)

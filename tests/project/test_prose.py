@@ -1,4 +1,4 @@
-"""Prose linter, which finds bad sentences in pages, docstrings and messages and accepts good sentences and code."""
+"""Prose linter, which finds bad sentences in pages, docstrings, comments and messages, and none in the repository."""
 
 from __future__ import annotations
 
@@ -35,7 +35,16 @@ prose = _linter()
         ("It went on.", "went on", "It goes on to the next rank."),
         ("The user is told about it.", "is told", "The two cannot be told apart."),
         ("The memory is let go.", "is let go", "The memory is released."),
+        ("It lets go of the file.", "lets go", "It releases the file."),
+        ("The reader let it go.", "let it go", "The reader released it."),
         ("The rows asked for are read.", "asked for", "The requested rows are read."),
+        ("The loader asks for rows.", "asks for", "The loader requests rows."),
+        ("It reads by asking for rows.", "asking for", "It reads by requesting rows."),
+        ("The ranks stop as told.", "as told", "The ranks stop as requested."),
+        ("Every thread that may collect does so.", "does so", "Every thread may collect."),
+        ("Results arrive when the test says so.", "says so", "Results arrive as soon as they are sent."),
+        ("Draw a line, and what they are below it.", "what they are", "Draw a line, and a label below it."),
+        ("The share decreases if an atlas is very small.", "very", "It may very well decrease for a small atlas."),
         ("It returns what is left.", "what is left", "It returns the remaining rows, and says what is given."),
         ("A place that nobody knows.", "nobody knows", "The place is unknown."),
         ("The ranks wait for ever.", "for ever", "The ranks wait forever."),
@@ -81,11 +90,29 @@ def test_code_of_pages_is_no_prose() -> None:
 def test_docstrings_are_read_and_code_is_not() -> None:
     source = (
         '"""A module.\n\n.. code-block:: python\n\n    goes on\n"""\n\nname = "goes on"\n\n\ndef f():\n'
-        '    """What it does.\n\n    It uses ``goes on``, and goes on.\n    """\n    # goes on\n'
+        '    """What it does.\n\n    It uses ``goes on``, and goes on.\n    """\n    g("# goes on")\n'
     )
     assert prose.findings_of_source("m.py", source) == [
         "m.py:12: 'What': start with a verb phrase or a noun phrase",
         "m.py:14: 'goes on': write 'resumes' or 'continues'",
+    ]
+
+
+@pytest.mark.parametrize("word", ["What", "Which", "How", "Where", "Who", "Whether", "Why"])
+def test_a_summary_line_is_not_a_question(word: str) -> None:
+    (found,) = prose.findings_of_source("m.py", f'"""{word} the site is built."""\n')
+    assert found == f"m.py:1: {word!r}: start with a verb phrase or a noun phrase"
+
+
+def test_comments_are_read_without_their_code() -> None:
+    source = (
+        "#!/bin/goes on\n# It goes on.\nx = 1  # rows asked for\n# `goes on`, 'goes on', \"goes on\"\n"
+        "y = 2  # type: goes on\n# The batch's\n# reader goes on.\n"
+    )
+    assert sorted(prose.findings_of_source("m.py", source)) == [
+        "m.py:2: 'goes on': write 'resumes' or 'continues'",
+        "m.py:3: 'asked for': write 'requested'",
+        "m.py:7: 'goes on': write 'resumes' or 'continues'",
     ]
 
 
@@ -103,6 +130,13 @@ def test_the_program_reports_findings_and_fails(
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "page.md").write_text("The run goes on.\n")
     assert prose.main([str(tmp_path / "page.md")]) == 1
-    assert "page.md:1: 'goes on'" in capsys.readouterr().out
+    output = capsys.readouterr()
+    assert "page.md:1: 'goes on'" in output.out
+    assert output.err == "1 finding in the prose of 1 file\n"
     (tmp_path / "page.md").write_text("The run resumes.\n")
     assert prose.main([str(tmp_path / "page.md")]) == 0
+    assert capsys.readouterr().err == "0 findings in the prose of 1 file\n"
+
+
+def test_the_repository_has_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prose.main() == 0, capsys.readouterr().out

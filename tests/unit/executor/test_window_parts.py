@@ -61,7 +61,7 @@ def test_joined_fetches_gather_as_one(layout: str) -> None:
 
 
 class FakeWindow:
-    """Window whose results arrive when the test says so."""
+    """Window whose results arrive when a test increases ``n_arrived``."""
 
     def __init__(self, results: list[Any]) -> None:
         self.results = deque(results)
