@@ -121,8 +121,8 @@ def concatenated(
         _warn_of_types(parts, joined, names, label)
         if joined.n_missing():
             logger.warning(
-                "%s of %d atlases has NaN in %d of %d columns, for cells of atlases that lack the column. Give "
-                "fill_value=0 for zeros, or join='inner' for the columns common to all",
+                "%s, joined from %d atlases, has NaN in %d of %d columns, for cells of atlases that lack them. "
+                "Give fill_value=0 for zeros, or join='inner' for the columns common to all",
                 *(label, len(names), joined.n_missing(), joined.shape[1]),
             )
         return joined

@@ -266,8 +266,8 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
     empty = [name for name, places in found.items() if not len(places)]
     if empty:
         raise InputError(
-            f"{', '.join(empty)} would be empty: {int(is_dealt.sum())} conditions by {', '.join(request.columns)}, "
-            f"{int(held.sum())} of them held out, are too few for {len(names)} parts"
+            f"{', '.join(empty)} would be empty: {int(is_dealt.sum())} combinations of {', '.join(request.columns)} "
+            f"({int(held.sum())} of them held out) are too few for {len(names)} parts"
         )
     index_name = ", ".join(request.context_columns) or "conditions"
     table = table_of(conditions, contexts, context_names, found, control, index_name)

@@ -70,8 +70,8 @@ def feature_options(command: Command) -> Command:
         features = {name: text.split(",") for name, text in given.items() if text is not None}
         return command(*args, features=features, **options)
 
-    of_genome = click.option("--genome", metavar="A,B", help="Genomes of 10x .h5 files to keep.")
-    of_type = click.option("--feature-types", metavar="A,B", help="Feature types of 10x .h5 files to keep.")
+    of_genome = click.option("--genome", metavar="A,B", help="Genomes to keep (10x .h5 files).")
+    of_type = click.option("--feature-types", metavar="A,B", help="Feature types to keep (10x .h5 files).")
     return of_genome(of_type(wrapper))
 
 

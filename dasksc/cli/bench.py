@@ -63,8 +63,8 @@ def command(
 ) -> None:
     """Measure the loading speed of an atlas in cells per second.
 
-    Only loading is measured, after a first fetch. The page cache is not cleared first. To compare with other loaders,
-    run benchmarks/compare.py of the source code with --atlas FILE.
+    Only loading is measured. The first fetch of each round is not counted, and the page cache is not cleared
+    beforehand. To compare with other loaders, run benchmarks/compare.py of the source code with --atlas FILE.
     """
     fetch_factor = max(fetch_size // batch_size, 1)
     dataset = dasksc.scDataset(

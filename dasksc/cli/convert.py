@@ -78,7 +78,7 @@ Examples:
     help="Fill missing genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Limit, without obs and var.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory besides obs and var.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options
@@ -130,7 +130,8 @@ def command(
     --join outer.
 
     --merge selects the columns of var and arrays of varm to keep: those that are the same in all inputs (same), have
-    one value in the inputs that have them (unique), the first of each name (first), or those of a single input (only).
+    one value in the inputs that have them (unique), the first of each name (first), or those that exactly one input
+    has (only).
     """
     chosen: Any = features
     report = dasksc.convert(

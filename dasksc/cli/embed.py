@@ -79,10 +79,10 @@ def command(
     which is called with batches. --method defaults to `embed` if the model has it, and to the model itself otherwise.
     --device defaults to a GPU if there is one.
 
-    The key appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command resumes
-    the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions. --overwrite
-    also discards unfinished predictions that were begun with other arguments. Genes of the model that the atlas lacks
-    are refused or read as zeros (--genes-missing). NaN in results is refused or reported (--nan).
+    The key (--key) appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command
+    resumes the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions.
+    --overwrite also discards unfinished predictions that were begun with other arguments. Genes of the model that the
+    atlas lacks are refused or read as zeros (--genes-missing). NaN in results is refused or reported (--nan).
     """
     if out is None and not in_place:
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")

@@ -49,8 +49,8 @@ def command(
     """Compute statistics of genes, groups and cells in one pass.
 
     These are sums, means, variances and numbers of nonzeros of each gene, over all cells and in each group. With --qc,
-    each cell gets its total, its number of genes, and the share of the genes whose names begin with PREFIX, or of those
-    that the var column NAME marks.
+    each cell gets its total, its number of genes, and the share of its counts in a set of genes: those whose names
+    begin with PREFIX, or those that the var column NAME marks.
     """
     if out is not None:
         check_destination(out)  # before the pass

@@ -50,7 +50,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.order not in _ORDERS:
-            raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; group cells with group_by=")
+            raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells, give group_by=")
         if isinstance(self.group_by, list | tuple):
             for name in self.group_by:
                 _check_text("group_by", name, "names of obs columns: group_by=['cell_line', 'gene']")

@@ -61,8 +61,8 @@ def install(target: Any) -> str | None:
     if isinstance(target, distributed.Client):
         if target.asynchronous:
             raise InputError(
-                f"the Client {target!r} is asynchronous. Give one made with asynchronous=False, or start the scheduler "
-                "with the page: dask scheduler --preload dasksc.dashboard"
+                f"the Client {target!r} is asynchronous. Give one made with asynchronous=False, or start a scheduler "
+                "that has the loader page: dask scheduler --preload dasksc.dashboard"
             )
         listens_at = target.run_on_scheduler(_install_here)
     elif isinstance(scheduler := getattr(target, "scheduler", target), distributed.Scheduler):

@@ -62,9 +62,10 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
         elif (
             is_url(matrix.label) and (share := used_share(n_rows, run_rows, source.n_obs, chunk_rows)) < _MIN_USED_SHARE
         ):
+            runs = "blocks" if sets is None else "runs of consecutive rows"
             yield (
                 f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
-                f"{chunk_rows:,.0f} rows are transferred whole, but {'blocks' if sets is None else 'runs'} "
+                f"{chunk_rows:,.0f} rows are transferred whole, but {runs} "
                 f"have only {run_rows:,.0f} row{'' if round(run_rows) == 1 else 's'}. " + _advice_on_runs(sets)
             )
 

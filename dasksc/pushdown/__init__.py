@@ -90,9 +90,9 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
     row_chunks = array.chunks[0]
     chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
     logger.warning(
-        "%s cannot be computed row by row: %s. Every fetch therefore computes all row chunks that contain any of its "
-        "rows (the array has %d chunks, of up to %d rows, about %s each if dense). If the rows are scattered, every "
-        "fetch computes the whole array. %s",
+        "%s cannot be computed row by row: %s. As the array is now, every fetch computes all row chunks that contain "
+        "any of its rows (the array has %d chunks, of up to %d rows, about %s each if dense). If the rows are "
+        "scattered, every fetch computes the whole array. %s",
         matrix.label,
         reason,
         len(row_chunks),

@@ -149,8 +149,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"after the filter, indices has as many entries as the collection has rows, so {name} could hold "
-                    "one value per entry or one per row; give one value per row of the collection"
+                    "indices= repeats rows, and after the filter it has as many entries as the collection has rows, "
+                    f"so {name} per entry and {name} per row cannot be told apart; give one value per row of the "
+                    "collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

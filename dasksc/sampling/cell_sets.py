@@ -271,8 +271,8 @@ class CellSets(BuiltInStrategy):
         reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(
-            f"no set can be drawn: the {candidates.n} rows to draw from contain no group of {', '.join(self.by)}"
-            + ("" if self.control is None else " other than the control cells")
+            f"no set can be drawn: the {candidates.n} rows to draw from contain no usable group of {', '.join(self.by)}"
+            + ("" if self.control is None else ", not counting control cells")
             + (f"; {', and '.join(reasons)}" if reasons else "")
         )
 

@@ -407,5 +407,5 @@ class ChunkedArray:
                     elif not kernels.narrow(piece.reshape(-1), block[begin:end].reshape(-1)):
                         rows_at = int(grid_rows[row]) * shape[0]
                         raise BrokenRunError(
-                            self.label, rows_at + first, rows_at + last, "they have column indices outside [0, 65536)"
+                            self.label, rows_at + first, rows_at + last, "a column index lies outside [0, 65536)"
                         )

@@ -119,7 +119,7 @@ def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> byte
         decoded.append(member.decompress(rest, left))
         left -= len(decoded[-1])
         if not member.eof and left > 0:
-            raise ValueError("the chunk ends before its last byte")
+            raise ValueError("the compressed data of the chunk are truncated")
         rest = member.unused_data
     return b"".join(decoded)
 
@@ -133,7 +133,7 @@ class H5Lzf:
         out = np.empty(n_bytes, dtype=np.uint8) if into is None else into
         n_decoded = decode_lzf(np.frombuffer(data, dtype=np.uint8), out)
         if n_decoded < 0:
-            raise ValueError(f"the chunk is not {n_bytes} bytes compressed by LZF")
+            raise ValueError(f"the chunk cannot be decoded by LZF to {n_bytes} bytes")
         return out[:n_decoded]
 
 
@@ -195,7 +195,10 @@ class Blosc:
             raise ValueError(f"the chunk has {len(view)} bytes, too few for Blosc")
         decoded, stored = int.from_bytes(view[4:8], "little"), int.from_bytes(view[12:16], "little")
         if decoded != n_bytes or stored > len(view):
-            raise ValueError(f"the Blosc header states {stored} compressed and {decoded} decoded bytes, not {n_bytes}")
+            raise ValueError(
+                f"the Blosc header states {stored} compressed and {decoded} decoded bytes, but the chunk has "
+                f"{len(view)} bytes and should decode to {n_bytes}"
+            )
         return _BLOSC.decode(data, out=into)
 
 
@@ -272,7 +275,7 @@ class H5Lz4:
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
         if total != n_bytes or block <= 0:
-            raise ValueError(f"the LZ4 header states {total} bytes in blocks of {block}")
+            raise ValueError(f"the LZ4 header states {total} bytes in blocks of {block} instead of {n_bytes} bytes")
         out = np.empty(total, dtype=np.uint8) if into is None else into
         at = 12
         for start in range(0, total, block):

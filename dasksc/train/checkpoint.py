@@ -415,8 +415,8 @@ def _mismatch_message(
         differences.append(f"tensors that differ: {len(mismatches)}, the first {mismatches[0]}")
     origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
-        f"the checkpoint {path} does not fit {section}: {'; '.join(differences)}. Restore these values{origin}, or "
-        "start from the beginning in another training.checkpoint_dir"
+        f"the checkpoint {path} does not fit the section {section}: {'; '.join(differences)}. Restore these "
+        f"values{origin}, or start from the beginning in another training.checkpoint_dir"
     )
 
 
@@ -428,9 +428,9 @@ def _different_arguments(section: str, saved: Mapping[str, Any], current: Mappin
     differences = []
     for name in dict.fromkeys([*before, *now]):
         if name not in before:
-            differences.append(f"{section}.{name} is {now[name]!r} and was not given")
+            differences.append(f"{section}.{name} is {now[name]!r} in this run and is not given in the checkpoint")
         elif name not in now:
-            differences.append(f"{section}.{name} is not given and was {before[name]!r}")
+            differences.append(f"{section}.{name} is not given in this run and is {before[name]!r} in the checkpoint")
         elif before[name] != now[name]:
             differences.append(f"{section}.{name} is {now[name]!r} and was {before[name]!r}")
     return differences

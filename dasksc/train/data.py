@@ -235,9 +235,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     )
     if not len(training):
         raise InputError(
-            f"an epoch has no batch: data.drop_last leaves none of the {training.strategy.get_len(adata)} rows for "
-            f"{training.world_size} x data.batch_size={data.batch_size}. Lower data.batch_size, or set "
-            "data.drop_last=false"
+            f"an epoch has no batch: with data.drop_last=true, {training.strategy.get_len(adata)} rows are too few for "
+            f"a batch of {data.batch_size} on every rank ({training.world_size} in total). Lower data.batch_size, or "
+            "set data.drop_last=false"
         )
     match = training.gene_match
     if match is not None:

@@ -202,8 +202,8 @@ def unused_of(config: Config, context: RankContext) -> list[str]:
     is_one_copy = fsdp.shard_size is None and context.world_size == context.local_world_size > 1
     if fsdp.sharding_strategy == "HYBRID_SHARD" and is_one_copy:
         lines.append(
-            f"HYBRID_SHARD is FULL_SHARD here: all {context.world_size} ranks are on one node, and share one copy. For "
-            "more copies give training.fsdp.shard_size"
+            f"HYBRID_SHARD equals FULL_SHARD here: all {context.world_size} ranks are on one node and share one copy "
+            "of the model. For more copies, give training.fsdp.shard_size"
         )
     return lines
 

@@ -4,8 +4,8 @@
     python tests/programs/limited_epoch.py atlas.h5ad '{"fetch_factor": 64}'
 
 The program prints "ready" after the first batches, waits for a line of input and reads the remaining batches. The
-last line is JSON: a digest of the batches, the number of rows, the number of bytes read from disk, and whether files
-were mapped at the end.
+last line is JSON: a digest of the batches, the number of rows, the number of bytes read from disk, the anonymous memory
+of the process at the end, and whether files were mapped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import dasksc
+from dasksc.memory.limits import own_bytes
 
 
 class Listener(logging.Handler):
@@ -47,7 +48,7 @@ def main(path: str, options: str) -> None:
         if i == 8:
             print("ready", flush=True)
             sys.stdin.readline()
-    found = {"digest": digest.hexdigest(), "n_rows": n_rows, "read": read_bytes() - before}
+    found = {"digest": digest.hexdigest(), "n_rows": n_rows, "read": read_bytes() - before, "anon": own_bytes()}
     print(json.dumps(found | {"is_mapped": not any("rather than mapped" in one for one in told)}))
 
 

@@ -248,7 +248,7 @@ class Compiler:
                 unknown = (
                     "dasksc cannot know whether it treats"
                     if trust is None
-                    else "the setting dasksc.array-code: strict does not assume that it treats"
+                    else "with dasksc.array-code='strict', dasksc does not assume that it treats"
                 )
                 raise NotRowLocalError(
                     f"{_layer(key)} applies {name!r}, and {unknown} each row independently. If it does, "

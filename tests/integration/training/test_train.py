@@ -148,7 +148,7 @@ def test_a_run_resumed_with_workers_has_the_same_learning_rates(raw, tmp_path):
 
 @pytest.mark.parametrize("end", ["max_steps", "max_epochs"])
 def test_an_epoch_without_a_batch_is_refused(end, raw):
-    with pytest.raises(InputError, match=r"no batch: data.drop_last leaves none of the 203 rows for 1 x .*=256. Lower"):
+    with pytest.raises(InputError, match=r"no batch: with data.drop_last=true, 203 rows are too few .* of 256 .*Lower"):
         train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True, **{f"training__{end}": 10})
 
 

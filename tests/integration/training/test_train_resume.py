@@ -138,11 +138,11 @@ class Wide(nn.Module):
         ({"hidden_dim": 32}, r"model\.hidden_dim is 32 and was 16.* has shape \[32, 40\] and had \[16, 40\]"),
         (
             {"num_layers": 3},
-            r"model\.num_layers is 3 and was not given.*layers\.blocks\.2\.0\.weight is not in the checkpoint",
+            r"model\.num_layers is 3 in this run and is not.*layers\.blocks\.2\.0\.weight is not in the checkpoint",
         ),
         (
             {"num_layers": 1},
-            r"model\.num_layers is 1 and was not given.*layers\.blocks\.1\.\S+ is only in the checkpoint",
+            r"model\.num_layers is 1 in this run and is not given.*layers\.blocks\.1\.\S+ is only in the checkpoint",
         ),
         ({"name": "autoencoder", "label": None}, "model.name is 'autoencoder' and was 'mlp_classifier'"),
     ],
@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(before, after, raw):
 
 def test_an_optimizer_whose_state_the_checkpoint_lacks_is_refused(raw):
     train(raw, training__optimizer={"name": "sgd"})
-    told = r"training\.optimizer\.momentum is 0\.9 and was not given.*momentum_buffer is not in the checkpoint"
+    told = r"training\.optimizer\.momentum is 0\.9 in this run and is not.*momentum_buffer is not in the checkpoint"
     with pytest.raises(InputError, match=told):
         train(raw, training__optimizer={"name": "sgd", "momentum": 0.9}, training__resume_from="auto")
 
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_does_not_name_its_optimizer_is_known_by_its_state(raw
     state = json.loads(file.read_text())
     del state["optimizer"]
     file.write_text(json.dumps(state))
-    with pytest.raises(InputError, match=r"does not fit training\.optimizer.*\.step is not in the checkpoint"):
+    with pytest.raises(InputError, match=r"does not fit the section .*optimizer.*\.step is not in the checkpoint"):
         train(raw, training__resume_from="auto")
     options = {"training__optimizer": {"name": "sgd"}, "training__max_steps": 8}
     assert train(raw, training__resume_from="auto", **options).n_steps == 8

@@ -368,7 +368,7 @@ def test_filling_with_nan_causes_a_warning_on_opening_and_in_a_loader(
 ) -> None:
     parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], layout="dense", has=[]) for i in range(2)]
     opened = dasksc.open(parts, join="outer", index_unique="-")
-    assert "X of 2 atlases has NaN in 10 of 25 columns" in caplog.text
+    assert "X, joined from 2 atlases, has NaN in 10 of 25 columns" in caplog.text
     assert "fill_value=0" in caplog.text
 
     def loaded(adata: AnnData, **options: Any) -> str:

@@ -188,7 +188,7 @@ HOLD = {"line": ["K562"]}
         ({"conditions": BY, "hold_out": {"line": ["K652"]}}, "line has no 'K652'; did you mean 'K562'"),
         (
             {"conditions": BY, "hold_out": {"line": "none"}},
-            "test would be empty: 63 conditions by line, gene, 0 of them",
+            "test would be empty: 63 combinations of line, gene .0 of them",
         ),
         ({"conditions": BY, "hold_out": HOLD, "few_shot": 1.0}, r"few_shot must lie in \[0, 1\); got 1.0"),
         ({"conditions": BY, "few_shot": 0.1}, "few_shot=0.1 is a share of the conditions in hold_out="),

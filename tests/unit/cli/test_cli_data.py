@@ -158,7 +158,7 @@ def test_info_recommends_shuffling_unless_cells_are_shuffled(
     (rows,) = (one for one in advice if one.startswith("single rows are read 100.0 times slower"))
     assert "BlockShuffling(block_size=64) with a large fetch_factor" in rows
     assert ("dasksc convert" in rows) == bool(how)
-    assert ("its cells were shuffled when it was converted" in rows) == (not how)
+    assert ("the cells were shuffled on conversion" in rows) == (not how)
 
 
 def test_info_reads_what_it_says_it_reads(folder: Path) -> None:

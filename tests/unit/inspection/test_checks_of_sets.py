@@ -92,7 +92,7 @@ def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorte
     ):
         (warning,) = dasksc.check(data).warnings
     assert share.call_args.args[:2] == (2 * 64 * 16, run_rows)  # targets and controls
-    assert f"but runs have only {run_rows:,} row{'s' if is_sorted else ''}. " in warning
+    assert f"but runs of consecutive rows have only {run_rows:,} row{'s' if is_sorted else ''}. " in warning
     assert ("convert --group-by" in warning) == (not is_sorted)
     assert ("Raise block_size" in warning) == is_sorted
 

@@ -75,13 +75,18 @@ def epoch(
     return found
 
 
+def too_small_for(found: dict[str, Any]) -> int:
+    """Return a limit that the process and its fetches do not reach, but the process and the pages of the file do."""
+    return int(found["anon"]) + 350 * MIB
+
+
 def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
     atlas: Path, cgroup: Callable[[int], Cgroup]
 ) -> None:
     expected = epoch(atlas)
     assert expected["is_mapped"]
     assert expected["n_rows"] == N_OBS
-    small = cgroup(640 * MIB)
+    small = cgroup(too_small_for(expected))
     limited = epoch(atlas, small)
     assert small.n_killed() == 0
     assert not limited["is_mapped"]
@@ -91,8 +96,8 @@ def test_an_epoch_in_a_small_group_reads_what_it_needs_and_yields_the_same(
 
 
 def test_a_limit_that_is_lowered_while_an_epoch_runs_is_survived(atlas: Path, cgroup: Callable[[int], Cgroup]) -> None:
-    group = cgroup(4096 * MIB)
-    lowered = epoch(atlas, group, meanwhile=lambda: group.limit(640 * MIB))
+    group, small = cgroup(4096 * MIB), too_small_for(epoch(atlas))
+    lowered = epoch(atlas, group, meanwhile=lambda: group.limit(small))
     assert group.n_killed() == 0
     assert not lowered["is_mapped"]
     assert lowered["n_rows"] == N_OBS

@@ -345,7 +345,7 @@ def test_strictly_only_known_and_declared_code_runs_on_rows(name: str, caplog: p
     rows = np.array([0, 7, 30])
     np.testing.assert_allclose(rows_of(again, rows), array.compute()[rows], rtol=1e-6)
     if expected is DaskMatrix:
-        assert "dasksc.array-code: strict does not assume that it treats each row independently" in caplog.text
+        assert "with dasksc.array-code='strict', dasksc does not assume that it treats each row" in caplog.text
         assert "dasksc.row_local" in caplog.text
 
 

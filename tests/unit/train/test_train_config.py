@@ -353,7 +353,7 @@ def test_impossible_shard_sizes_are_refused():
         # `strategy_of` reports the whole section.
         ({"training": {"strategy": "ddp", "fsdp": {"sharding_strategy": "NO_SHARD", "cpu_offload": True}}}, []),
         ({"training": {"fsdp": {"cpu_offload": True}}}, []),
-        ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}}, ["HYBRID_SHARD is FULL_SHARD here"]),
+        ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}}, ["HYBRID_SHARD equals FULL_SHARD here"]),
         ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}}, []),
     ],
 )
