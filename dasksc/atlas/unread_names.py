@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pandas as pd
+import zarr
+from anndata.io import read_elem, write_elem
 
 from dasksc.atlas.attaching import path_names
 from dasksc.atlas.cell_names import stored_names
@@ -32,14 +35,14 @@ class UnreadNames:
         Options of `open`.
     name
         Name of the index that `open` returns.
-    is_nullable
-        True if the type of this index is that of nullable strings.
+    dtype
+        Data type of this index.
     """
 
     paths: tuple[str, ...]
     options: OpenOptions
     name: str | None
-    is_nullable: bool
+    dtype: Any
 
     @classmethod
     def of(cls, data: Any, options: OpenOptions) -> UnreadNames | None:
@@ -62,7 +65,7 @@ class UnreadNames:
         paths = tuple(map(os.fspath, given))
         kinds = {_kind_of(path, options) for path in paths}
         kind = kinds.pop() if len(kinds) == 1 else None
-        return None if kind is None else cls(paths=paths, options=options, name=kind[0], is_nullable=kind[1])
+        return None if kind is None else cls(paths=paths, options=options, name=kind[0], dtype=kind[1])
 
     def pieces(self) -> Iterator[list[str]]:
         """Yield the names in the order of the cells, some at a time."""
@@ -71,11 +74,11 @@ class UnreadNames:
 
     def index(self, names: Sequence[str]) -> pd.Index[Any]:
         """Return some of the names as part of the index that `open` returns."""
-        return pd.Index(names, name=self.name, dtype=pd.StringDtype() if self.is_nullable else pd.Index(["a"]).dtype)
+        return pd.Index(names, name=self.name, dtype=self.dtype)
 
 
-def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, bool] | None:
-    """Return the `name` and `is_nullable` of a file or store; None if its names can only be read as a whole."""
+def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, Any] | None:
+    """Return the `name` and `dtype` of a file or store; None if its names can only be read as a whole."""
     if holds_modalities(path):
         return None
     where = where_of(path, options)
@@ -88,7 +91,19 @@ def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, bool] | None:
         check_before_reading(where, {"obs": items_of_table(table, [], options)})
         key = str(table.attrs["_index"])
         encoding = table[key].attrs.get("encoding-type")
-        is_nullable = encoding == "nullable-string-array"
-        if not (is_nullable and not table[key]["mask"][:].any()) and encoding != "string-array":
+        if encoding == "nullable-string-array" and not table[key]["mask"][:].any():
+            dtype = _dtype_of_nullable(table[key])
+        elif encoding == "string-array":
+            dtype = pd.Index(["a"]).dtype
+        else:
             return None
-        return (None if key == "_index" else key), is_nullable
+        return (None if key == "_index" else key), dtype
+
+
+def _dtype_of_nullable(stored: Any) -> Any:
+    """Return the data type of nullable strings, which depends on their attributes and on the version of AnnData."""
+    sample = zarr.open_group(zarr.storage.MemoryStore(), mode="w", zarr_format=2)
+    write_elem(sample, "values", np.array(["a"], dtype=object))
+    write_elem(sample, "mask", np.array([False]))
+    sample.attrs.update(stored.attrs)
+    return cast(Any, read_elem(sample)).dtype

@@ -40,7 +40,7 @@ class StagedNames:
     @property
     def dtype(self) -> Any:
         """Data type of the pandas index of the names."""
-        return self.unread.index([]).dtype
+        return self.unread.dtype
 
     def write(self, n: int) -> bool:
         """Write the files with all `n` names; return True if two names have the same hash."""
