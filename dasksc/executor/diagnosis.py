@@ -47,8 +47,10 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:
         return "starting: no batch has been read yet"
-    if not round(100 * wait_share):
+    if not round(1000 * wait_share):  # The loader page shows tenths of a percent.
         return "healthy: the trainer never waited"
+    if not round(100 * wait_share):
+        return "healthy: the trainer waited less than 1% of the time"
     if wait_share < _HEALTHY:
         return f"healthy: the trainer waited {wait_share:.0%} of the time"
     if figures["n_fetched"] <= 1:

@@ -36,7 +36,9 @@ def figures(**changed: Any) -> dict[str, Any]:
     ("changed", "sentence"),
     [
         ({"wait_share": 0.0}, "healthy: the trainer never waited"),
-        ({"wait_share": 0.0049}, "healthy: the trainer never waited"),
+        ({"wait_share": 0.0004}, "healthy: the trainer never waited"),
+        ({"wait_share": 0.0006}, "healthy: the trainer waited less than 1% of the time"),
+        ({"wait_share": 0.0049}, "healthy: the trainer waited less than 1% of the time"),
         ({"wait_share": 0.0051}, "healthy: the trainer waited 1% of the time"),
         ({"wait_share": 0.049}, "healthy: the trainer waited 5% of the time"),
         ({}, "limited by reading: 38% waiting; raise block_size or fetch_factor"),
