@@ -44,7 +44,7 @@ def read_names(stored: Any, path: str | RemoteLocation, options: OpenOptions) ->
 
 
 def nameless_index(n: int) -> pd.Index[Any]:
-    """Return an index of `n` rows that AnnData accepts as strings, without any strings."""
+    """Return an index of `n` rows that AnnData accepts as an index of strings, and that stores no string per row."""
     return pd.CategoricalIndex(pd.Categorical.from_codes(np.zeros(n, dtype=np.int8), categories=[""]))  # type: ignore[arg-type, unused-ignore]
 
 

@@ -31,7 +31,7 @@ def encode_column(series: pd.Series[Any], *, narrow: bool = False) -> tuple[NDAr
         Booleans stay bool and numbers keep their data type, without labels. With missing values, nullable
         numbers become float64 with NaN, and nullable booleans become int64 codes into ``[False, True]``,
         -1 if missing. Dates become float64 seconds since the beginning of 1970 (UTC; dates without a time
-        zone are used without conversion), and durations seconds, NaN if missing.
+        zone are used without conversion). Durations become float64 seconds. Missing dates and durations become NaN.
 
     Raises
     ------

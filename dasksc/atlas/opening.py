@@ -104,7 +104,7 @@ def open(
         - `index_unique` and `merge` have the same meaning as in `anndata.concat`.
 
         Matrices of different data types are converted to a common type, with a warning. The result has no obsp, uns
-        and varp, and no raw if an atlas lacks it. Unless `join` is ``"outer"``, it has only the layers and entries of
+        or varp, and no raw if an atlas lacks it. Unless `join` is ``"outer"``, it has only the layers and entries of
         obsm that all atlases share.
     fill_value
         With ``join="outer"``, value of the variables, layers and entries of obsm that an atlas lacks. Default: 0 in

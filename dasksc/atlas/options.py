@@ -80,7 +80,7 @@ def names_given(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def refuse_feature_choice(options: OpenOptions, what: str) -> None:
-    """Raise an error for options that select features of 10x ``.h5`` files; `what` names the other kind of input.
+    """Raise an error for options that select features of 10x ``.h5`` files; `what` describes the input.
 
     Raises
     ------

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dasksc import config
 from dasksc.atlas.concat import Join, collecting_dropped
+from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open, warn_of_repeated_names
 from dasksc.atlas.options import Openable, OpenOptions
 from dasksc.atlas.unread_names import UnreadNames
@@ -21,7 +22,7 @@ from dasksc.conversion.names import StagedNames
 from dasksc.conversion.rows import Order
 from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
-from dasksc.errors import DaskscError, MissingKeyError, StorageError
+from dasksc.errors import DaskscError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.progress_bars import require_tqdm
@@ -162,7 +163,7 @@ def convert(
         If True, show a progress bar (requires tqdm).
     storage_options, cache
         Options for inputs at URLs, as for `dasksc.open`. A conversion resumes only with the same `storage_options`, so
-        pass credentials that expire through the environment.
+        pass temporary credentials in environment variables.
     feature_types, genome
         Features of 10x ``.h5`` files to write, as for `dasksc.open`.
 
@@ -243,10 +244,7 @@ def convert(
     subset = subset_of(adata, filter, request, has_names=unread is None)
     adata = subset.adata
     for name in recipe.grouped_by:
-        if name not in adata.obs:
-            raise MissingKeyError(
-                f"obs has no column {name!r} to group by; it has {', '.join(map(str, adata.obs.columns))}"
-            )
+        require_key("obs", name, adata.obs, of=adata)
     staged = work_folder.folder / "names"
     names = None if unread is None else StagedNames(unread=unread, rows=subset.rows, folder=staged)
     check_tables(adata, names)

@@ -1,8 +1,9 @@
 """Sorted runs of the input, for shuffling input that is slow to read in random order.
 
-To read a single row, a compressed file must decode a chunk, and a file larger than memory must seek. The input is
-therefore read once, in runs as long as memory allows. Each run is written uncompressed, with its rows sorted by their
-position in the output. A range of output rows is then a contiguous range in every run, and takes one read per run.
+Reading a single row takes the decoding of a chunk in a compressed file, and a disk seek in a file larger than memory.
+The input is therefore read once, in runs whose length is limited by the memory. Each run is written uncompressed, with
+its rows sorted by their position in the output. A range of output rows is then a contiguous range in every run, and
+takes one read per run.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ def install(target: Any) -> str | None:
     Returns
     -------
     str or None
-        Link to the page; None for a Scheduler. If the dashboard listens on loopback, or is disabled, the link works
-        only on the scheduler's machine.
+        Link to the page; None for a Scheduler. If the dashboard listens on loopback, the link works only on the
+        scheduler's machine. The same holds if the dashboard is disabled: the HTTP server of the scheduler then serves
+        the page.
 
     Raises
     ------

@@ -60,7 +60,7 @@ class LoaderReports:
 
     @property
     def wait_share(self) -> float:
-        """Fraction of time that training waited, over the last reports of a running epoch or all of an ended one."""
+        """Fraction of time for which training waited: recently in a running epoch, or over all of an ended epoch."""
         latest = list(self.recent)[-_N_LATEST:]
         if self.figures["has_ended"] or not latest:
             return float(self.figures["wait_share"])

@@ -138,8 +138,8 @@ def predict(
     model
         Module, method of a module (``model.encode``), or function. It is called with each batch, in inference mode, and
         returns a tensor or array with one row per cell, shape (batch, k) or (batch,), or a dict of them by name.
-        Matrices become entries of obsm, one-dimensional arrays columns of obs. ``DistributedDataParallel`` is
-        unwrapped; a module sharded by ``fully_shard`` is called the same number of times on all ranks.
+        Matrices become entries of obsm, and one-dimensional arrays become columns of obs. ``DistributedDataParallel``
+        is unwrapped; a module sharded by ``fully_shard`` is called the same number of times on all ranks.
     dataset
         `scDataset`, whose batch size, genes, layers, obs, layout and transform apply. All rows of its collection are
         read in storage order; its strategy and filter have no effect. Or an atlas in any form that `dasksc.open`

@@ -31,7 +31,7 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 class Share:
     """Share of one rank: the missing units in a contiguous range of all units.
 
-    No other process predicts a unit of the range until `abandon` is called. Create it under the lock of the work.
+    No other process predicts a unit of the range until `abandon` is called. Create a share under the lock of the work.
 
     Parameters
     ----------
@@ -182,7 +182,7 @@ class RankStatus:
     Parameters
     ----------
     world
-        Rank and world size. Predictions of different ranks are matched by their order.
+        Rank and world size. Calls of `predict` on different ranks are matched by their order.
     """
 
     def __init__(self, world: World) -> None:

@@ -118,6 +118,6 @@ def replace_json(path: Path, value: Any) -> None:
 
 
 def remove_partial(store: Path) -> None:
-    """Remove the partial files that killed processes left behind."""
+    """Remove the partial files of killed processes."""
     for leftover in store.rglob(".*.partial"):
         leftover.unlink()

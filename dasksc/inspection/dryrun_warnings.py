@@ -21,7 +21,7 @@ _MIN_USED_SHARE = 0.5
 
 
 def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
-    """Yield warnings about sizes that leave rows, ranks or most of the data read unused."""
+    """Yield warnings about sizes with which rows, ranks, or most of the data that is read remain unused."""
     if not plan.n_rows:
         yield "there are no rows to read: indices= selects none"
         return
@@ -78,7 +78,7 @@ def _advice_on_runs(sets: SetSampler | None) -> str:
 
 
 def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
-    """Return the fraction of the chunk rows read by a fetch that it uses, if its runs lie at random positions.
+    """Return the fraction of the rows in the chunks of a fetch that the fetch uses, for runs at random positions.
 
     Parameters
     ----------

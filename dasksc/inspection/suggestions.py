@@ -55,9 +55,9 @@ def estimate_sample_size(
     Returns
     -------
     int
-        Bytes per row. Without hooks, a path, an AnnData and a Dask array are not read: a row is then n_vars float32
-        values, as it is yielded. Otherwise, `n_samples` rows at equal intervals in the collection are read, and their
-        mean size is returned.
+        Bytes per row. Without hooks, paths, AnnData objects and Dask arrays are not read: the size of a row is then
+        that of n_vars float32 values, as in a dense batch. Otherwise, `n_samples` rows at equal intervals in the
+        collection are read, and their mean size is returned.
 
     Examples
     --------

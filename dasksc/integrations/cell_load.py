@@ -93,7 +93,7 @@ def from_toml(
         (``"dataset.cell_type"``) whose perturbations are all in ``val`` or ``test``. ``[fewshot]`` lists perturbations
         by cell type and part. Relative paths are relative to the working directory, as in cell-load.
     cell_type_key, pert_col, control_pert
-        Columns of obs with cell types and with perturbations, and the perturbation of control cells.
+        Names of the obs columns with cell types and with perturbations, and the label of control cells in the latter.
     obs
         Further columns of obs to read, such as that of batches.
     mmap, names, join, index_unique, merge, fill_value, raw, storage_options, cache, feature_types, genome, attach

@@ -38,8 +38,9 @@ class scTrainer(Trainer):
     ``train_dataset`` and ``eval_dataset`` yield whole batches, so the training arguments for loaders (workers,
     pinning, dropping, batch sizes) have no effect. Still set ``per_device_train_batch_size`` to the batch size
     of the data set, because the Trainer computes its reported figures from it. Batches are dicts: the
-    ``forward`` of a model takes ``X``, ``obs`` and so on by name, or a subclass defines ``compute_loss``.
-    Evaluation gathers results after every batch, so its data set needs ``equal_ranks=True``, the default.
+    ``forward`` of a model takes ``X``, ``obs`` and so on by name. Alternatively, a subclass of `scTrainer` defines
+    ``compute_loss``. Evaluation gathers results after every batch, so its data set needs ``equal_ranks=True``, the
+    default.
 
     ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
 

@@ -184,8 +184,8 @@ class MemoryModel:
     ) -> ReadingMode:
         """Return the reading mode of an epoch.
 
-        Files that stay in the page cache as a whole are memory-mapped, so that later epochs find them there. If
-        they do not all fit, the largest are read into anonymous memory instead. That is faster for files
+        If all files fit in the page cache, they are memory-mapped, so that later epochs find them there. Otherwise,
+        the largest are read into anonymous memory. That is faster for files
         that every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number
         of parts in flight is the largest that fits, at most the result of `depth`.
 

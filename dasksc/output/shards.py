@@ -5,7 +5,7 @@ determines which elements belong to which shard, so several processes can write 
 shard has a temporary name until it is complete, so an existing shard is always complete.
 
 The codec was chosen by measurements on shuffled cells of an atlas with 20,000 genes and 1,447 values per cell. Each
-entry gives bits per value, microseconds to decode a cell in runs of 64, and millions of values encoded per second.
+entry gives bits per value, microseconds per cell to decode runs of 64 cells, and millions of values encoded per second.
 Chunks were coded one by one, on one core of an AMD EPYC:
 
 =============================== ===================== ===================== =============================
@@ -20,10 +20,10 @@ LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
 LZ4HC searches longer for repetitions than LZ4. Its output is smaller. More importantly, it decodes faster, because it
-consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes, except for floats that
-repeat as a whole, such as the expression values of a cell. Zstandard takes fewer bits (columns 9.1, counts 2.4 at
-level 1), but takes two to four times as long to decode. Chunks of fewer than 131,072 values are slower. Larger chunks
-are hardly faster, and slow down readers that decode whole chunks.
+consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes, except for floats
+whose exact values recur, such as log-normalized values of one cell. Zstandard takes fewer bits (columns 9.1,
+counts 2.4 at level 1), but takes two to four times as long to decode. Chunks of fewer than 131,072 values are slower.
+Larger chunks are hardly faster, and slow down readers that decode whole chunks.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class World:
         Raises
         ------
         InputError
-            If the values are not whole numbers or inconsistent, or this process is not in `group`.
+            If a value is not a whole number, the values are inconsistent, or this process is not in `group`.
         """
         for name, value in (("rank", rank), ("world_size", world_size)):
             if value is not None and not is_whole(value):

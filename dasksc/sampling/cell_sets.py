@@ -63,8 +63,8 @@ class CellSets(BuiltInStrategy):
     Parameters
     ----------
     by
-        One or several obs columns, whose combinations of labels are the groups. Cells that lack a label in any of them
-        are never drawn.
+        One or several obs columns, whose combinations of labels are the groups. Cells with a missing
+        label in one of these columns are never drawn as targets.
     set_size
         Number of cells in a set.
     n_sets

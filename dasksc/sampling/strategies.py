@@ -53,7 +53,7 @@ class SamplingStrategy:
 
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
     resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result must
-    depend only on the collection and the seed. The result is divided among ranks in stretches as long as a fetch.
+    depend only on the collection and the seed. The result is cut into fetches, which are dealt to the ranks in turn.
 
     Parameters
     ----------

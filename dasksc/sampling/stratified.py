@@ -42,8 +42,8 @@ class StratifiedRows:
     sampler
         Sampler of the rows.
     keys
-        Random keys of draws, groups, batches, and the start of batches on the circle of systematic sampling
-        (`dasksc.kernels.stratified`), shape (4,), uint64.
+        Random keys of the draws, the groups, the batches and the systematic sampling (see
+        `dasksc.kernels.stratified`), shape (4,), uint64.
     """
 
     sampler: StratifiedSampler

@@ -65,8 +65,9 @@ def highly_variable_genes(
         against mean [3]_, expects counts, and takes two passes. ``"pearson_residuals"`` compares variances of Pearson
         residuals [4]_, as `scanpy.experimental.pp.highly_variable_genes` does, expects counts, and takes two passes.
     batch_key
-        Name of an obs column with batches. Genes are ranked in each batch, and those that are highly variable in most
-        batches are selected.
+        Name of an obs column with batches. Genes are ranked in each batch. ``"seurat_v3"`` selects the genes with the
+        lowest median rank over the batches in which they are highly variable. The other flavors select the genes that
+        are highly variable in the largest number of batches.
     layer
         Name of the layer to use instead of X.
     filter

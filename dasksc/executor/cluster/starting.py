@@ -63,8 +63,9 @@ def start_cluster(
         serialization for a single rank. Default: True if there are several ranks.
     host
         Address of this machine, or a name that resolves to one, on which scheduler and workers listen. Unless `host`
-        is the loopback of this machine, connections are encrypted and both ends must present a certificate. Several
-        ranks use the certificate of `security`. A single rank creates one for this run and keeps it in memory.
+        is the loopback of this machine, connections are encrypted and both ends must present a certificate. With
+        several ranks, this is the certificate of `security`. With a single rank and no `security`, a certificate is
+        created for this run and kept in memory.
     port
         Port of the scheduler; 0 selects a free one.
     dashboard_address
