@@ -15,12 +15,17 @@ from dasksc.atlas.lookup import nothing_at
 from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage import RemoteLocation, caused_by_data, is_url, open_location
-from dasksc.storage.remote.urls import ZARR_MARKERS
+from dasksc.storage.hdf5.truncation import truncation_error
+from dasksc.storage.remote.urls import HDF5_ENDINGS, ZARR_MARKERS
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
 from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["holds_modalities", "naming_errors", "root_of", "where_of"]
+
+# Functions of anndata.io that read other files, and suffixes of the objects that R saves.
+_READERS = {".csv": "read_csv", ".tsv": "read_text", ".tab": "read_text", ".txt": "read_text", ".mtx": "read_mtx"}
+_OF_R = (".rds", ".rda", ".rdata")
 
 
 def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
@@ -72,13 +77,31 @@ def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
         yield ZarrFile(path).root()
         return
     if not h5py.is_hdf5(path):
-        raise CorruptDataError(
-            f"{path} ({os.path.getsize(path)} bytes) is not an HDF5 file, or its beginning is damaged. "
-            f"Expected {ACCEPTED}."
-        )
+        raise _not_hdf5_error(path)
     with h5py.File(path, "r") as file:
         check_links(file, path, folder=os.path.dirname(path))
         yield file
+
+
+def _not_hdf5_error(path: str) -> StorageError:
+    name = os.path.basename(path)
+    stem, suffix = os.path.splitext(name)
+    if suffix not in HDF5_ENDINGS:
+        target = f"{stem}.h5ad"
+        read = _READERS.get(suffix)
+        advice = (
+            f"with anndata: anndata.io.{read}({name!r}).write_h5ad({target!r})"
+            if read
+            else f"in R: zellkonverter::writeH5AD(object, {target!r})"
+            if suffix.lower() in _OF_R
+            else f"to an AnnData, and write it: adata.write_h5ad({target!r})"
+        )
+        return StorageError(
+            f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu and .zarr. Convert it {advice}"
+        )
+    n_bytes = os.path.getsize(path)
+    what = f"({n_bytes} bytes) is not an HDF5 file, or its beginning is damaged" if n_bytes else "is empty (0 bytes)"
+    return CorruptDataError(f"{path} {what}. Copy, download or write it again.")
 
 
 @contextmanager
@@ -94,10 +117,9 @@ def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
         except (StorageError, InputError):
             raise
         except OSError as error:
-            if "truncated" in str(error) and not isinstance(path, RemoteLocation):
-                raise CorruptDataError(
-                    f"{path} is truncated (it has {os.path.getsize(path)} bytes): {error}. Copy it again."
-                ) from error
+            local = None if isinstance(path, RemoteLocation) else path
+            if local and (truncated := truncation_error(local, os.path.getsize(local), error)):
+                raise truncated from error
             raise StorageError(f"{path} cannot be read: {error}") from error
         # The libraries may raise any error for damaged metadata.
         except Exception as error:

@@ -11,9 +11,10 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, StorageError
+from dasksc.errors import StorageError
 from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.remote import open_remote
+from dasksc.storage.hdf5.truncation import truncation_error
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.sliced import ReadSlice, SlicedArray
@@ -59,11 +60,8 @@ def _open(path: str) -> h5py.File:
     try:
         return h5py.File(path, "r")
     except OSError as error:
-        if "truncated" in str(error):
-            raise CorruptDataError(
-                f"{path} is truncated: it holds {os.path.getsize(path)} bytes, fewer than its header says. "
-                "Copy or download it again."
-            ) from error
+        if truncated := truncation_error(path, os.path.getsize(path), error):
+            raise truncated from error
         raise StorageError(f"{path} cannot be opened as HDF5: {error}") from error
 
 

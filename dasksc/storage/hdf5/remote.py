@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 import h5py
 
-from dasksc.errors import CorruptDataError, StorageError
+from dasksc.errors import StorageError
+from dasksc.storage.hdf5.truncation import truncation_error
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
 from dasksc.storage.safety.hdf5_links import check_links
@@ -165,11 +166,8 @@ def open_remote(file: RemoteFile) -> h5py.File:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        if "truncated" in str(error):
-            raise CorruptDataError(
-                f"{file.path} is truncated: it holds {file.identity.size} bytes, fewer than its header says. "
-                "Upload it again."
-            ) from error
+        if truncated := truncation_error(file.path, file.identity.size, error):
+            raise truncated from error
         raise StorageError(f"{file.path} cannot be opened as HDF5: {error}") from error
     try:
         check_links(root, file.path, folder=None)

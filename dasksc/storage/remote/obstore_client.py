@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -36,6 +37,11 @@ T = TypeVar("T")
 # Text of the error for a response that breaks off. obstore retries such a request only if it knows the version of the
 # object.
 _BROKEN_OFF = "body error"
+# Beginning of the error of a failed request. Its URL is in the message of this package.
+_FAILED = re.compile(
+    r"^Generic \w+ error: Error performing [A-Z]+ \S+ in ([\d.]+)(\w+)"
+    r"(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?\s+- (.+)$"
+)
 
 
 class ObstoreClient:
@@ -154,6 +160,8 @@ class ObstoreClient:
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
         path, reason = self._path(key), redact_error(error, self._secrets)
+        if failed := _FAILED.match(reason):
+            reason = failed[4] + (f" (retried for {float(failed[1]):.0f} {failed[2]})" if failed[3] else "")
         exceptions = self._library.exceptions
         if isinstance(error, FileNotFoundError):
             return MissingPathError(f"there is nothing at {path}")
@@ -168,7 +176,8 @@ class ObstoreClient:
                 "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket needs no credentials: "
                 "storage_options={'skip_signature': True}."
             )
-        return StorageError(f"{what} Check that the endpoint and the region are right and that the server responds.")
+        place = "address is" if self._shown.startswith("http") else "endpoint and the region are"
+        return StorageError(f"{what} Check that the {place} right and that the server responds.")
 
 
 def _store(root: str, options: Mapping[str, Any]) -> Any:

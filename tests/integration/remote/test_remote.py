@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -50,9 +51,14 @@ def test_an_atlas_on_a_web_server_is_the_local_one(
 def test_a_server_that_is_not_there_is_named() -> None:
     with (
         dask.config.set({"dasksc.retry-timeout": "200ms"}),
-        pytest.raises(StorageError, match=r"http://127.0.0.1:9/atlas.h5ad .*endpoint"),
+        pytest.raises(StorageError, match=r"http://127.0.0.1:9/atlas.h5ad .*address") as caught,
     ):
         dasksc.open("http://127.0.0.1:9/atlas.h5ad")
+    assert re.fullmatch(
+        r"http://127.0.0.1:9/atlas.h5ad cannot be read: HTTP error: error sending request \(retried for \d+ ms\)\. "
+        r"Check that the address is right and that the server responds\.",
+        str(caught.value),
+    )
 
 
 def test_a_server_without_ranges_is_refused(web_stores: HTTPServer) -> None:

@@ -329,10 +329,10 @@ def test_a_truncated_h5ad_is_refused(tmp_path: Path, kept: float) -> None:
 
 
 def test_a_file_that_is_no_hdf5_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cells.csv").write_text("gene1,gene2\n1,2\n")
+    (tmp_path / "cells.h5ad").write_text("gene1,gene2\n1,2\n")
     (tmp_path / "empty.h5ad").write_bytes(b"")
-    for name in ("cells.csv", "empty.h5ad"):
-        with pytest.raises(CorruptDataError, match="is not an HDF5 file"):
+    for name, problem in (("cells.h5ad", r"\(16 bytes\) is not an HDF5 file"), ("empty.h5ad", r"is empty \(0 bytes\)")):
+        with pytest.raises(CorruptDataError, match=rf"{name} {problem}"):
             dasksc.open(tmp_path / name)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import anndata.io
 import numpy as np
 import pytest
 
@@ -54,13 +57,40 @@ def test_a_directory_that_is_no_store(tmp_path):
 def test_a_truncated_file(path, tmp_path):
     truncated = tmp_path / "truncated.h5ad"
     truncated.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refuse(CorruptDataError, "truncated", truncated)
+    n_bytes, n_all = truncated.stat().st_size, path.stat().st_size
+    refuse(CorruptDataError, f"is truncated: it has {n_bytes:,} of {n_all:,} bytes", truncated)
 
 
 def test_a_file_of_another_kind(tmp_path):
-    table = tmp_path / "cells.csv"
-    table.write_text("a,b\n1,2\n")
-    refuse(StorageError, "not an HDF5 file", table)
+    reads = r"is not an atlas: dasksc reads \.h5ad, \.h5 \(10x\), \.h5mu and \.zarr\. "
+    for name, advice in (
+        ("cells.csv", r"Convert it with anndata: anndata\.io\.read_csv\('cells\.csv'\)\.write_h5ad\('cells\.h5ad'\)"),
+        ("cells.rds", r"Convert it in R: zellkonverter::writeH5AD\(object, 'cells\.h5ad'\)"),
+        ("cells.pdf", r"Convert it to an AnnData, and write it: adata\.write_h5ad\('cells\.h5ad'\)"),
+    ):
+        table = tmp_path / name
+        table.write_text("a,b\n1,2\n")
+        refuse(StorageError, reads + advice, table)
+
+
+def test_an_advised_conversion_gives_an_atlas(tmp_path):
+    for suffix, separator in ((".csv", ","), (".tsv", "\t"), (".txt", "\t")):
+        table = tmp_path / f"cells{suffix}"
+        table.write_text(separator.join("_ab") + "\n" + separator.join("x12") + "\n")
+        with pytest.raises(StorageError, match="is not an atlas") as caught:
+            dasksc.open(table)
+        reader = re.search(r"anndata\.io\.(\w+)\(", str(caught.value))[1]
+        getattr(anndata.io, reader)(table).write_h5ad(table.with_suffix(".h5ad"))
+        assert dasksc.open(table.with_suffix(".h5ad")).shape == (1, 2)
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "atlas.h5ad").write_bytes(b"")
+    refuse(CorruptDataError, r"atlas\.h5ad is empty \(0 bytes\)\. Copy", tmp_path / "atlas.h5ad")
+
+
+def test_a_url_that_lacks_a_slash():
+    refuse(MissingPathError, r"did you mean s3://bucket/atlas\.zarr\?", "s3:/bucket/atlas.zarr")
 
 
 def test_an_object_without_a_length():
