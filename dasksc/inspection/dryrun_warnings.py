@@ -47,7 +47,11 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShar
         yield (
             f"there are more ranks ({plan.world_size}) than blocks ({n_blocks}): blocks are divided, and several "
             "ranks read pieces of the same chunks. "
-            + ("Lower block_size" if plan.sampler.block_size else "Lower fetch_factor: Streaming fetches one block")
+            + (
+                "Lower block_size"
+                if plan.sampler.block_size
+                else "Lower fetch_factor, so that Streaming has more blocks"
+            )
         )
     source = components_of(dataset).source
     n_rows, run_rows = dataset.fetch_size, plan.block_size if sets is None else sets.run_rows

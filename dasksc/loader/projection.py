@@ -257,17 +257,24 @@ class MemoryProjection:
         """Raise an error for sizes whose projection exceeds the limit; the message suggests sizes that fit."""
         if isinstance(self._source, IndexedSource):
             return
-        given = self.least_demand(self.fetch_factor)
-        if given.anonymous <= self.limit:
+        given, least = self.least_demand(self.fetch_factor).anonymous, self.least_demand(1).anonymous
+        if given <= self.limit:
             return
+        if least > self.limit:
+            raise InputError(
+                f"batches of {self._batch_size} rows need {format_bytes(least)} of memory even with fetch_factor=1, "
+                f"but memory_limit is {format_bytes(self.limit)}. Raise memory_limit to at least {_rounded_up(least)!r}"
+            )
         factor = self.fetch_factor
         while factor > 1 and self.least_demand(factor).anonymous > self.limit:
             factor //= 2
-        fits = self.least_demand(factor).anonymous <= self.limit
         raise InputError(
             f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 1} in flight, and their "
-            f"batches need {format_bytes(given.anonymous)} of memory ({given.anonymous} bytes) and "
-            f"{format_bytes(given.pages)} of page cache, but memory_limit is {format_bytes(self.limit)} ({self.limit} "
-            f"bytes). Lower fetch_factor, batch_size or prefetch, or raise memory_limit. "
-            + (f"fetch_factor={factor} fits the limit" if fits else f"Even fetch_factor={factor} exceeds the limit")
+            f"batches need {format_bytes(given)} of memory, but memory_limit is {format_bytes(self.limit)}. Lower "
+            f"fetch_factor, batch_size or prefetch, or raise memory_limit to at least {_rounded_up(given)!r}; "
+            f"fetch_factor={factor} fits the limit"
         )
+
+
+def _rounded_up(n_bytes: int) -> str:
+    return f"{-(-n_bytes // 2**20)}MiB"

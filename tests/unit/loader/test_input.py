@@ -84,6 +84,16 @@ def test_an_advised_conversion_gives_an_atlas(tmp_path):
         assert dasksc.open(table.with_suffix(".h5ad")).shape == (1, 2)
 
 
+def test_the_advised_sizes_fit_the_memory_limit(path):
+    for limit, fetch_factor in (("1kB", None), ("18MB", 10_000)):
+        with pytest.raises(InputError, match="memory_limit to at least") as caught:
+            scDataset(path, Streaming(), 8, seed=0, memory_limit=limit, fetch_factor=fetch_factor)
+        raised = re.search(r"at least '(\w+)'", str(caught.value))[1]
+        scDataset(path, Streaming(), 8, seed=0, memory_limit=raised, fetch_factor=fetch_factor or 1)
+        if lowered := re.search(r"fetch_factor=(\d+) fits", str(caught.value)):
+            scDataset(path, Streaming(), 8, seed=0, memory_limit=limit, fetch_factor=int(lowered[1]))
+
+
 def test_an_empty_file(tmp_path):
     (tmp_path / "atlas.h5ad").write_bytes(b"")
     refuse(CorruptDataError, r"atlas\.h5ad is empty \(0 bytes\)\. Copy", tmp_path / "atlas.h5ad")
@@ -142,11 +152,14 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
         (
             {"memory_limit": "1kB", "fetch_factor": None},
-            r"need .* \(\d+ bytes\) and .* of page cache, but .* \(1000 bytes\).* Even fetch_factor=1 exceeds",
+            r"^batches of 8 rows need .*B of memory even with fetch_factor=1, but memory_limit is 0\.98 kiB\. "
+            r"Raise memory_limit to at least '\d+MiB'$",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},
-            r"fetches of 8 x 10000 rows, 1 in flight.*limit is .*\(18000000 bytes\).*fetch_factor=\d+ fits",
+            r"fetches of 8 x 10000 rows, 1 in flight.*limit is 17\.17 MiB\. "
+            r"Lower fetch_factor, batch_size or prefetch, or raise memory_limit to at least '\d+MiB'; "
+            r"fetch_factor=\d+ fits the limit$",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
