@@ -31,7 +31,7 @@ dask.config.update_defaults(_DEFAULTS)
 
 def get(key: str) -> Any:
     """Return the value of ``dasksc.<key>``; keys are hyphenated."""
-    # Exiting a `dask.config.set` that was entered before this module was imported removes the defaults.
+    # If this module is imported inside a `dask.config.set` block, the end of the block removes the defaults.
     return dask.config.get(f"dasksc.{key}", _DEFAULTS["dasksc"][key])
 
 

@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Restore Dask's configuration and the record of warnings shown once after each test."""
+    """After each test, restore Dask's configuration and the record of warnings that are shown only once."""
     warned = set(lazy._warned)
     with dask.config.set():
         yield

@@ -81,7 +81,7 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
 
 
 def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
-    """Yield the names of a stored obs table, some at a time; return None if its encoding has to be read as a whole.
+    """Yield the names of a stored obs table, some at a time; return None if they can only be read as a whole.
 
     Parameters
     ----------

@@ -165,7 +165,7 @@ def _is_mudata(data: Any) -> bool:
 
 
 def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
-    """Return an AnnData of the MuData's own obs and obsm, None for a dict, and the modalities with rows as stored."""
+    """Return an AnnData of the MuData's own obs and obsm (None for a dict), and the modalities with rows as stored."""
     if isinstance(data, str | os.PathLike):
         return open_modalities(os.fspath(data), obs, **options)
     if _is_mudata(data):

@@ -165,8 +165,8 @@ class _ThreadPool:
 
     def close(self) -> None:
         """End the threads once they have run the queued jobs."""
-        # The flag is set before the stop signal is queued. The consumer checks it, and runs jobs queued after the
-        # signal itself.
+        # The flag is set before the stop signal is queued. Once it is set, the consumer runs its jobs itself, since the
+        # threads run none that are queued after the signal.
         self.closed = True
         self._jobs.put(None)
 
@@ -183,8 +183,8 @@ class _ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
         for thread in self._threads:
-            # A thread whose start Ctrl-C interrupted cannot be joined. The wait is bounded, because the
-            # code that collects an iterator may hold a lock that a job waits for.
+            # A thread whose start Ctrl-C interrupted cannot be joined. The wait is bounded: an iterator may be
+            # garbage-collected while its thread holds a lock that a job waits for.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 

@@ -1,6 +1,6 @@
 """Sorted runs of the input, for shuffling input that is slow to read in random order.
 
-Reading a single row takes the decoding of a chunk in a compressed file, and a disk seek in a file larger than memory.
+Reading a single row requires decoding a chunk of a compressed file, or a disk seek in a file larger than memory.
 The input is therefore read once, in runs whose length is limited by the memory. Each run is written uncompressed, with
 its rows sorted by their position in the output. A range of output rows is then a contiguous range in every run, and
 takes one read per run.
@@ -75,7 +75,7 @@ class Staging:
                 file["X"] = block
 
     def fill_order(self, order: NDArray[np.int64]) -> None:
-        """Fill `order` with the row of each output row in the concatenated runs."""
+        """Fill `order` with the position of each output row in the concatenated runs."""
         places = mapped_array(self.places)
         for k in range(self.n_tasks):
             start, stop = self.rows(k)

@@ -26,7 +26,7 @@ _LABELS = ["dataset", "rank", "worker", "host", "pid", "loader"]
 
 
 class _Page(Protocol):
-    """Page that receives the reports of ranks; each loader of it has the figures of its last report."""
+    """Page that receives the reports of ranks; each of its `loaders` has the figures of the last report."""
 
     @property
     def loaders(self) -> Iterable[Any]: ...
@@ -38,11 +38,11 @@ _pages: weakref.WeakSet[_Page] = weakref.WeakSet()
 def show(page: _Page) -> None:
     """Export the reports of `page` and the totals of the fetches in this process to Prometheus, if installed."""
     _pages.add(page)
-    export("loaders", _Collector())
+    export("loaders", _LoaderCollector())
     export()
 
 
-class _Collector:
+class _LoaderCollector:
     def collect(self) -> Iterator[Any]:
         """Yield the metric families."""
         from prometheus_client.core import GaugeMetricFamily

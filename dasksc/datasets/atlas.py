@@ -88,7 +88,7 @@ def synthetic(
     Notes
     -----
     The same arguments give the same atlas on any number of cores. The molecules of a cell are drawn from the profile
-    of its type, donor and batch until the number of distinct genes reaches its depth. Profiles are log-normal over
+    of its type, donor and batch until the cell has the drawn number of expressed genes. Profiles are log-normal over
     genes.
 
     Memory is 8 bytes for each gene of each profile, about 20 bytes for each cell, and a few chunks of 2,048

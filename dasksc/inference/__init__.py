@@ -11,8 +11,8 @@ Each rank
    a lock.
 2. predicts and writes the missing units of its range, without the lock. Memory holds batches that are read ahead, and a
    chunk of each output.
-3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames
-   (`dasksc.inference.targets`). A reader sees a key complete or not at all.
+3. publishes the result, under the lock, if all units are complete: it writes the metadata and moves the arrays, store
+   or file into place (`dasksc.inference.targets`). A reader sees a key complete or not at all.
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
    call returns. A rank that fails records its error, and the other ranks then fail as well.
 
@@ -81,7 +81,7 @@ class PredictionReport:
     n_predicted
         Number of cells that this call predicted on this rank, excluding cells predicted earlier or by other ranks.
     nan_cells
-        For each output with NaN, the number of cells with NaN, and the first of them as (row, name).
+        For each output with NaN, the number of cells with NaN, and up to five of them as (row, name).
     elapsed_s
         Duration of this call in seconds.
     is_complete
@@ -297,8 +297,8 @@ class Predictions:
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
-        # Names of Dask arrays over data in memory differ between processes. The contents of other collections are not
-        # compared.
+        # Dask arrays are compared by their stored matrices, because the names of Dask arrays over data in memory differ
+        # between processes. Other collections than arrays are compared only by type and length.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read
         return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))

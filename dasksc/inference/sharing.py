@@ -159,7 +159,7 @@ class Share:
 
 
 class NanError(Exception):
-    """Error for NaN in predictions, which does not know the names of the cells."""
+    """Error for NaN in predictions, with row numbers; the caller adds the names of the cells."""
 
     def __init__(self, name: str, n: int, rows: list[int]) -> None:
         super().__init__(name, n, rows)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Maximum number of rows whose classes are counted; one set, or one batch that stays together, is always counted.
+# Maximum number of rows whose classes are counted; at least one set, or one batch with per_batch=True, is counted.
 _MAX_COUNTED_ROWS = 2**20
 
 
@@ -84,7 +84,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     num_workers = int(getattr(loader, "num_workers", 0))
     prefetch_factor = int(getattr(loader, "prefetch_factor", None) or 0)
     name, labels = _labels_of(dataset, label_key)
-    known = isinstance(source, MatrixSource)
+    has_matrices = isinstance(source, MatrixSource)
     return Check(
         name=f"{source.name} by {type(dataset.strategy).__name__}",
         epoch=plan.epoch,
@@ -107,8 +107,8 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         prefetch_factor=prefetch_factor,
         process_bytes=dataset.projected_bytes,
         pages_bytes=dataset.projected_pages,
-        job_bytes=max(1, num_workers) * parts.projection.job_bytes if known else None,
-        prefetched_bytes=int(num_workers * prefetch_factor * parts.projection.batch_bytes) if known else None,
+        job_bytes=max(1, num_workers) * parts.projection.job_bytes if has_matrices else None,
+        prefetched_bytes=int(num_workers * prefetch_factor * parts.projection.batch_bytes) if has_matrices else None,
         warnings=(
             *warnings_of_sizes(dataset, plan, ranks),
             *warnings_of_loader(loader, plan),
@@ -178,7 +178,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Count the classes of rows, or of whole sets, at equal intervals in the epoch, in storage order."""
+    """Count the classes of rows, or of whole sets, at equal intervals of the draws of an epoch."""
     codes, names = encode_labels(labels)
     unit = plan.sampler.unit
     n_units = plan.n_rows // unit

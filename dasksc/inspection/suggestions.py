@@ -29,7 +29,7 @@ _FETCHES_IN_FLIGHT = 2
 _BLOCK_SIZES = (1, 4, 16, 64, 256, 1024)
 # Minimum entropy of the labels of a batch, as a fraction of that of ideal batches.
 _LEAST_DIVERSITY = {"conservative": 0.99, "balanced": 0.95, "aggressive": 0.8}
-# Fraction of the highest rate at which a smaller block size is preferred.
+# A smaller block size is preferred if its rate is at least this fraction of the highest rate.
 _FAST_ENOUGH = 0.9
 
 

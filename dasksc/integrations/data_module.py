@@ -159,7 +159,7 @@ class DataModule:
         self._predicted_by = loader_of
 
     def __str__(self) -> str:
-        # Lightning's method iterates over other objects than DataLoaders, and would begin an epoch of each data set.
+        # Lightning's method iterates over every object that is not a DataLoader, which would begin an epoch.
         return repr(self)
 
     def _shown(self) -> Mapping[str, Any]:

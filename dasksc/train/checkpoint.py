@@ -91,9 +91,9 @@ class Checkpoints:
             Value of the monitored metric, by which checkpoints are compared. With None, the checkpoint is kept only
             until the next one.
         branched_at
-            Step of the checkpoint from which the run resumed, if it has not saved a checkpoint since; 0 if that
-            checkpoint is not in `folder`. Checkpoints of later steps belong to the abandoned run and are moved into
-            ``abandoned-<number>``.
+            Step of the checkpoint from which the run resumed; 0 if that checkpoint is not in `folder`; None for a new
+            run, or once the run has saved a checkpoint. Checkpoints of later steps belong to the abandoned run and are
+            moved into ``abandoned-<number>``.
 
         Returns
         -------
@@ -138,7 +138,7 @@ class Checkpoints:
             abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
-        # Other checkpoints are moved after the rename, so that a run that is killed before it still has all of them.
+        # The other abandoned checkpoints are moved only now: if the run is killed earlier, all are still in place.
         for other in abandoned:
             if other != path:
                 _move(other, aside)
@@ -175,7 +175,7 @@ class Checkpoints:
         return sorted(found, key=_step_of)
 
     def has(self, path: Path) -> bool:
-        """Return True if a checkpoint is in `folder`. All ranks must call this method."""
+        """Return True if the checkpoint `path` is in `folder`. All ranks must call this method."""
         is_here = _NAME.fullmatch(path.name) is not None and path.resolve().parent == self.folder.resolve()
         return bool(self.context.broadcast(is_here))
 
@@ -327,7 +327,7 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _known_tensors(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint by names such as ``model.layer.weight``; tensors have a `size`."""
+    """Return the metadata of a checkpoint, by names such as ``model.layer.weight``; that of tensors has a `size`."""
     try:
         return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
     except MemoryError:

@@ -73,8 +73,8 @@ def load_config(path: str, *, changes: Iterable[str] = (), with_paths: bool = Tr
     Raises
     ------
     DaskscError
-        If there are problems. The message lists violations of the schema, and the problems that `check_config` and
-        missing paths cause in the remaining keys.
+        If there are problems. The message lists violations of the schema and, for the remaining keys, missing paths
+        and the problems that `check_config` finds.
     """
     raw, changes = read_file(path), list(changes)
     try:
@@ -149,7 +149,7 @@ def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
 
 
 def _depth(tree: Any, location: Sequence[str | int]) -> int:
-    """Return the number of keys in a location down to the innermost dict, plus one for a key of that dict."""
+    """Return how many keys of a location lead to the innermost dict, plus one for the key in that dict."""
     depth = 0
     while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
         tree = tree[location[depth]]

@@ -69,7 +69,8 @@ class EpochLoader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
-                # By default the DataLoader draws from the generator of dropout, whose state is restored on resuming.
+                # By default, the DataLoader would draw its seed from the generator of dropout, whose state resuming
+                # restores.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
             self._state = dataset.state_dict()
@@ -315,7 +316,10 @@ def _check_names(adata: Any, config: Config) -> None:
 
 
 def _validation_strategy(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
-    """Return the strategy of validation: all rows once, in sets with controls from all rows if training draws sets."""
+    """Return the strategy of validation, which draws each held-out row once.
+
+    If training draws sets, these rows are drawn in sets whose controls come from the whole atlas.
+    """
     if isinstance(strategy, dasksc.CellSets):
         controls = None if strategy.control is None else slice(None)
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}

@@ -65,7 +65,7 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
     saved_options
         Result of `reading_options`.
     data
-        Atlas in any form that `dasksc.open` accepts. A path keeps the names of cells out of memory.
+        Atlas in any form that `dasksc.open` accepts. If it is a path, the names of cells are not held in memory.
     batch_size
         Rows of a batch.
     **options

@@ -32,7 +32,7 @@ class Means:
         self._sums: Tensor | None = None
 
     def add(self, outputs: dict[str, Tensor], n_rows: int) -> None:
-        """Add means over ``outputs["n"]`` items, or over `n_rows` rows without it, without synchronizing the device."""
+        """Add means over ``outputs["n"]`` items (`n_rows` if there is no ``n``) without synchronizing the device."""
         n = outputs.get("n", n_rows)
         self._names = sorted(outputs.keys() - {"n"})
         values = [outputs[name].detach().double() * n for name in self._names]

@@ -155,8 +155,8 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# Strategies that draw units of several rows or by a temperature. Their sets fit only some batch sizes, and only atlases
-# have controls. They are therefore no factor, but each is recorded with every start and world size.
+# Strategies that draw sets, whole batches, or with a temperature. Sets fit only some batch sizes, and only atlases have
+# controls. These strategies are therefore not in FACTORS; each is recorded with every start and world size.
 _MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}
 UNITS: dict[str, SamplingStrategy] = {
     "sets": CellSets("kind", 2, block_size=2),
@@ -189,7 +189,7 @@ OTHER_SIZES = {"batch_size": 6, "fetch_factor": 3}
 
 @dataclass(frozen=True)
 class Way:
-    """Source of the data of a data set: the object passed to it, and the options of the data set that it supports."""
+    """Source of a data set: the object passed to `scDataset`, and the options that this object supports."""
 
     data: Callable[[Atlas, str], Any]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -515,7 +515,7 @@ def batches_of(case: Case, atlas: Atlas) -> str:
 
 
 def _other_sizes(case: Case) -> dict[str, Any]:
-    # A batch that holds the share of every class keeps its size.
+    # With per_batch=True, resuming requires the same batch size.
     kept = {"batch_size"} if getattr(UNITS.get(case.strategy), "per_batch", False) else set()
     return {name: size for name, size in OTHER_SIZES.items() if name not in kept}
 

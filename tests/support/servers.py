@@ -267,7 +267,7 @@ def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
 
 
 def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
-    """Make objects below a prefix public; return options to read them with the Google client (same XML)."""
+    """Make objects below a prefix public; return options for the Google client, which also reads S3."""
     for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
         bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
     account = {
