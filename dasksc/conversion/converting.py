@@ -130,10 +130,10 @@ class Conversion:
 
     def _copy(self, key: str, matrix: Matrix, rows: Path, budget: int) -> Copy:
         """Return the tasks that copy a matrix, with data types chosen from the descriptions of its rows."""
-        known = mapped_array(rows)
-        largest = float(known["largest"].max(initial=0))
+        recorded = mapped_array(rows)
+        largest = float(recorded["largest"].max(initial=0))
         dtype = wide_enough(matrix.stored_dtype, largest)
-        if self._recipe.narrow and not key.startswith("obsm/") and len(known):
+        if self._recipe.narrow and not key.startswith("obsm/") and len(recorded):
             dtype = narrowest_count(dtype, largest)
         computed = logical_dtype(matrix.dtype)
         folder = self._work_folder.store / key
@@ -153,7 +153,7 @@ class Conversion:
         if not indptr.exists():
             order = mapped_array(self._order)
             with atomic_array(indptr, np.int64, len(order) + 1) as out:
-                _fill_indptr(out, known, order)
+                _fill_indptr(out, recorded, order)
         return CSRCopy(
             matrix=matrix,
             order=self._order,

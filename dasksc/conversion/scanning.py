@@ -196,11 +196,11 @@ class Verification:
     def __call__(self, k: int) -> None:
         """Run task `k`."""
         matrix = open_matrix(self.store, self.key)
-        known, order = mapped_array(self.rows), mapped_array(self.order)
+        recorded, order = mapped_array(self.rows), mapped_array(self.order)
         for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
             wanted = np.arange(start, stop, dtype=np.int64)
             found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
-            expected = known[order[start:stop]]
+            expected = recorded[order[start:stop]]
             for name, what in (("length", "length"), ("sum", "sum"), ("digest", "checksum")):
                 # Sums are compared as bits, so that equal NaNs match.
                 differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))

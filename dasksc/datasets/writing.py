@@ -122,11 +122,11 @@ def write_atlas(
         _mark(root, "anndata", "0.1.0")
         total = np.empty(n_obs, dtype=np.float32)
         matrix = _Matrix(root, (n_obs, n_vars), indptr, dense=dense, filters=filters)
-        with _bar(n_obs, path, show=progress) as bar:
+        with _progress(n_obs, path, show=progress) as advance:
             for chunk in _ahead(make, starts):
                 matrix.append(chunk, depths[chunk.rows])
                 total[chunk.rows] = chunk.total
-                bar.update(len(chunk.total))
+                advance(len(chunk.total))
         matrix.close()
         genes = pd.DataFrame(index=pd.Index(names("gene", n_vars), dtype=object))
         with anndata.settings.override(auto_shard_zarr_v3=bool(anndata.settings.auto_shard_zarr_v3)):
@@ -267,19 +267,16 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class _NoBar:
-    def update(self, n: int) -> None:
-        pass
-
-
-def _bar(n_obs: int, path: Path, *, show: bool) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _progress(n_obs: int, path: Path, *, show: bool) -> Iterator[Callable[[int], Any]]:
+    """Show a progress bar; yield a callback that takes a number of written cells."""
     if not show:
-        return contextlib.nullcontext(_NoBar())
+        yield lambda n: None
+        return
     try:
         from tqdm import tqdm
     except ImportError as error:
         raise InputError("progress=True needs tqdm: pip install tqdm") from error
-    bar: contextlib.AbstractContextManager[Any] = tqdm(
-        total=n_obs, desc=f"writing {path.name.removesuffix('.partial')}", unit=" cells", unit_scale=True
-    )
-    return bar
+    desc = f"writing {path.name.removesuffix('.partial')}"
+    with tqdm(total=n_obs, desc=desc, unit=" cells", unit_scale=True) as bar:
+        yield bar.update

@@ -63,7 +63,7 @@ def _after_fork() -> None:
 after_fork(_after_fork)
 
 
-class _Collector:
+class _TotalsCollector:
     """Collector that exports the totals to ``prometheus_client``."""
 
     def collect(self) -> Iterator[Any]:
@@ -92,5 +92,5 @@ def export(name: str = "fetches", collector: Any = None) -> None:
     with _lock:
         if library is None or name in _collectors:
             return
-        _collectors[name] = collector = _Collector() if collector is None else collector
+        _collectors[name] = collector = _TotalsCollector() if collector is None else collector
     library.REGISTRY.register(collector)

@@ -138,8 +138,8 @@ def _codec(array: Any) -> str | None:
 
 
 def _filter_name(number: int, text: str) -> str:
-    known = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}
-    return known.get(number, text or f"filter {number}")
+    names = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}
+    return names.get(number, text or f"filter {number}")
 
 
 def _compressor_name(compressor: Any) -> str:

@@ -124,9 +124,9 @@ def _groups(root: Path) -> list[tuple[int, int, str]]:
         if group is None:
             continue
         # In a container, the root of the mount may be a group further down in the hierarchy.
-        shown, at = mount[3], root / mount[4].lstrip("/")
+        mounted, at = mount[3], root / mount[4].lstrip("/")
         inside = PurePosixPath(group)
-        folder = at / inside.relative_to(shown) if inside.is_relative_to(shown) else at
+        folder = at / inside.relative_to(mounted) if inside.is_relative_to(mounted) else at
         folder = folder if folder.is_dir() else at
         while folder == at or at in folder.parents:
             limits += _of_group(folder)

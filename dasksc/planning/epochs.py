@@ -114,9 +114,9 @@ class EpochCounter:
             Epoch that the pass was reading.
         """
         with self._locked() as state:
-            for known in reversed(state["passes"]):
-                if known["seed"] == base_seed and known["of"] == n_workers:
-                    if known["epoch"] == epoch and worker not in known["workers"]:
+            for one in reversed(state["passes"]):
+                if one["seed"] == base_seed and one["of"] == n_workers:
+                    if one["epoch"] == epoch and worker not in one["workers"]:
                         return
                     break
             state["next"] = epoch + 1
@@ -134,11 +134,11 @@ class EpochCounter:
         """
         with self._locked() as state:
             state["by_workers"] = True
-            for known in reversed(state["passes"]):
-                if known["seed"] == base_seed and known["of"] == n_workers:
-                    if worker not in known["workers"]:
-                        known["workers"].append(worker)
-                        return int(known["epoch"])
+            for one in reversed(state["passes"]):
+                if one["seed"] == base_seed and one["of"] == n_workers:
+                    if worker not in one["workers"]:
+                        one["workers"].append(worker)
+                        return int(one["epoch"])
                     break
             epoch = int(state["next"])
             state["next"] = epoch + 1
@@ -165,9 +165,9 @@ class EpochCounter:
             Reports of all DataLoader workers of the pass if this worker is the last to finish; otherwise None.
         """
         with self._locked() as state:
-            for known in reversed(state["passes"]):
-                if (known["seed"], known["of"], known["epoch"]) == (base_seed, n_workers, epoch):
-                    reports: dict[str, dict[str, Any]] = known.setdefault("reports", {})
+            for one in reversed(state["passes"]):
+                if (one["seed"], one["of"], one["epoch"]) == (base_seed, n_workers, epoch):
+                    reports: dict[str, dict[str, Any]] = one.setdefault("reports", {})
                     reports[str(worker)] = figures
                     return list(reports.values()) if len(reports) == n_workers else None
         return None

@@ -49,19 +49,19 @@ def shared_keys(array: da.Array) -> set[Key]:
 
 
 def _shared(
-    below: Mapping[Key, Set[Key]], upwards: list[Key], outputs: Mapping[Key, int], known: set[Key], *, n_least: int
+    below: Mapping[Key, Set[Key]], upwards: list[Key], outputs: Mapping[Key, int], earlier: set[Key], *, n_least: int
 ) -> set[Key]:
     needed: dict[Key, int] = defaultdict(int, outputs)
     used: dict[Key, int] = defaultdict(int)
     for key in reversed(upwards):
         chunks = needed[key]
-        if not chunks or key in known:
+        if not chunks or key in earlier:
             continue
         for dependency in below[key]:
             needed[dependency] |= chunks
             if chunks.bit_count() == 1:
                 used[dependency] |= chunks
-    return {key for key, chunks in used.items() if chunks.bit_count() >= n_least and below[key]} - known
+    return {key for key, chunks in used.items() if chunks.bit_count() >= n_least and below[key]} - earlier
 
 
 def with_computed(array: da.Array, keys: set[Key]) -> da.Array:

@@ -63,8 +63,8 @@ def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
     position = {name: i for i, name in enumerate(names)}
     for name, factor in weights.items():
         if name not in position:
-            known = [label.item() if isinstance(label, np.generic) else label for label in names[:20]]
-            raise MissingKeyError(f"class_weights contains {name!r}, which is not a label; labels are {known}")
+            labels = [label.item() if isinstance(label, np.generic) else label for label in names[:20]]
+            raise MissingKeyError(f"class_weights contains {name!r}, which is not a label; labels are {labels}")
         if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
             raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
         factors[position[name]] = float(factor)

@@ -294,13 +294,13 @@ class LocalFile:
         return descriptor
 
 
-class _Thread(threading.local):
+class _Mapping(threading.local):
     is_allowed = True
     is_strict = False
     unmapped: Collection[str] = ()
 
 
-_thread = _Thread()
+_mapping = _Mapping()
 
 
 @contextmanager
@@ -310,22 +310,22 @@ def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[s
     With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine the cost of reading them.
     Matrices with a label in `unmapped` are not mapped if they are fetched inside `mapping_of`.
     """
-    before = _thread.is_allowed, _thread.is_strict, _thread.unmapped
-    _thread.is_allowed, _thread.is_strict, _thread.unmapped = is_allowed, is_strict, unmapped
+    before = _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped
+    _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped = is_allowed, is_strict, unmapped
     try:
         yield
     finally:
-        _thread.is_allowed, _thread.is_strict, _thread.unmapped = before
+        _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped = before
 
 
 def mapping_of(label: str) -> AbstractContextManager[None]:
     """Return the context in which to fetch from the matrix `label`; see `mapping`."""
-    return mapping(False) if label in _thread.unmapped else nullcontext()
+    return mapping(False) if label in _mapping.unmapped else nullcontext()
 
 
 def should_map(use_mmap: UseMmap) -> bool:
     """Return True if an array that was opened with `use_mmap` maps its file at this time."""
-    return _thread.is_allowed if use_mmap == "auto" or (use_mmap and _thread.is_strict) else use_mmap
+    return _mapping.is_allowed if use_mmap == "auto" or (use_mmap and _mapping.is_strict) else use_mmap
 
 
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:

@@ -30,31 +30,31 @@ class ThreadTimes:
     decode_s: float = 0.0
 
 
-class _Thread(threading.local):
+class _TimesOfThread(threading.local):
     def __init__(self) -> None:
         self.spent = ThreadTimes()
 
 
-_thread = _Thread()
+_of_thread = _TimesOfThread()
 
 
 def thread_times() -> ThreadTimes:
     """Return the current counter of this thread, to which loops over chunks add their times."""
-    return _thread.spent
+    return _of_thread.spent
 
 
 class Clock:
     """Context manager that measures the calling thread inside a ``with`` block and yields its `ThreadTimes`."""
 
     def __enter__(self) -> ThreadTimes:
-        self._outer = _thread.spent
-        _thread.spent = ThreadTimes()
-        return _thread.spent
+        self._outer = _of_thread.spent
+        _of_thread.spent = ThreadTimes()
+        return _of_thread.spent
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _thread.spent = self._outer
+        _of_thread.spent = self._outer
 
 
 class _Counted:
@@ -71,7 +71,7 @@ class _Counted:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        spent = _thread.spent
+        spent = _of_thread.spent
         setattr(spent, self._to, getattr(spent, self._to) + perf_counter() - self._start)
 
 

@@ -20,12 +20,12 @@ __all__ = [
         "Config",
         "Data",
         "Fsdp",
+        "LRScheduler",
         "Model",
         "Named",
         "Optimizer",
         "Predict",
         "Profile",
-        "Scheduler",
         "Strategy",
         "Tokenizer",
         "Training",
@@ -182,7 +182,7 @@ class Optimizer(Named):
     lr: Annotated[float, Field(gt=0)] = 1e-3
 
 
-class Scheduler(_Section):
+class LRScheduler(_Section):
     """Schedule of the learning rate, as a factor of the learning rate of the optimizer.
 
     Parameters
@@ -299,7 +299,7 @@ class Training(_Section):
     max_epochs: _Positive | None = None
     max_steps: _Positive | None = None
     optimizer: Optimizer = Optimizer()
-    scheduler: Scheduler = Scheduler()
+    scheduler: LRScheduler = LRScheduler()
     scale_lr: bool = False
     seed: int = 0
     activation_checkpointing: bool = False

@@ -381,9 +381,9 @@ def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
     if world.world_size == 1:
         return 1
     launcher = world.source.partition("/")[0]
-    known = {"RANK": "GROUP_WORLD_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
-    if environment.get(known, "").isdigit():
-        return int(environment[known])
+    variable = {"RANK": "GROUP_WORLD_SIZE", "SLURM_PROCID": "SLURM_STEP_NUM_NODES"}.get(launcher, "")
+    if environment.get(variable, "").isdigit():
+        return int(environment[variable])
     is_one = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world.world_size)
     return 1 if launcher == "OMPI_COMM_WORLD_RANK" and is_one else None
 

@@ -223,7 +223,7 @@ class Autoencoder(nn.Module):
         return {"loss": error + self.beta * divergence, "error": error.detach(), "divergence": divergence.detach()}
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """Transformer block: self-attention between the tokens of a cell, and a feed-forward network."""
 
     def __init__(self, hidden_dim: int, num_heads: int, dropout: float) -> None:
@@ -299,7 +299,7 @@ class TokenTransformer(nn.Module):
         self.genes = nn.Embedding(n_tokens, hidden_dim, padding_idx=pad_id)
         self.positions = nn.Embedding(max_seq_len, hidden_dim) if n_bins is None else None
         self.values = nn.Linear(1, hidden_dim) if n_bins is not None else None
-        self.blocks = nn.ModuleList(_Block(hidden_dim, num_heads, dropout) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(_TransformerBlock(hidden_dim, num_heads, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_dim)
         self.head = nn.Linear(hidden_dim, (n_tokens if n_bins is None else n_bins) if label is None else n_labels or 1)
 

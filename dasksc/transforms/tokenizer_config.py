@@ -55,8 +55,8 @@ def from_config(
     strategy = tokenizer.get("strategy")
     check_choice("tokenizer.strategy", strategy, tuple(_STRATEGIES))
     kind = _STRATEGIES[str(strategy)]
-    known = (*_SETTINGS, "n_bins") if kind is ValueBins else _SETTINGS
-    _check_names("tokenizer", tokenizer, known)
+    names = (*_SETTINGS, "n_bins") if kind is ValueBins else _SETTINGS
+    _check_names("tokenizer", tokenizer, names)
     masking = tokenizer.get("masking") or {}
     if not isinstance(masking, Mapping):
         raise InputError(f"tokenizer.masking must contain mask_ratio, as in {{mask_ratio: 0.15}}; got {masking!r}")
@@ -65,7 +65,7 @@ def from_config(
     return kind(genes, vocabulary=vocabulary, seed=seed, **masking, **settings)
 
 
-def _check_names(section: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_names(section: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
     for name in given:
-        if name not in known:
-            raise InputError(f"{section} has no setting {name!r}; {nearest(name, known)}")
+        if name not in names:
+            raise InputError(f"{section} has no setting {name!r}; {nearest(name, names)}")

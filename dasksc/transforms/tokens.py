@@ -42,7 +42,7 @@ Padding: TypeAlias = Literal["longest", "max_length"]
 T = TypeVar("T", bound="_Tokens")
 
 
-class _Cells(NamedTuple):
+class _CellRows(NamedTuple):
     """Rows of a batch as CSR, with the number of tokens and the random key of each row."""
 
     indptr: NDArray[np.int64]
@@ -160,7 +160,7 @@ class _Tokens:
         ids[:, :first] = self.vocabulary.cls_id
         token_values = buffers.empty(shape, np.float32)
         token_values.fill(0)
-        self._fill(_Cells(indptr, columns, values, counts, keys), ids, token_values)
+        self._fill(_CellRows(indptr, columns, values, counts, keys), ids, token_values)
 
         made = Batch({name: part for name, part in batch.items() if name not in ("X", "layers")})
         if self.mask_ratio > 0:
@@ -174,7 +174,7 @@ class _Tokens:
         made["attention_mask"] = torch.from_numpy(np.arange(shape[1]) < first + lengths[:, None])
         return made
 
-    def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         """Write the tokens of all rows."""
         raise NotImplementedError
 
@@ -285,7 +285,7 @@ class RankTokens(_Tokens):
             if not (self.medians > 0).all() or not np.isfinite(self.medians).all():
                 raise InputError("medians must be finite and above 0; give 1 for genes without expression")
 
-    def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, ranked, counts, _ = cells
         if self.medians is not None:
             ranked = ranked / self.medians[columns]
@@ -395,7 +395,7 @@ class ValueBins(_Tokens):
         )
         self.n_bins = whole_number("n_bins", n_bins, 2)  # at least zero and one bin of nonzeros
 
-    def _fill(self, cells: _Cells, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
+    def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, binned, counts, keys = cells
         first = int(self.prepend_cls)
         kernels.bin_tokens(indptr, columns, binned, self._ids, counts, keys, self.n_bins, first, ids, values)

@@ -17,8 +17,8 @@ from tests.support.hostile import (
     bounded,
     column_of_zarr3,
     h5ad_whose_values_are_elsewhere,
+    h5ad_whose_x_decodes_to_too_much,
     h5ad_whose_x_is_elsewhere,
-    h5ad_whose_x_swells,
     h5ad_with_bombs,
     h5ad_without_room,
     memory_of,
@@ -73,7 +73,7 @@ def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, format: str, where
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zlib", "zstd", "lz4", "bz2", "lzma", "blosc"])
-def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
+def test_chunks_that_decode_to_too_much_are_refused(tmp_path: Path, codec: str) -> None:
     compressor, bomb = bomb_of(codec)
     group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
     group.create_array("X", data=VALUES, chunks=(50, 6), compressors=compressor)
@@ -96,7 +96,7 @@ def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
         ("blosc", "obs/_index"),
     ],
 )
-def test_chunks_of_tables_that_swell_are_refused(tmp_path: Path, codec: str, where: str) -> None:
+def test_chunks_of_tables_that_decode_to_too_much_are_refused(tmp_path: Path, codec: str, where: str) -> None:
     path = store_with_bombs(tmp_path, where, codec)
     with bounded(), pytest.raises(StorageError, match=rf"decode \({codec}\) to more than"):
         dasksc.open(path)
@@ -114,13 +114,13 @@ def test_chunks_of_tables_that_swell_are_refused(tmp_path: Path, codec: str, whe
         ("blosc", True, "remote"),
     ],
 )
-def test_chunks_of_tables_of_zarr_3_that_swell_are_refused(
+def test_chunks_of_tables_of_zarr_3_that_decode_to_too_much_are_refused(
     tmp_path: Path, codec: str, is_sharded: bool, place: str
 ) -> None:
-    path, values, swell = column_of_zarr3(tmp_path, codec, is_sharded=is_sharded)
+    path, values, enlarge = column_of_zarr3(tmp_path, codec, is_sharded=is_sharded)
     with opener(tmp_path, place) as opened:
         np.testing.assert_array_equal(opened(path.name).obs["n"], values)
-        swell()
+        enlarge()
         with bounded(), pytest.raises(StorageError, match=rf"decode \({codec}\) to more than"):
             opened(path.name)
 
@@ -139,7 +139,9 @@ def test_chunks_of_tables_of_zarr_3_that_swell_are_refused(
         ("bz2", "obs/n", "remote"),
     ],
 )
-def test_chunks_of_tables_of_hdf5_that_swell_are_refused(tmp_path: Path, codec: str, where: str, place: str) -> None:
+def test_chunks_of_tables_of_hdf5_that_decode_to_too_much_are_refused(
+    tmp_path: Path, codec: str, where: str, place: str
+) -> None:
     path = h5ad_with_bombs(tmp_path, where, codec)
     with (
         opener(tmp_path, place) as opened,
@@ -150,8 +152,10 @@ def test_chunks_of_tables_of_hdf5_that_swell_are_refused(tmp_path: Path, codec: 
 
 
 @pytest.mark.parametrize(("codec", "place"), [("bz2", "local"), ("gzip", "remote")])
-def test_chunks_of_matrices_that_h5py_reads_and_that_swell_are_refused(tmp_path: Path, codec: str, place: str) -> None:
-    path = h5ad_whose_x_swells(tmp_path, codec)
+def test_chunks_of_matrices_that_h5py_reads_and_that_decode_to_too_much_are_refused(
+    tmp_path: Path, codec: str, place: str
+) -> None:
+    path = h5ad_whose_x_decodes_to_too_much(tmp_path, codec)
     with opener(tmp_path, place) as opened:
         adata = opened(path.name)
         with bounded(), pytest.raises(StorageError, match=r"decode \(\w+\) to more than"):

@@ -41,8 +41,8 @@ from tests.support.hostile import (
     edited,
     full,
     h5ad_whose_values_are_elsewhere,
+    h5ad_whose_x_decodes_to_too_much,
     h5ad_whose_x_is_elsewhere,
-    h5ad_whose_x_swells,
     h5ad_with_bombs,
     h5ad_without_room,
     memory_of,
@@ -86,7 +86,7 @@ def test_shapes_beyond_any_memory_are_refused(tmp_path: Path, format: str, where
 
 # dasksc decodes one codec and zarr-python the other.
 @pytest.mark.parametrize("codec", ["zstd", "bz2"])
-def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
+def test_chunks_that_decode_to_too_much_are_refused(tmp_path: Path, codec: str) -> None:
     compressor, bomb = bomb_of(codec)
     group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
     group.create_array("X", data=VALUES, chunks=(50, 6), compressors=compressor)
@@ -96,29 +96,29 @@ def test_chunks_that_swell_are_refused(tmp_path: Path, codec: str) -> None:
         matrix.fetch(np.arange(50))
 
 
-def test_chunks_of_tables_that_swell_are_refused(tmp_path: Path) -> None:
+def test_chunks_of_tables_that_decode_to_too_much_are_refused(tmp_path: Path) -> None:
     path = store_with_bombs(tmp_path, "obs/n", "zstd")
     with bounded(), pytest.raises(StorageError, match=r"decode \(zstd\) to more than"):
         dasksc.open(path)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-def test_chunks_of_tables_of_zarr_3_that_swell_are_refused(tmp_path: Path, is_sharded: bool) -> None:
-    path, values, swell = column_of_zarr3(tmp_path, "zstd", is_sharded=is_sharded)
+def test_chunks_of_tables_of_zarr_3_that_decode_to_too_much_are_refused(tmp_path: Path, is_sharded: bool) -> None:
+    path, values, enlarge = column_of_zarr3(tmp_path, "zstd", is_sharded=is_sharded)
     np.testing.assert_array_equal(dasksc.open(path).obs["n"], values)
-    swell()
+    enlarge()
     with bounded(), pytest.raises(StorageError, match=r"decode \(zstd\) to more than"):
         dasksc.open(path)
 
 
-def test_chunks_of_tables_of_hdf5_that_swell_are_refused(tmp_path: Path) -> None:
+def test_chunks_of_tables_of_hdf5_that_decode_to_too_much_are_refused(tmp_path: Path) -> None:
     path = h5ad_with_bombs(tmp_path, "obs/n", "zstd")
     with bounded(), pytest.raises(StorageError, match=r"decode \(\w+\) to more than"):
         dasksc.open(path)
 
 
-def test_chunks_of_matrices_that_h5py_reads_and_that_swell_are_refused(tmp_path: Path) -> None:
-    adata = dasksc.open(h5ad_whose_x_swells(tmp_path, "gzip"))
+def test_chunks_of_matrices_that_h5py_reads_and_that_decode_to_too_much_are_refused(tmp_path: Path) -> None:
+    adata = dasksc.open(h5ad_whose_x_decodes_to_too_much(tmp_path, "gzip"))
     with bounded(), pytest.raises(StorageError, match=r"decode \(\w+\) to more than"):
         adata.X[:3].compute()
 
@@ -558,7 +558,7 @@ def _convert_tables(path: Path) -> None:
         ("gzip.GzipFile", lambda path: check_decompressed_size("gzip", bytes(9), at_most=1)),
         ("dasksc.conversion.tables.write_elem", _convert_tables),
     ],
-    ids=["labels", "options", "filter", "obstore", "fsspec", "edges", "swelling", "tables"],
+    ids=["labels", "options", "filter", "obstore", "fsspec", "edges", "decoded", "tables"],
 )
 def test_lack_of_memory_is_not_blamed_on_files(tmp_path: Path, failing: str | None, act: Any) -> None:
     with (

@@ -170,13 +170,13 @@ def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path
         new.attrs.update(attributes)
     zarr.consolidate_metadata(path)
 
-    def swell() -> None:
+    def enlarge() -> None:
         # The shard holds two chunks, then their index and a checksum.
         index = np.array([0, len(bomb), 0, len(bomb)], "<u8").tobytes()
         ending = numcodecs.CRC32C(location="end").encode(index).tobytes() if is_sharded else b""
         (path / "obs" / "n" / "c" / "0").write_bytes(bomb + ending)
 
-    return path, values, swell
+    return path, values, enlarge
 
 
 # --- HDF5 -------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
     return path
 
 
-def h5ad_whose_x_swells(folder: Path, codec: str) -> Path:
+def h5ad_whose_x_decodes_to_too_much(folder: Path, codec: str) -> Path:
     """Write an h5ad file whose X is a bomb read through h5py: two-byte floats, or a filter that only HDF5 supports."""
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:

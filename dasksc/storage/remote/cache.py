@@ -155,13 +155,13 @@ class Cache:
             return None
         return known[1]
 
-    def _block(self, key: bytes, identity: ObjectIdentity, base: int) -> _Block:
+    def _block(self, key: bytes, identity: ObjectIdentity, base: int) -> _BlockFile:
         words = (identity.path, str(identity.size), identity.etag or "", identity.modified, str(base))
         digest = hashlib.blake2b("\n".join(words).encode(), key=key).digest()
         name = digest[:20].hex()
-        return _Block(path=os.path.join(self.folder, name[:2], name), key=digest[32:])
+        return _BlockFile(path=os.path.join(self.folder, name[:2], name), key=digest[32:])
 
-    def _keep(self, block: _Block, content: memoryview) -> None:
+    def _keep(self, block: _BlockFile, content: memoryview) -> None:
         """Write a block to the folder; log a warning if that fails."""
         try:
             with contextlib.suppress(FileExistsError):
@@ -206,7 +206,7 @@ class Cache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Block:
+class _BlockFile:
     """File of a block, which may not exist yet: the bytes of the block, followed by the tag of each page.
 
     Parameters

@@ -190,7 +190,7 @@ class FsspecClient:
     def _path(self, key: str) -> str:
         return path_in(self._class, url_of(self._root, key))
 
-    def _shown(self, key: str) -> str:
+    def _public_url(self, key: str) -> str:
         return url_of(redact_url(self._root), key)
 
     def _listed(self, query: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
@@ -205,14 +205,14 @@ class FsspecClient:
             raise FileNotFoundError(key)
         if info.get("size") is None:
             raise StorageError(
-                f"{self._shown(key)} has an unknown size, so it cannot be read by byte ranges. Copy it to a local disk "
-                "first."
+                f"{self._public_url(key)} has an unknown size, so it cannot be read by byte ranges. Copy it to a local "
+                "disk first."
             )
         tag = next((str(info[name]) for name in _TAGS if info.get(name)), None)
         modified = next((str(info[name]) for name in _TIMES if info.get(name)), _UNKNOWN_TIME)
         if tag is None and modified == _UNKNOWN_TIME and _is_own(system, "ukey"):
             tag = str(system.ukey(self._path(key)))
-        return ObjectIdentity(path=self._shown(key), size=int(info["size"]), etag=tag, modified=modified)
+        return ObjectIdentity(path=self._public_url(key), size=int(info["size"]), etag=tag, modified=modified)
 
     def _request(self, request: Callable[[Any, str], T], key: str, span: str = "") -> T:
         """Run a request on the file system of this thread, with retries, and translate its errors."""
@@ -267,7 +267,7 @@ class FsspecClient:
         return self._thread_local.system
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:
-        path = self._shown(key)
+        path = self._public_url(key)
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return MissingPathError(f"there is nothing at {path}")
         what = f"{path}{', ' + span if span else ''} cannot be read: {redact_error(error, self._secrets)}."

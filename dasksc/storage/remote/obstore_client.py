@@ -62,7 +62,7 @@ class ObstoreClient:
             raise InputError(
                 f"{redact_url(root)} is read through obstore, which is not installed: pip install 'dasksc[remote]'"
             ) from error
-        self._shown = redact_url(root)
+        self._public_root = redact_url(root)
         self._secrets = secrets_of(root, options)
         self._library = obstore
         try:
@@ -72,8 +72,9 @@ class ObstoreClient:
                 raise
             # The original error is suppressed, since its text contains the options.
             raise InputError(
-                f"{self._shown} cannot be opened with these storage_options: {redact_error(error, self._secrets)}. "
-                "Valid options are those of obstore's stores: region, endpoint, skip_signature, client_options, ..."
+                f"{self._public_root} cannot be opened with these storage_options: "
+                f"{redact_error(error, self._secrets)}. Valid options are those of obstore's stores: region, endpoint, "
+                "skip_signature, client_options, ..."
             ) from None
 
     def stat(self, key: str) -> ObjectIdentity:
@@ -143,7 +144,7 @@ class ObstoreClient:
             raise self._translated(error, key, span) from None
 
     def _path(self, key: str) -> str:
-        return url_of(self._shown.removeprefix("file://"), key)
+        return url_of(self._public_root.removeprefix("file://"), key)
 
     def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
         return ObjectIdentity(
@@ -151,7 +152,7 @@ class ObstoreClient:
         )
 
     def _refuse_listing(self, prefix: str) -> None:
-        if self._shown.startswith("http"):
+        if self._public_root.startswith("http"):
             raise StorageError(
                 f"{self._path(prefix)} is on a web server, which does not list its files. Give the URLs of several "
                 "atlases as a list. A Zarr store needs consolidated metadata: zarr.consolidate_metadata(path), before "
@@ -176,7 +177,7 @@ class ObstoreClient:
                 "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket needs no credentials: "
                 "storage_options={'skip_signature': True}."
             )
-        place = "address is" if self._shown.startswith("http") else "endpoint and the region are"
+        place = "address is" if self._public_root.startswith("http") else "endpoint and the region are"
         return StorageError(f"{what} Check that the {place} right and that the server responds.")
 
 
