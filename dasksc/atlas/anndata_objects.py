@@ -15,7 +15,7 @@ from dasksc._compat.anndata import selected_rows_and_columns
 from dasksc.atlas.assemble import assemble
 from dasksc.atlas.cell_names import nameless_index
 from dasksc.atlas.elements import Unwrapped, lazy_matrix, stored_matrix
-from dasksc.atlas.lookup import known_columns
+from dasksc.atlas.lookup import known_columns, path_of
 from dasksc.atlas.options import OpenOptions
 from dasksc.atlas.stores import naming_errors
 from dasksc.pushdown import to_dask
@@ -31,13 +31,14 @@ def open_anndata(
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
     if obs is not None:
-        table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]
+        where = path_of(adata) or "the given AnnData"
+        table = table[known_columns(obs, table.columns, where, may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:
         path = os.path.abspath(adata.filename)
         with naming_errors(path):
             x = _backed_x(path, adata, options)
-            # The raw of a backed view is skipped, since AnnData records only its row selection.
+            # The raw of a backed view is skipped, since AnnData creates it without X.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
                 x_of_raw = stored_matrix(path, adata.file[key].name, options)

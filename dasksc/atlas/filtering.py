@@ -96,7 +96,7 @@ def rows_where(
     419
     >>> dataset = dasksc.scDataset("atlas.h5ad", dasksc.BlockShuffling(indices=rows), seed=0)
     """
-    return np.flatnonzero(holds(expression, obs_of(data, columns_of(expression))))
+    return np.flatnonzero(holds(expression, obs_of(data, columns_of(expression)), of=data))
 
 
 def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
@@ -114,12 +114,15 @@ def columns_of(expression: str) -> list[str]:
     return list(names.values())
 
 
-def holds(expression: str, obs: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return a mask of the rows of a table for which an expression holds, shape (n_obs,)."""
+def holds(expression: str, obs: pd.DataFrame, *, of: Any = None) -> NDArray[np.bool_]:
+    """Return a mask of the rows of a table for which an expression holds, shape (n_obs,).
+
+    If a column is missing, the error names the path of `of`, the AnnData with this obs.
+    """
     safe, names = _parsed(expression)
     # The index is left out, since its name may equal that of a column.
     table = pd.DataFrame(
-        {safe_name: _values(obs[require_key("obs", name, obs.columns)]) for safe_name, name in names.items()},
+        {safe_name: _values(obs[require_key("obs", name, obs.columns, of=of)]) for safe_name, name in names.items()},
         copy=False,
     )
     found = np.empty(len(table), dtype=bool)
@@ -228,7 +231,10 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
     try:
         tree = ast.parse(safe, mode="eval")
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise InputError(f"the filter {expression!r} cannot be read: {error}. Allowed are {ALLOWED}") from error
+        if _has_assignment(safe):
+            raise InputError(f"the filter {expression!r} has a single =; use == to compare") from error
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise InputError(f"the filter {expression!r} cannot be read: {reason}. Allowed are {ALLOWED}") from error
     _validate_syntax(tree, expression)
     columns = {safe_name: name for name, safe_name in quoted.items()}
     for node in ast.walk(tree):
@@ -237,6 +243,12 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
     if not columns:
         raise InputError(f'the filter {expression!r} uses no column of obs; compare one, as in "n_genes > 500"')
     return safe, columns
+
+
+def _has_assignment(safe: str) -> bool:
+    """Return True if an expression has a single ``=`` outside strings."""
+    # Remaining quotation marks begin a string without an end.
+    return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", _QUOTED.sub("", safe)) is not None
 
 
 def _validate_syntax(node: ast.AST, expression: str) -> None:

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import dask.array as da
+from anndata import AnnData
+
 from dasksc.errors import MissingKeyError
+from dasksc.pushdown import leaves_of
 from dasksc.storage import RemoteLocation
 
-__all__ = ["known_columns", "nearest", "nothing_at", "require_key", "with_advice"]
+__all__ = ["known_columns", "nearest", "nothing_at", "path_of", "require_key", "similar", "with_advice"]
 
 # Number of names that an error lists.
 _N_KNOWN = 20
+# Scheme and remainder of a URL that lost a slash: "s3:/bucket/atlas.zarr".
+_URL_WITH_ONE_SLASH = re.compile(r"(?:^|/)(\w{2,}:)/(.+)")
 
 
-def nearest(name: str, known: Iterable[object], *, n: int = 1) -> str:
+def similar(name: object, known: Iterable[str], *, n: int = 1) -> list[str]:
+    """Return up to `n` names similar to `name`; names that differ only in case precede all others."""
+    by_folded: dict[str, list[str]] = {}
+    for one in known:
+        by_folded.setdefault(one.casefold(), []).append(one)
+    folded = str(name).casefold()
+    near = [folded] if folded in by_folded else difflib.get_close_matches(folded, by_folded, n=n, cutoff=0.57)
+    return [one for match in near for one in by_folded[match]][:n]
+
+
+def nearest(name: object, known: Iterable[object], *, n: int = 1) -> str:
     """Return a hint for an error message about an unknown name: up to `n` similar names, or the `known` ones."""
-    names = [str(one) for one in known]
-    near = difflib.get_close_matches(str(name), names, n=n, cutoff=0.57)
+    names = [str(one) for one in known if one is not None]  # from AnnData 0.13 on, layers[None] is X
+    near = similar(name, names, n=n)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     if not names:
@@ -33,11 +50,37 @@ def with_advice(error: str, advice: str) -> str:
     return f"{error}{'' if error.endswith('?') else '.'} {advice}"
 
 
-def require_key(kind: str, name: str, held: Any) -> str:
-    """Return `name` if `held` has it; otherwise raise an error with similar names."""
+def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
+    """Return `name` if `held` has it; otherwise raise an error with similar names.
+
+    Parameters
+    ----------
+    kind
+        Name of `held` in the error, such as ``"layers"``.
+    name, held
+        Name to find, and the mapping, table or list that must have it.
+    of
+        AnnData that `held` belongs to, whose path the error names.
+    """
     if name in held:
         return name
-    raise MissingKeyError(f"{kind} has no {name!r}; {nearest(name, held, n=3)}")
+    path = path_of(of)
+    if of is not None and all(one is None for one in held):
+        kind = f"columns in {kind}" if kind in ("obs", "var") else kind
+        raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out {name!r}")
+    raise MissingKeyError(f"{kind}{f' of {path}' if path else ''} has no {name!r}; {nearest(name, held, n=3)}")
+
+
+def path_of(adata: Any) -> str:
+    """Return the path from which X of an open atlas is read; empty if there is none, or several."""
+    if not isinstance(adata, AnnData):
+        return ""
+    if adata.isbacked:
+        return str(adata.filename)
+    # The label of a stored matrix is its path and its key in the file.
+    leaves = leaves_of(adata.X) if isinstance(adata.X, da.Array) else []
+    paths: set[str] = {leaf.label.rpartition(":/")[0] for leaf in leaves}
+    return paths.pop() if len(paths) == 1 else ""
 
 
 def known_columns(
@@ -49,7 +92,7 @@ def known_columns(
     if may_lack:
         wanted = [name for name in wanted if name in known]
     elif missing:
-        near = [match for name in missing for match in difflib.get_close_matches(str(name), known, n=3)]
+        near = [match for name in missing for match in similar(name, known, n=3)]
         columns = f"Its columns: {', '.join(map(repr, known[:_N_KNOWN]))}{', ...' if len(known) > _N_KNOWN else ''}"
         raise MissingKeyError(
             with_advice(
@@ -63,6 +106,8 @@ def known_columns(
 
 def nothing_at(path: str) -> str:
     """Return the message for a path that does not exist, with similar names."""
+    if url := _URL_WITH_ONE_SLASH.search(path):
+        return f"there is nothing at {path}; did you mean {url[1]}//{url[2]}?"
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return f"there is nothing at {path}: {folder} is not a directory"

@@ -83,7 +83,7 @@ class AnnDataView:
         """Return a column of obs, which is read on first use."""
         if self._opening is not None and name not in self.table:
             return self._opening(obs=[name], names=False).obs[name]
-        return self.table[require_key("obs", name, self.table)]
+        return self.table[require_key("obs", name, self.table, of=self._opened)]
 
     def name_pieces(self) -> Iterator[list[str]] | None:
         """Return an iterator over pieces of the names of cells, or None if the cells have no names.

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.atlas.lookup import nearest, with_advice
+from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
@@ -32,18 +32,22 @@ with warnings.catch_warnings():
 class _Named(dict[str, Any]):
     """Dict whose error for a missing key names similar keys and the argument that requests the key."""
 
-    _kind: ClassVar[str]
-    _advice: ClassVar[str]
-
     def __missing__(self, key: Any) -> Any:
         raise MissingKeyError(self._lacks(key))
 
     def _lacks(self, key: Any) -> str:
         """Return the error message for a missing key."""
-        similar, advice = nearest(key, self), self._advice.format(key=key)
-        if similar.endswith("?"):
+        raise NotImplementedError
+
+    def _lacks_one(self, kind: str, key: Any, advice: str, hint: str = "") -> str:
+        """Return the error message for a missing key, with advice in the imperative; `hint` replaces similar keys."""
+        hint = hint or nearest(key, self)
+        if hint.endswith("?"):
             advice = f"Otherwise, {advice[0].lower()}{advice[1:]}"
-        return with_advice(f"{self._kind} has no {key!r}; {similar}", advice)
+        return with_advice(f"{kind} has no {key!r}; {hint}", advice)
+
+
+_PART = "this part of the batch"
 
 
 class NamedTensors(_Named):
@@ -53,23 +57,42 @@ class NamedTensors(_Named):
     ----------
     n_classes
         Number of classes of each tensor of codes, for display.
+    part
+        Part of the batch, such as ``"obs"`` or ``"rna:layers"``, for error messages; empty if it is unknown.
     """
 
     n_classes: Mapping[str, int] = MappingProxyType({})
-    _kind = "this part of the batch"
-    _advice = (
-        "Request it when creating the data set, with obs=[{key!r}], layers=[{key!r}] or obsm=[{key!r}] of scDataset"
-    )
+    part: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        error = f"{self._place or _PART} has no attribute {name!r}"
+        near = [] if name.startswith("_") else similar(name, self)
+        raise AttributeError(f"{error}; did you mean {self._place}[{near[0]!r}]?" if near else error)
+
+    @property
+    def _place(self) -> str:
+        """The part as it is written in code; empty if it is unknown."""
+        modality, _, group = self.part.rpartition(":")
+        return f"batch{f'[{modality!r}]' if modality else ''}.{group}" if group else ""
+
+    def _lacks(self, key: Any) -> str:
+        if not isinstance(key, str):
+            return _by_name(self._place or _PART, self, self._place)
+        modality, colon, group = self.part.rpartition(":")
+        groups = (group,) if group else ("obs", "layers", "obsm")
+        requests = " or ".join(f"{one}=[{modality + colon + key!r}]" for one in groups)
+        return self._lacks_one(self._place or _PART, key, f"Request it with {requests} of scDataset")
 
 
 class Categories(_Named):
     """Labels of obs columns, in the order of their codes."""
 
-    _kind = "categories"
-    _advice = (
-        "Request the column when creating the data set: scDataset(..., obs=[{key!r}]). Numeric columns have no "
-        "categories, because batches hold their values"
-    )
+    def _lacks(self, key: Any) -> str:
+        advice = (
+            f"Request the column when creating the data set: scDataset(..., obs=[{key!r}]). Numeric columns have no "
+            "categories, because batches hold their values"
+        )
+        return self._lacks_one("categories", key, advice)
 
 
 class Batch(_Named):
@@ -118,17 +141,25 @@ class Batch(_Named):
             inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD),
         ]
     )
-    _kind = "this batch"
-    _advice = (
-        "A batch holds X, index, and the requested obs, layers and obsm. Request a column with "
-        "scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
-    )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return self[name]
         except KeyError:
             raise AttributeError(self._lacks(name)) from None
+
+    def _lacks(self, key: Any) -> str:
+        if not isinstance(key, str):
+            return _by_name("a batch", self, "batch")
+        if key == "categories":
+            return "this batch has no categories; those of the data set are in dataset.categories"
+        places = {name: place for _, name, place in _leaves(self, "batch") if isinstance(name, str)}
+        if key in places:
+            return f"this batch itself has no {key!r}; give {places[key]}"
+        near = [] if similar(key, self) else similar(key, places)
+        hint = f"did you mean {places[near[0]]}?" if near else ""
+        advice = f"Request a column with scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
+        return self._lacks_one("this batch", key, advice, hint)
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
@@ -190,19 +221,32 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory()
 
 
-def _described(entries: Mapping[Any, Any], prefix: str = "", *, is_batch: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the name of each entry, as it is written in code, and a description of its value."""
-    n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
+def _leaves(entries: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[Mapping[Any, Any], Any, str]]:
+    """Yield each entry that is not a mapping itself: its mapping, its key, and its name as it is written in code."""
     for key, value in entries.items():
-        is_attribute = is_batch and isinstance(key, str) and key.isidentifier()
+        is_attribute = isinstance(entries, Batch) and isinstance(key, str) and key.isidentifier()
         name = f"{prefix}.{key}".lstrip(".") if is_attribute else f"{prefix}[{key!r}]"
         if isinstance(value, Mapping):
-            yield from _described(value, name, is_batch=isinstance(value, Batch))
-        elif isinstance(value, torch.Tensor):
-            classes = f", {n_classes[key]:,} classes" if key in n_classes else ""
-            yield name, _tensor_text(value) + classes
+            yield from _leaves(value, name)
+        else:
+            yield entries, key, name
+
+
+def _described(batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield the name of each tensor, as it is written in code, and a description of its value."""
+    for entries, key, name in _leaves(batch):
+        value = entries[key]
+        if isinstance(value, torch.Tensor):
+            n_classes = entries.n_classes if isinstance(entries, NamedTensors) else {}
+            yield name, _tensor_text(value) + (f", {n_classes[key]:,} classes" if key in n_classes else "")
         else:
             yield name, brief(value)
+
+
+def _by_name(kind: str, entries: Mapping[Any, Any], place: str) -> str:
+    """Return the error message for an index that is not a name; `place` is how `entries` is written in code."""
+    tensor = next((f"; for rows, index a tensor: {name}[0]" for _, _, name in _leaves(entries, place)), "")
+    return f"{kind} is indexed by names ({', '.join(map(str, entries))}){tensor}"
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
@@ -220,7 +264,7 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
     if isinstance(value, Mapping):
         mapped = type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
         if isinstance(value, NamedTensors):
-            mapped.n_classes = value.n_classes  # type: ignore[attr-defined]
+            vars(mapped).update(vars(value))  # only attributes that were set, since the default cannot be pickled
         return mapped
     return value
 
@@ -349,7 +393,7 @@ class BatchMaker:
             )
             for name, column in self.obs.items()
         )
-        obs.n_classes = self.n_classes
+        obs.n_classes, obs.part = self.n_classes, "obs"
         batch = Batch()
         if self.modalities:
             batch.update(
@@ -364,6 +408,7 @@ class BatchMaker:
     def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, changes: _Changes) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
+        batch.layers.part, batch.obsm.part = f"{prefix}layers", f"{prefix}obsm"
         for key, buffer in fetched.parts.items():
             if not key.startswith(prefix):
                 continue

@@ -68,10 +68,10 @@ def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest, *, has
     MissingKeyError
         If obs lacks a column of the expression, or var lacks requested genes.
     """
-    rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs))
+    rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs, of=adata))
     if rows is not None and not len(rows):
         raise InputError(f"filter={expression!r} matches none of the {adata.n_obs} cells")
-    columns, match = genes.columns_of(adata.var, adata.n_vars)
+    columns, match = genes.columns_of(adata.var, adata.n_vars, of=adata)
     if rows is None and columns is None:
         return Subset(adata=adata, rows=None, match=None, left_out=())
 
@@ -135,7 +135,7 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
-    """Return var of the kept genes: summed columns have the row of the first one, a missing gene only its name."""
+    """Return var of the kept genes; it has the first row of summed columns, and only the name of a missing gene."""
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
     # If several positions are mapped to one column, the last assignment takes effect.

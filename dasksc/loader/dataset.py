@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import cloudpickle
 import dask.array as da
@@ -375,6 +375,12 @@ class scDataset(IterableDataset[Any]):
         are not part of the memory of this process. The control group of a Slurm job or a container counts them, though.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        # The message of the base class does not say what to do instead.
+        raise NotImplementedError(
+            "a scDataset cannot be indexed; iterate over it for batches, or read rows with dasksc.open(path)[rows]"
+        )
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a whole epoch."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
+from anndata import AnnData
 
 from dasksc.atlas.lookup import require_key, with_advice
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
@@ -129,7 +130,9 @@ class GeneRequest:
             return GeneRequest()
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
 
-    def columns_of(self, var: pd.DataFrame | None, n_vars: int) -> tuple[Columns | None, GeneMatch | None]:
+    def columns_of(
+        self, var: pd.DataFrame | None, n_vars: int, *, of: AnnData | None = None
+    ) -> tuple[Columns | None, GeneMatch | None]:
         """Return the requested columns (None for all) and the match of names (None without names).
 
         Parameters
@@ -138,6 +141,8 @@ class GeneRequest:
             Table of genes of an atlas; None for an array, whose columns have no names.
         n_vars
             Number of columns of the matrix.
+        of
+            Atlas whose path an error names.
         """
         genes = self.genes
         if genes is None:
@@ -174,7 +179,7 @@ class GeneRequest:
                 raise InputError(
                     f"genes has dtype {wanted.dtype}; give gene names, a boolean mask or integer positions"
                 )
-            return self._matched(wanted.tolist(), var, n_vars)
+            return self._matched(wanted.tolist(), var, n_vars, of)
         if self._names_only:
             raise InputError(
                 f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Omit the "
@@ -187,11 +192,13 @@ class GeneRequest:
             raise InputError(f"genes contains position {wanted.min()}; positions must lie in [0, {n_vars})")
         return Columns(wanted, n_vars), None
 
-    def _matched(self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int) -> tuple[Columns, GeneMatch]:
+    def _matched(
+        self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int, of: AnnData | None
+    ) -> tuple[Columns, GeneMatch]:
         matched_by = "var_names" if self.key is None else f"var[{self.key!r}]"
         places: dict[Any, int] = {}
         repeats: dict[Any, list[int]] = {}
-        for i, name in enumerate(self._names_in(var, n_vars)):
+        for i, name in enumerate(self._names_in(var, n_vars, of)):
             if name is not None and places.setdefault(name, i) != i:
                 repeats.setdefault(name, []).append(i)
         unclear = [name for name in wanted if name in repeats]
@@ -229,7 +236,7 @@ class GeneRequest:
             logger.info("%s", match)
         return Columns(positions, n_vars, to, len(kept)), match
 
-    def _names_in(self, var: pd.DataFrame | None, n_vars: int) -> Sequence[Any]:
+    def _names_in(self, var: pd.DataFrame | None, n_vars: int, of: AnnData | None) -> Sequence[Any]:
         """Return the names of the columns of an atlas; None for a column without a name."""
         if var is None:
             if self.key is not None:
@@ -239,7 +246,7 @@ class GeneRequest:
             return range(n_vars)
         if self.key is None:
             return list(var.index)
-        column = var[require_key("var", self.key, var.columns)]
+        column = var[require_key("var", self.key, var.columns, of=of)]
         return [None if is_missing else str(name) for name, is_missing in zip(column, column.isna(), strict=True)]
 
     def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:

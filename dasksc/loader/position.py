@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch.utils.data import get_worker_info
 
 from dasksc import config
+from dasksc.displays import brief
 from dasksc.errors import InputError
 from dasksc.loader.settings import differences
 from dasksc.planning.consumed_segments import ConsumedSegment
@@ -183,11 +184,12 @@ def parse_state(
         If a part of the state is missing or invalid, or the state belongs to other data or another strategy. The
         message lists the differences.
     """
-    if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
-        version = state.get("version") if isinstance(state, dict) else state
+    if not isinstance(state, dict) or "version" not in state:
+        raise InputError(f"{brief(state)} is not a state of a data set; give the result of dataset.state_dict()")
+    if state["version"] != STATE_VERSION:
         raise InputError(
-            f"the state has version {version!r}, but this version of dasksc reads states of version {STATE_VERSION}. "
-            "Load another checkpoint, or resume with the version of dasksc that saved this one"
+            f"the state has version {state['version']!r}, but this version of dasksc reads states of version "
+            f"{STATE_VERSION}. Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
     position, its_seed = _parsed(state)
     was = dict(state["fingerprint"])

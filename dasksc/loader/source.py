@@ -85,7 +85,7 @@ class Source:
             )
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
-        return table[require_key("obs", key, table)]
+        return table[require_key("obs", key, table, of=self.collection)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return a boolean mask of the rows for which an expression over obs holds."""
@@ -95,6 +95,8 @@ class Source:
                 f"filter={expression!r} needs obs, which this collection does not have; give indices= to the strategy "
                 "instead"
             )
+        for name in filtering.columns_of(expression):
+            self.labels_of(name)  # its error for a missing column names the atlas
         return filtering.holds(expression, table)
 
     def _table(self) -> Any:
@@ -322,6 +324,8 @@ def source_of(
     InputError
         If the arguments do not fit the collection or each other.
     """
+    if isinstance(data, list | tuple | Mapping) and not data:
+        raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if is_modalities(data):
         return _of_modalities(data, request, hooks, mmap)
     name = "data"
@@ -384,10 +388,11 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
         # Only the callback reads the collection, so the indices of the strategy determine the number of rows.
         n_obs = None if hooks.fetch_callback is None else n_rows_from_indices(strategy)
         if n_obs is None:
+            given = f"an object of type {type(data).__name__}"
             raise WrongTypeError(
-                f"a {type(data).__name__} cannot be sampled: it has no len(). Give a path, an AnnData, an array or "
-                "another collection that can be indexed by row numbers; or give fetch_callback= together with "
-                "indices= of the strategy"
+                f"{'None' if data is None else given} has no len(), so its rows cannot be sampled. Give a path, an "
+                "AnnData, an array or another collection that can be indexed by row numbers; or give fetch_callback= "
+                "together with indices= of the strategy"
             ) from error
         return n_obs
 
@@ -396,9 +401,9 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest)
     arrays = {"X": adata.X}
     for group in ("layers", "obsm"):
         held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[require_key(group, key, held)] for key in getattr(request, group)}
-    columns, match = request.genes.columns_of(adata.var, adata.n_vars)
-    encoded, categories = _encoded(adata.obs, request.obs)
+        arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(request, group)}
+    columns, match = request.genes.columns_of(adata.var, adata.n_vars, of=adata)
+    encoded, categories = _encoded(adata.obs, request.obs, of=adata)
     matrices = _matrices(arrays)
     maker = _maker(request, encoded, categories, _for_each(columns, arrays))
     return MatrixSource(
@@ -468,12 +473,14 @@ def _maker(
     )
 
 
-def _encoded(obs: Any, names: Sequence[str]) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
+def _encoded(
+    obs: Any, names: Sequence[str], *, of: AnnData | None = None
+) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
     """Return obs columns as numbers, with codes in the smallest data type, and the labels of the codes."""
     encoded: dict[str, NDArray[Any]] = {}
     categories: dict[str, list[Any]] = Categories()
     for name in names:
-        column = obs[require_key("obs", name, obs)]
+        column = obs[require_key("obs", name, obs, of=of)]
         encoded[name], labels = encode_column(column, narrow=True)
         if labels is not None:
             categories[name] = labels

@@ -139,7 +139,8 @@ class WeightedSampler:
         )
         if wrong >= 0:
             row = int(self.candidates.rows(np.array([wrong]))[0])
-            raise InputError(f"weights must be finite and not negative; the weight of row {row} is another value")
+            value = weights.values[weights.lookup[wrong] if len(weights.lookup) else wrong]
+            raise InputError(f"weights must be finite and not negative; the weight of row {row} is {value}")
         draw_kernels.sum_up(tree)
         if not 0 < tree[1] < np.inf:
             raise InputError(f"weights must have a positive, finite sum; the sum is {tree[1]}")

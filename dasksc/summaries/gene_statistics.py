@@ -230,7 +230,7 @@ class _Cells:
 def _of_var(adata: AnnData, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
     masks = {}
     for name in names:
-        column = adata.var[require_key("var", name, adata.var)]
+        column = adata.var[require_key("var", name, adata.var, of=adata)]
         if column.dtype != bool:
             raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs a boolean for each gene")
         masks[name] = column.to_numpy()

@@ -111,14 +111,15 @@ class Pass:
         wanted = [*columns, *([] if filter is None else filtering.columns_of(filter))]
         self.adata: AnnData = open_atlas(data, obs=list(dict.fromkeys(wanted)), names=names)
         self.label = "X" if layer is None else f"layer {layer!r}"
-        array = self.adata.X if layer is None else self.adata.layers[require_key("layers", layer, self.adata.layers)]
+        layers = self.adata.layers
+        array = self.adata.X if layer is None else layers[require_key("layers", layer, layers, of=self.adata)]
         if not isinstance(array, da.Array):
             raise InputError(f"{self.label} is a {type(array).__name__}, not a numeric matrix")
         self.array = array
         self._progress = progress
         self.rows: NDArray[np.int64] | None = None
         if filter is not None:
-            self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs))
+            self.rows = np.flatnonzero(filtering.holds(filter, self.adata.obs, of=self.adata))
             self.rows.flags.writeable = False  # otherwise the strategy copies them
         self._results: list[str] = []
         self._results_bytes = 0

@@ -230,6 +230,26 @@ def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: 
         assert all(np.array_equal(parts[name], splits[0][name]) for name in splits[0])
 
 
+@pytest.mark.parametrize("expression", ["n_genes = 3", "n_genes>=3 and cell_type= 'a=b'", "(`n_genes` = 3)"])
+def test_a_single_equals_sign_is_corrected(expression: str) -> None:
+    with pytest.raises(InputError, match="has a single =; use == to compare$"):
+        dasksc.rows_where(atlas(), expression)
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("n_genes >= 3 and", "invalid syntax"),
+        ("n_genes := 3", "invalid syntax"),
+        ("(n_genes > 3", r"'\(' was never closed"),
+        ("cell_type == 'a = b", r"unterminated string literal \(detected at line 1\)"),
+    ],
+)
+def test_a_syntax_error_is_reported_without_the_name_of_a_file(expression: str, reason: str) -> None:
+    with pytest.raises(InputError, match=rf"cannot be read: {reason}\. Allowed are"):
+        dasksc.rows_where(atlas(), expression)
+
+
 def test_a_missing_column_is_reported_with_similar_names(path: Path) -> None:
     for data in (path, atlas()):
         with pytest.raises(MissingKeyError, match="cell_type"):

@@ -28,11 +28,54 @@ def test_parts_are_items_and_attributes() -> None:
 
 
 def test_an_unknown_attribute_says_what_to_request() -> None:
-    known = r"this batch has no 'cell_type'; expected one of X, index, layers, obs, obsm\. "
-    with pytest.raises(AttributeError, match=known + r".* scDataset\(\.\.\., obs=\['cell_type'\]"):
-        make_batch().cell_type  # noqa: B018
+    known = r"this batch has no 'donor'; expected one of X, index, layers, obs, obsm\. "
+    with pytest.raises(AttributeError, match=known + r".* scDataset\(\.\.\., obs=\['donor'\]"):
+        make_batch().donor  # noqa: B018
     with pytest.raises(MissingKeyError, match="this batch has no 'layer'; did you mean 'layers'"):
         make_batch()["layer"]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("type", r"this batch itself has no 'type'; give batch\.obs\['type'\]$"),
+        ("cell_type", r"no 'cell_type'; did you mean batch\.obs\['type'\]\? Otherwise, .* obs=\['cell_type'\]"),
+        ("count", r"did you mean batch\.layers\['counts'\]\?"),
+        ("x", r"no 'x'; did you mean 'X'\?"),
+        ("categories", r"those of the data set are in dataset\.categories$"),
+    ],
+)
+def test_a_name_in_a_part_of_a_batch_is_found(key: str, message: str) -> None:
+    with pytest.raises(MissingKeyError, match=message):
+        make_batch()[key]
+    with pytest.raises(AttributeError, match=message):
+        getattr(make_batch(), key)
+
+
+def test_an_index_of_rows_says_that_a_batch_is_indexed_by_names() -> None:
+    with pytest.raises(MissingKeyError, match=r"^a batch is indexed by names \(X, obs, .*: batch\.X\[0\]$"):
+        make_batch()[0]
+    obs = NamedTensors(type=torch.arange(4))
+    obs.part = "obs"
+    with pytest.raises(MissingKeyError, match=r"^batch\.obs is indexed by names \(type\).*: batch\.obs\['type'\]\[0\]"):
+        obs[0]
+
+
+def test_named_tensors_name_their_part_of_the_batch() -> None:
+    counts = NamedTensors(counts=torch.arange(4))
+    with pytest.raises(MissingKeyError, match=r"this part of the batch has no 'raw'; .* layers=\['raw'\] or obsm="):
+        counts["raw"]
+    counts.part = "rna:layers"
+    with pytest.raises(MissingKeyError, match=r"batch\['rna'\]\.layers has no 'raw'; .* with layers=\['rna:raw'\]"):
+        counts["raw"]
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'count'; did you mean batch\['rna'\]\.layers\['counts'\]\?"
+    ):
+        counts.count  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'to'$"):
+        counts.to  # noqa: B018
+    copied = pickle.loads(pickle.dumps(Batch(layers=counts).to("cpu"))).layers
+    assert copied.part == "rna:layers"
 
 
 def test_unknown_categories_say_what_to_request() -> None:

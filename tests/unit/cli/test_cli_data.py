@@ -482,6 +482,17 @@ def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
         assert dataset.stats()["n_rows"] == N * len(paths)
 
 
+@pytest.mark.parametrize("arguments", ["check --label-key", "suggest --label-key", "stats --by"])
+def test_a_missing_column_is_reported_with_the_path_of_the_atlas(folder: Path, arguments: str) -> None:
+    command, option = arguments.split()
+    path = folder / "plain.h5ad"
+    failed = click.testing.CliRunner().invoke(cli.group, [command, str(path), option, "celltype"])
+    assert isinstance(failed.exception, dasksc.MissingKeyError)
+    assert re.match(
+        f"obs of {re.escape(str(path))} has no .*'celltype'; did you mean 'cell_type'", str(failed.exception)
+    )
+
+
 def test_suggested_code_has_no_value_of_a_storage_option() -> None:
     code = suggest._code(
         ("s3://a/b.h5ad",), "inner", {}, {"secret_key": SECRET}, None, 8, {"block_size_balanced": 4, "fetch_factor": 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -805,8 +806,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(InputError, match="order='sorted' is neither"):
         dasksc.convert(path, tmp_path / "out.zarr", order="sorted")
     for columns in ("cluster", ["cell_type", "cluster"]):
-        with pytest.raises(MissingKeyError, match="obs has no column 'cluster' to group by"):
+        with pytest.raises(MissingKeyError, match=rf"^obs of {re.escape(str(path))} has no 'cluster'; expected one of"):
             dasksc.convert(path, tmp_path / "out.zarr", group_by=columns)
+    with pytest.raises(MissingKeyError, match="has no 'celltype'; did you mean 'cell_type'"):
+        dasksc.convert(path, tmp_path / "out.zarr", group_by="celltype")
     for limit in ("lots", 0, -1, float("nan"), [1]):
         with pytest.raises(InputError, match="memory_limit"):
             dasksc.convert(path, tmp_path / "out.zarr", memory_limit=limit)

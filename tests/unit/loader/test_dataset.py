@@ -742,15 +742,19 @@ def _row_of(adata):
 def test_missing_keys_of_a_batch_or_its_labels_are_reported_with_the_existing_ones(path):
     one = dataset(path, obs=["cell_type", "int8"])
     batch = next(iter(one))
-    for held, key in (
-        (batch, "Y"),
-        (batch.obs, "plate"),
-        (batch.layers, "counts"),
-        (batch.to("cpu").obs, "plate"),
-        (one.categories, "int8"),
-        (pickle.loads(pickle.dumps(batch)).obs, "plate"),
+    for held, name, key, argument in (
+        (batch, "this batch", "Y", "obs"),
+        (batch.obs, "batch.obs", "plate", "obs"),
+        (batch.layers, "batch.layers", "counts", "layers"),
+        (batch.obsm, "batch.obsm", "X_pca", "obsm"),
+        (batch.to("cpu").obs, "batch.obs", "plate", "obs"),
+        (one.categories, "categories", "int8", "obs"),
+        (pickle.loads(pickle.dumps(batch)).obs, "batch.obs", "plate", "obs"),
+        (pickle.loads(pickle.dumps(batch.to("cpu"))).layers, "batch.layers", "counts", "layers"),
     ):
-        with pytest.raises(dasksc.MissingKeyError, match=rf"has no '{key}'; .*[Rr]equest.*obs=\['{key}'\]"):
+        with pytest.raises(
+            dasksc.MissingKeyError, match=rf"^{name} has no '{key}'; .*[Rr]equest.*[ (]{argument}=\['{key}'\]"
+        ):
             held[key]
         assert key not in held
         assert held.get(key) is None

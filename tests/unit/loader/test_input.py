@@ -104,7 +104,42 @@ def test_a_url_that_lacks_a_slash():
 
 
 def test_an_object_without_a_length():
-    refuse(InputError, "no len", iter([1, 2]))
+    refuse(InputError, "^an object of type list_iterator has no len", iter([1, 2]))
+    refuse(InputError, r"^None has no len\(\).* Give a path", None)
+    refuse(InputError, r"^an object of type int has no len\(\).* Give a path", 5)
+
+
+@pytest.mark.parametrize("nothing", [[], (), {}])
+def test_a_list_without_an_atlas(nothing):
+    refuse(InputError, "contains no atlas; give at least one path or AnnData", nothing)
+
+
+def test_an_index_of_a_data_set(path):
+    with pytest.raises(NotImplementedError, match=r"iterate over it .* or read rows with dasksc.open\(path\)\[rows\]"):
+        scDataset(path, Streaming(), 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"obs": ["celltype"]}, "^obs of {} has no 'celltype'; did you mean 'cell_type'"),
+        ({"filter": "celltype == 'B'"}, "^obs of {} has no 'celltype'; did you mean 'cell_type'"),
+        ({"strategy": ClassBalancedSampling(label_key="celltype")}, "^obs of {} has no 'celltype'; did you mean"),
+        ({"genes": ["gene0"], "genes_key": "kez"}, "^var of {} has no 'kez'; did you mean 'key'"),
+    ],
+)
+def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(path, options, match):
+    adata = dasksc.open(path)
+    adata.var["key"] = adata.var_names
+    refuse(MissingKeyError, match.format(re.escape(str(path))), adata, **options)
+
+
+def test_an_atlas_without_layers_says_to_leave_them_out(tmp_path):
+    adata = make_adata(N_OBS)
+    adata.layers.clear()
+    path = write_store(adata, tmp_path, "h5ad")
+    refuse(MissingKeyError, f"^{re.escape(str(path))} has no layers; leave out 'count'$", path, layers=["count"])
+    refuse(MissingKeyError, "^the atlas has no layers; leave out 'count'$", adata, layers=["count"])
 
 
 @pytest.mark.parametrize("name", ["batch_size", "fetch_factor", "prefetch"])
@@ -123,9 +158,10 @@ def test_seeds_out_of_range(path, seed):
     ("options", "match"),
     [
         ({"obs": ["cell_typ"]}, "cell_type"),
-        ({"layers": ["count"]}, "layers has no 'count'; did you mean 'counts'"),
-        ({"obsm": ["pca"]}, "obsm has no 'pca'"),
+        ({"layers": ["count"]}, r"layers of .*\.\w+ has no 'count'; did you mean 'counts'"),
+        ({"obsm": ["pca"]}, r"obsm of .*\.\w+ has no 'pca'"),
         ({"genes": ["gene0", "gen1"]}, "var_names has no 'gen1'; did you mean 'gene1"),
+        ({"genes": ["gene0", "GENE1"]}, r"var_names has no 'GENE1'; did you mean 'gene1'\?"),
         ({"strategy": ClassBalancedSampling(label_key="celltype")}, "cell_type"),
     ],
 )
@@ -181,7 +217,7 @@ def test_options_that_make_no_sense(path, options, match):
     [
         (lambda: BlockShuffling(0), "block_size must be a whole number"),
         (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights has 59 entries; expected 60"),
-        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is another value"),
+        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is -1.0$"),
         (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; the sum is 0.0"),
         (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
         (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "only 60 have a positive weight"),

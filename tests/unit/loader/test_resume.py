@@ -342,10 +342,25 @@ def test_a_state_of_matrices_of_another_shape_names_the_matrix():
         of(4).load_state_dict(through_json(of(3).state_dict()))
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 99}, None])
+@pytest.mark.parametrize("state", [{}, {"a": 1}, "a", None])
 def test_what_is_no_state_is_refused(state):
-    with pytest.raises(InputError, match="the state has version .*, but .* reads states of version 1"):
+    given = re.escape(repr(state))
+    with pytest.raises(InputError, match=rf"^{given} is not a state of a data set; give .* dataset.state_dict\(\)"):
         dataset().load_state_dict(state)
+
+
+def test_a_state_of_another_version_is_refused():
+    with pytest.raises(InputError, match="the state has version 99, but .* reads states of version 1"):
+        dataset().load_state_dict({"version": 99})
+
+
+def test_another_number_of_rows_is_the_only_difference_reported():
+    def of(n_obs):
+        return scDataset(da.zeros((n_obs, 3), dtype="float32"), BlockShuffling(), 2, seed=0)
+
+    message = "data set: n_obs is 6 and was 8; X is 6 x 3 float32 and was 8 x 3 float32. Create"
+    with pytest.raises(InputError, match=message):
+        of(6).load_state_dict(through_json(of(8).state_dict()))
 
 
 def test_what_is_wrong_in_a_state_is_named():

@@ -738,13 +738,13 @@ def test_strategies_can_be_asked_directly() -> None:
         ),
         (
             lambda: BlockWeightedSampling(weights=[-1] + [1] * 9),
-            "weights must be finite and not negative; the weight of row 0",
+            "weights must be finite and not negative; the weight of row 0 is -1$",
         ),
         (
             lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]),
-            "weights must be finite and not negative; the weight of row 5",
+            "weights must be finite and not negative; the weight of row 5 is nan$",
         ),
-        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "the weight of row 9 is another value"),
+        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "the weight of row 9 is inf$"),
         (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights must have a positive, finite sum; the sum is 0"),
         (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; the sum is inf"),
         (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights must be one number per row"),

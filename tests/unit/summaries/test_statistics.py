@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anndata as ad
@@ -260,6 +261,13 @@ def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-6)
         assert list(ours.index) == list(adata.obs_names)
     assert list(dasksc.statistics(path, qc=[]).cells.columns) == ["n_genes_by_counts", "total_counts"]
+
+
+def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(tmp_path):
+    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
+    for options, group in (({"by": "celltype"}, "obs"), ({"layer": "count"}, "layers"), ({"qc": ["nothing"]}, "var")):
+        with pytest.raises(MissingKeyError, match=f"^{group} of {re.escape(str(path))} has no"):
+            dasksc.statistics(dasksc.open(path), **options)
 
 
 @pytest.mark.parametrize(
