@@ -81,8 +81,8 @@ def rows_where(
     -----
     Missing values follow the rules of pandas:
 
-    - In most columns, a comparison with a missing value is false, except ``!=``, which is true. The row is therefore
-      selected by the negation, ``not``.
+    - In most columns, a comparison with a missing value is false, except ``!=``, which is true. For example,
+      ``not n_genes > 500`` also selects the rows without a value.
     - In nullable and boolean columns, every comparison with a missing value is unknown. So is ``.str`` of missing text
       in any column. The negation of an unknown result is unknown, and rows with an unknown result are not selected.
 

@@ -331,7 +331,7 @@ class Change(Protocol):
         Returns
         -------
         bool
-            False if `change` must do this instead, which supports more data types and reports invalid values.
+            False if the caller must use `change`, which supports more data types and reports invalid values.
         """
 
 

@@ -79,7 +79,7 @@ class Target(Protocol):
         """Path of the work folder."""
 
     def found(self, digest: str) -> dict[str, PublishedArray]:
-        """Return the published predictions with a digest, by key."""
+        """Return the published predictions whose plan has the given digest, by key."""
 
     def existing(self, keys: Iterable[str]) -> list[str]:
         """Return those of `keys` that already exist, or the path of another obstacle."""
@@ -342,7 +342,7 @@ class InFile:
 
     @property
     def folder(self) -> Path:
-        """See `Target`. All keys share the folder: of two runs that replace the same file, one result would be lost."""
+        """See `Target`. All keys share the folder, so two runs cannot replace the same file."""
         return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, PublishedArray]:

@@ -110,8 +110,8 @@ class scDataset(IterableDataset[Any]):
         Number of rows in a batch, per rank.
     fetch_factor
         Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
-        and shuffled in memory. None chooses the largest number that `memory_limit` allows. The choice depends only on
-        the stored data, so it is equal on every rank and machine.
+        and shuffled in memory. None chooses the largest number that `memory_limit` allows. For the same arguments, the
+        choice depends only on the stored data, so it is equal on every rank and machine.
     drop_last
         If True, omit the last, smaller batch of each rank, and rows that cannot be divided equally among ranks.
     fetch_callback
@@ -161,8 +161,8 @@ class scDataset(IterableDataset[Any]):
         Maximum anonymous memory during iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader
         workers share it by prefetching less; a warning is logged if they still exceed it.
     mmap
-        Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that is already open, pass it to
-        `dasksc.open` instead.
+        Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that `dasksc.open` returns, pass
+        `mmap` to `dasksc.open` instead.
     device
         Device of batches; default: the CPU.
     pin_memory

@@ -149,7 +149,7 @@ class MatrixSource(Source):
 
     @functools.cached_property
     def costs(self) -> dict[str, Any]:
-        """Arguments of a `MemoryModel`: costs by label, mapped and read, and labels of matrices that must be mapped."""
+        """Arguments `mapped`, `read` and `forced` of a `MemoryModel`."""
 
         def costs() -> dict[str, FetchCost]:
             found: dict[str, FetchCost] = {}
