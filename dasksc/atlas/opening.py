@@ -212,7 +212,7 @@ def open(
                 verb = "applies" if len(label_options) == 1 else "apply"
                 raise InputError(
                     f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas; leave it out, or "
-                    "give a list"
+                    "give several"
                 )
         else:
             result = _open_several(

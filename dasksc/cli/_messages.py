@@ -12,16 +12,29 @@ from contextlib import contextmanager
 
 import click
 
-__all__ = ["as_options", "collected_warnings", "folded", "print_warnings"]
+from dasksc.errors import DaskscError
+
+__all__ = ["as_options", "collected_warnings", "errors_as_options", "folded", "print_warnings"]
 
 # Value that error messages recommend, and the equivalent option.
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
 # Advice that names an argument, and the same advice for commands without that option.
-_WITHOUT_OPTION = {"prefetch": ("fetch_factor, batch_size or prefetch,", "fetch_factor or batch_size,")}
+_WITHOUT_OPTION = {
+    "prefetch": ("fetch_factor, batch_size or prefetch,", "fetch_factor or batch_size,"),
+    "genes_key": (", or match a column of var with genes_key=", ""),
+}
+# Advice about objects in Python, and the equivalent for a command.
+_PYTHON_ADVICE = {
+    re.compile(r"Select genes of the result: adata\[:, adata\.var\[.+?\]\.isin\(\[.*?\]\)\]"): "Leave it out",
+    re.compile(r"Open it with dasksc\.Modalities\(\.\.\.\), which .+ scDataset"): (
+        "Store one of them as an .h5ad file: mudata.read(path)['rna'].write_h5ad('rna.h5ad')"
+    ),
+}
 # A name without this character may also be a common word, so it is replaced only if "=" follows.
 _IS_ARGUMENT = "_"
 # Maximum width in columns of the name at the beginning of a report line, with the spaces that follow it.
 _NAMED = 24
+_QUOTED = re.compile("'([^']*)'")
 _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 
 
@@ -35,6 +48,8 @@ def as_options(text: str) -> str:
     text = text.replace(*_SKIP_SIGNATURE)
     if context is None:
         return text
+    for advice, instead in _PYTHON_ADVICE.items():
+        text = advice.sub(instead, text)
     names = {option.name for option in context.command.params}
     for name, (before, after) in _WITHOUT_OPTION.items():
         if name not in names:
@@ -44,13 +59,31 @@ def as_options(text: str) -> str:
             flag = option.opts[0]
             for name in dict.fromkeys((option.name or flag, flag.lstrip("-").replace("-", "_"))):
                 text = _with_flag(text, name, flag, is_flag=option.is_flag)
-    return text
+        elif option.metavar and option.name:
+            text = re.sub(rf"(?<![-\w]){option.name}=(?=['\"])", f"{option.metavar} ", text)
+    # A message for Python and the command line names both: "overwrite=True (--overwrite)".
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", text)
+
+
+@contextmanager
+def errors_as_options() -> Iterator[None]:
+    """Express errors of dasksc in the ``with`` block in terms of the command line."""
+    try:
+        yield
+    except DaskscError as error:
+        text = as_options(str(error))
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
 
 
 def _with_flag(text: str, name: str, flag: str, *, is_flag: bool) -> str:
     if is_flag:
         text = re.sub(rf"\buse {name}=False\b", f"leave out {flag}", text)
         return re.sub(rf"\b{name}=True\b", flag, text)
+    text = re.sub(
+        rf"(?<![-\w]){name}=\[('[^\]]*')\]", lambda found: f"{flag} {','.join(re.findall(_QUOTED, found[1]))}", text
+    )
     text = re.sub(rf"(?<![-\w]){name}=(?=[\w'\"])", f"{flag} ", text)
     text = re.sub(rf"(?<![-\w]){name}=(?=[\s,;.)]|$)", flag, text)
     return re.sub(rf"(?<![-\w]){name}\b", flag, text) if _IS_ARGUMENT in name else text

@@ -16,7 +16,7 @@ from anndata import AnnData
 
 import dasksc
 from dasksc.atlas.modalities import is_modalities
-from dasksc.cli._messages import as_options, collected_warnings, print_warnings
+from dasksc.cli._messages import collected_warnings, errors_as_options, print_warnings
 from dasksc.storage import is_url, redact_url
 
 __all__ = [
@@ -83,14 +83,8 @@ def url_options(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapper(*args: Any, **options: Any) -> Any:
-        try:
-            with collected_warnings():
-                return command(*args, **options)
-        except dasksc.DaskscError as error:
-            text = as_options(str(error))
-            if text == str(error):
-                raise
-            raise type(error)(text) from error
+        with errors_as_options(), collected_warnings():
+            return command(*args, **options)
 
     stored = click.option(
         "--storage-option",

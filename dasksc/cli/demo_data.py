@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from dasksc.cli._messages import errors_as_options
 from dasksc.cli._shared import aligned
 
 __all__ = ["command"]
@@ -27,5 +28,6 @@ def command(folder: str, overwrite: bool) -> None:
     """
     from dasksc.datasets import demo_data
 
-    contents = demo_data(folder, overwrite=overwrite)
+    with errors_as_options():
+        contents = demo_data(folder, overwrite=overwrite)
     click.echo(aligned([(name, what) for name, what in contents.items()]))

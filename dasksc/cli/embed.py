@@ -86,6 +86,7 @@ def command(
     """
     if out is None and not in_place:
         raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")
+    device_of_rank = _device(device)  # before anything is read
     with cached_in(cache):
         data: Any = atlas
         if storage_options or features:
@@ -99,7 +100,7 @@ def command(
             atlas if out is None else out,
             key=key,
             categories=categories,
-            device=_device(device),
+            device=device_of_rank,
             in_place=in_place,
             overwrite=overwrite,
             nan="report" if nan == "report" else "error",
@@ -148,11 +149,20 @@ def _prepared(
 
 
 def _device(given: str | None) -> Any:
-    """Return the given device, or the GPU of this rank."""
+    """Return the given device if this machine has it, or the GPU of this rank."""
     import torch
 
-    if given is not None or not torch.cuda.is_available():
-        return given
+    if given is not None:
+        try:
+            return torch.empty(0, device=given).device
+        except (RuntimeError, AssertionError) as error:
+            available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+            available += ["mps"] * torch.backends.mps.is_available()
+            raise dasksc.InputError(
+                f"--device {given} is not available on this machine; give one of: {', '.join(available)}"
+            ) from error
+    if not torch.cuda.is_available():
+        return None
     from dasksc.train.launch import local_rank_of
 
     return torch.device("cuda", local_rank_of(dasksc.World.detect(), os.environ) % torch.cuda.device_count())

@@ -33,7 +33,7 @@ Examples:
     default=1.0,
     show_default=True,
     metavar="S",
-    help="Seconds per speed test; 0: none",
+    help="Seconds per speed test; 0: none.",
 )
 def command(
     paths: tuple[str, ...],

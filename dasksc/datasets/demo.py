@@ -17,7 +17,7 @@ from anndata.io import write_elem
 from dasksc.datasets.atlas import synthetic
 from dasksc.datasets.design import names
 from dasksc.datasets.screen import synthetic_screen
-from dasksc.errors import InputError
+from dasksc.errors import InputError, StorageError
 
 __all__ = ["demo_data"]
 
@@ -46,6 +46,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     ------
     InputError
         If one of the files exists and `overwrite` is False. Nothing is written in this case.
+    StorageError
+        If the folder cannot be created.
 
     Notes
     -----
@@ -77,7 +79,12 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         raise InputError(
             f"{folder} already has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite)."
         )
-    (folder / "plates").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "plates").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the folder {folder} cannot be created: {error.strerror}. Give a folder that you may write to"
+        ) from error
     _cells(folder / "atlas.h5ad", 2_000, range(300), donors=range(12), seed=0)
     _cells(folder / "plates" / "1.h5ad", 300, range(200), donors=range(12, 14), seed=1)
     _cells(folder / "plates" / "2.h5ad", 300, range(100, 300), donors=range(14, 16), seed=2)

@@ -159,7 +159,8 @@ class Check:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.name}, epoch {self.epoch}, {self.world_size} rank{'s' * (self.world_size > 1)}"
-        blocks = f", in {self.n_blocks:,} blocks of {self.block_size:,}" if self.sets is None else ""
+        n_blocks = f"{self.n_blocks:,} block{'s' * (self.n_blocks != 1)}"
+        blocks = f", in {n_blocks} of {self.block_size:,}" if self.sets is None else ""
         yield f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored{blocks}"
         yield (
             f"  batches  {self.batch_size:,} rows per rank, {self.global_batch_size:,} over all ranks; "

@@ -64,10 +64,7 @@ def estimate_sample_size(
     >>> dasksc.estimate_sample_size("atlas.h5ad")  # 300 genes of 4 bytes
     1200
     """
-    if isinstance(data_collection, (str, os.PathLike)):
-        from dasksc.atlas.opening import open as open_collection
-
-        data_collection = open_collection(data_collection)
+    data_collection = _opened(data_collection)
     hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
     if _is_yielded_dense(data_collection) and not any(hooks):
         return int(np.dtype(np.float32).itemsize * data_collection.shape[1])
@@ -144,6 +141,7 @@ def suggest_parameters(
     >>> suggested["num_workers"], suggested["block_size_balanced"] >= 1
     (0, True)
     """
+    data_collection = _opened(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
     sample_bytes = estimate_sample_size(
         data_collection,
@@ -156,7 +154,8 @@ def suggest_parameters(
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
     fetch_factor = int(budget_bytes // max(batch_size * sample_bytes, 1))
-    fetch_factor = min(max(fetch_factor, 1), _MAX_FETCH_FACTOR)
+    n_batches = -(-count_rows(data_collection) // batch_size)  # a fetch of more rows than there are reads no more
+    fetch_factor = max(min(fetch_factor, _MAX_FETCH_FACTOR, n_batches), 1)
     fetch_bytes = batch_size * fetch_factor * sample_bytes
 
     result: dict[str, Any] = {
@@ -188,6 +187,15 @@ def suggest_parameters(
     if verbose:
         print(_explain(result, target_ram_fraction))
     return result
+
+
+def _opened(data_collection: Any) -> Any:
+    """Return a data collection; a path is opened."""
+    if isinstance(data_collection, (str, os.PathLike)):
+        from dasksc.atlas.opening import open as open_collection
+
+        data_collection = open_collection(data_collection)
+    return data_collection
 
 
 def _measure_blocks(

@@ -193,8 +193,8 @@ class Checkpoints:
         if resume_from is None:
             if existing:
                 raise InputError(
-                    f"{self.folder} has {len(existing)} checkpoints of another run, the latest "
-                    f"{Path(existing[-1]).name}. Resume it with training.resume_from=auto, or give another "
+                    f"{self.folder} has {len(existing)} checkpoint{'s' * (len(existing) > 1)} of another run, the "
+                    f"latest {Path(existing[-1]).name}. Resume it with training.resume_from=auto, or give another "
                     "training.checkpoint_dir"
                 )
             return None
@@ -268,7 +268,8 @@ def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterat
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
             raise cause from None
-        raise kind(f"{what}: {type(cause).__name__} on rank {rank}, {cause}. {advice}") from error
+        of_rank = f" on rank {rank}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        raise kind(f"{what}: {type(cause).__name__}{of_rank}, {cause}. {advice}") from error
 
 
 def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
@@ -309,7 +310,9 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(file.read_text())
     except FileNotFoundError as error:
-        raise MissingPathError(f"there is no checkpoint at {path}: expected {file}") from error
+        model = path / "model.pt"
+        hint = f"; did you mean {model}?" if model.exists() else f": expected {file}"
+        raise MissingPathError(f"there is no checkpoint at {path}{hint}") from error
     except ValueError as error:  # not JSON, or not UTF-8
         raise CorruptDataError(f"{file} is damaged or truncated: {error}. {advice}") from error
     if not isinstance(state, dict):

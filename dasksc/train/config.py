@@ -447,9 +447,8 @@ class Config(_Section):
             As for `load`.
         """
         if not isinstance(raw, Mapping):
-            raise InputError(
-                f"{source} contains a {type(raw).__name__}; expected sections: {', '.join(cls.model_fields)}"
-            )
+            content = "is empty" if raw is None else f"contains a {'list' if isinstance(raw, list) else 'single value'}"
+            raise InputError(f"{source} {content}; expected sections: {', '.join(cls.model_fields)}")
         tree = changed(raw, changes)
         training = tree.get("training")
         if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:

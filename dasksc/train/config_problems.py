@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -11,6 +11,14 @@ from pydantic import BaseModel, ValidationError
 from dasksc.atlas.lookup import nearest
 
 __all__ = ["problems_in"]
+
+# Words for the limits of a number, by the type of pydantic's error.
+_LIMITS = {
+    "greater_than_equal": "at least",
+    "greater_than": "greater than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
 
 
 def problems_in(root: type[BaseModel], found: ValidationError) -> list[str]:
@@ -39,22 +47,65 @@ def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
     """Return the message for a problem, with the nearest valid name for an unknown key or choice."""
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
+        elsewhere = list(_places_of(where[-1], root))
+        below = [place for place in elsewhere if place.startswith(".".join([*where[:-1], ""]))]
+        if elsewhere:
+            return f"{name} is not known; did you mean {' or '.join(map(repr, (below or elsewhere)[:3]))}?"
         return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
     if error["type"] == "missing":
         return f"{name} is missing"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "literal_error" and isinstance(error["input"], str):
-        message = nearest(error["input"], re.findall("'([^']*)'", error["ctx"]["expected"]))
-    return f"{name}={error['input']!r}: {message}"
+    return f"{name}={error['input']!r}: {_expected(root, where, error)}"
 
 
-def _keys_at(model: type[BaseModel], sections: Sequence[str]) -> list[str]:
+def _expected(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
+    """Return what a key expects instead of its value, with an example as in YAML."""
+    given, kind, limits = error["input"], error["type"], error.get("ctx", {})
+    key = "" if where[-1].isdecimal() else f"{where[-1]}: "  # an item of a list has no key
+    if kind == "literal_error":
+        expected = str(limits["expected"])
+        choices = re.findall("'([^']*)'", expected)
+        return nearest(given, choices) if isinstance(given, str) and choices else f"expected {expected.lower()}"
+    if kind in _LIMITS:
+        return f"must be {_LIMITS[kind]} {next(iter(limits.values())):g}"
+    if kind.startswith("int_"):
+        return "give a whole number, such as 64"
+    if kind.startswith("float_"):
+        return "give a number, such as 0.1"
+    if kind.startswith("bool_"):
+        return "give true or false"
+    if kind == "string_type":
+        return f"give text in quotes: {key}'{given}'" if isinstance(given, int | float) else "give text"
+    if kind == "list_type":
+        return f"give a list, such as {key}[{given if isinstance(given, str) else 'a, b'}]"
+    if kind in ("dict_type", "model_type"):
+        section = _section_at(root, where)
+        return f"give a section, such as {key}{{{'key' if section is None else next(iter(section.model_fields))}: ...}}"
+    message: str = error["msg"]
+    return message.removeprefix("Value error, ")
+
+
+def _places_of(key: str, section: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Yield the places of a key in a section and the sections below it."""
+    for name in section.model_fields:
+        if name == key:
+            yield f"{above}{name}"
+        if (below := _section_of(section, name)) is not None:
+            yield from _places_of(key, below, f"{above}{name}.")
+
+
+def _keys_at(root: type[BaseModel], sections: Sequence[str]) -> list[str]:
     """Return the valid keys of a section."""
-    for section in sections:
-        below = _section_of(model, section)
-        assert below is not None
-        model = below
-    return list(model.model_fields)
+    section = _section_at(root, sections)
+    assert section is not None
+    return list(section.model_fields)
+
+
+def _section_at(root: type[BaseModel], keys: Sequence[str]) -> type[BaseModel] | None:
+    """Return the schema of the section that `keys` lead to, or None if they lead to a value."""
+    section: type[BaseModel] | None = root
+    for key in keys:
+        section = None if section is None else _section_of(section, key)
+    return section
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:

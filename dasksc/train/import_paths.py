@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 from dasksc import InputError
-from dasksc.atlas.lookup import nearest, with_advice
+from dasksc.atlas.lookup import nearest, similar, with_advice
 
 __all__ = ["arguments_of", "check_arguments", "find"]
 
@@ -36,17 +36,35 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
     if not colon:
         raise InputError(
             with_advice(
-                f"{what}={name!r} is not known; {nearest(name, built_in)}",
+                f"{what}={name!r} is not known; {nearest(_completed(name, built_in), built_in)}",
                 "To use your own, give 'package.module:name'",
             )
         )
     try:
-        value: Any = import_module(module_name)
+        module = import_module(module_name)
+    except (ImportError, AttributeError) as error:
+        # A module that exists may import another one that is not installed.
+        is_absent = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+        hint = "Is its directory on PYTHONPATH?" if is_absent else "Correct that import, or install the package"
+        raise InputError(f"{what}={name!r} cannot be imported: {error}. {hint}") from error
+    value: Any = module
+    try:
         for part in attribute.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{what}={name!r} cannot be imported: {error}. Is its directory on PYTHONPATH?") from error
+    except AttributeError as error:
+        near = similar(attribute, dir(module))
+        hint = (
+            f"; did you mean {f'{module_name}:{near[0]}'!r}?" if near else f". Give a name that {module_name} defines"
+        )
+        raise InputError(f"{what}={name!r} cannot be imported: {error}{hint}") from error
     return value
+
+
+def _completed(name: str, known: Iterable[str]) -> str:
+    """Return the known name whose first word is similar to `name`, such as mlp_classifier for mlp, or `name`."""
+    by_first_word = {one.partition("_")[0]: one for one in known}
+    near = [] if similar(name, known) else similar(name, by_first_word)
+    return by_first_word[near[0]] if near else name
 
 
 def arguments_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -108,6 +108,10 @@ class _Run:
         self.say = say
         self.folder = Path(training.checkpoint_dir)
         self.loaders: EpochLoaders = make_loaders(config, device=context.device, rank=context.rank)
+        context.on_rank_zero(
+            lambda: self.folder.mkdir(parents=True, exist_ok=True),
+            f"training.checkpoint_dir={training.checkpoint_dir!r} cannot be created",
+        )
         if context.rank == 0:
             files = ["checkpoints", "metrics.csv", *(["training.png"] if can_plot() else [])]
             say(f"writing {', '.join(files)} and model.pt to {self.folder.absolute()}")

@@ -110,7 +110,8 @@ class RankContext:
         is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__}, {error}"))
         if error is not None and not is_of_storage:
             raise error
-        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason} on rank 0") from error
+        of_rank = " on rank 0" if self.world_size > 1 else ""
+        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason}{of_rank}") from error
 
 
 def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:

@@ -194,7 +194,7 @@ def imported_model(path: str) -> Any:
     InputError
         If there is no such object, or it is a class.
     """
-    model = find(path, {}, what="--model")
+    model = find(path, {}, what="model")
     if isinstance(model, type) or not callable(model):
         raise InputError(f"--model {path} is {model!r}; give a function of a batch, or a module instance")
     return model

@@ -42,10 +42,21 @@ def read_file(path: str | Path) -> Any:
         return read_yaml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no configuration at {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not a text file with a configuration: {error}") from error
+    except (OSError, UnicodeDecodeError, yaml.reader.ReaderError) as error:
+        reason = f": {error.strerror}" if isinstance(error, OSError) else ""
+        raise InputError(f"{path} is not a text file with a configuration{reason}. Give a YAML file") from error
     except yaml.YAMLError as error:
-        raise InputError(f"{path} is not YAML: {error}") from error
+        raise InputError(f"{path} is not YAML: {_problem_of(error)}") from error
+
+
+def _problem_of(error: yaml.YAMLError) -> str:
+    """Return the line and the problem of a YAML error, without the excerpts of the text."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return str(error)
+    if "'\\t'" in problem:
+        return f"line {mark.line + 1} is indented with a tab; use spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def changed(raw: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
@@ -75,9 +86,7 @@ def set_value(tree: dict[str, Any], change: str) -> None:
     try:
         tree[last] = read_yaml(text) if text else None
     except yaml.YAMLError as error:
-        raise InputError(
-            f"--set {change}: {text!r} is not YAML; put text with special characters in quotes ({error})"
-        ) from error
+        raise InputError(f"--set {change}: {text!r} is not YAML; put text with special characters in quotes") from error
 
 
 def _expanded(short: Any, change: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def test_an_incomplete_checkpoint_is_ignored(raw, tmp_path):
 
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path):
     train(raw)
-    with pytest.raises(InputError, match="has 1 checkpoints of another run, the latest step-00000026. Resume it"):
+    with pytest.raises(InputError, match="has 1 checkpoint of another run, the latest step-00000026. Resume it"):
         train(raw)
     with pytest.raises(MissingPathError, match="is not a checkpoint"):
         train(raw, training__resume_from=str(tmp_path))

@@ -33,6 +33,9 @@ def test_a_state_that_is_cut_off_is_named(text, raw, folder):
         train(raw, training__resume_from="auto")
     with pytest.raises(CorruptDataError, match=str(file)):
         load_model(file.parent)
+    with pytest.raises(MissingPathError, match=r"no checkpoint at .*; did you mean .*/model\.pt\?"):
+        load_model(folder)
+    (folder / "model.pt").unlink()
     with pytest.raises(MissingPathError, match=r"no checkpoint at .*state\.json"):
         load_model(folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from click.testing import CliRunner
 
 from dasksc import InputError, cli
 from dasksc.cli._messages import as_options, collected_warnings, folded
+from dasksc.datasets import demo_data
 
 pytestmark = pytest.mark.core
 
@@ -164,3 +166,45 @@ def test_reports_are_folded_at_the_width_of_the_terminal(monkeypatch: pytest.Mon
         f"{title}\n  rows     one two three four\n           five six\n  short  1"
     )
     assert folded("dasksc: one two three four five six", indent=2) == "dasksc: one two three four\n  five six"
+
+
+def calls_with_errors(folder: Path) -> list[tuple[list[str], str]]:
+    """Return erroneous calls of the command, and a part of the message of each."""
+    demo, out = folder / "demo", str(folder / "out.zarr")
+    atlas, plates = str(demo / "atlas.h5ad"), [str(demo / "plates" / f"{i}.h5ad") for i in (1, 2)]
+    model = folder / "run" / "model.pt"
+    model.parent.mkdir()
+    model.touch()
+    embed = ["embed", atlas, "--out", out, "--model"]
+    return [
+        (["demo-data", str(demo)], "Give another folder, or --overwrite."),
+        (["demo-data", "/dev/null/x"], "the folder /dev/null/x cannot be created: Not a directory"),
+        (["embed", atlas, "--model", "os:getcwd", "--out", str(model)], "give --in-place; otherwise"),
+        ([*embed, "os:getcwd", "--device", "nodevice:1"], "is not available on this machine; give one of: cpu"),
+        ([*embed, "torch:no_gradd"], "has no attribute 'no_gradd'; did you mean 'torch:no_grad'?"),
+        ([*embed, "no_such_module:f"], "--model 'no_such_module:f' cannot be imported"),
+        ([*embed, str(model.parent)], f"did you mean {model}?"),
+        (["convert", atlas, str(folder / "o.h5ad")], f"OUT.zarr '{folder / 'o.h5ad'}' is named like a file"),
+        (["convert", *plates, out, "--keys", "a"], "--keys a must be a list of 2 names"),
+        (["convert", str(demo / "cite.h5mu"), out], "contains several modalities. Store one of them as an .h5ad"),
+        (["convert", atlas, out, "--label", "plate"], "leave it out, or give several"),
+        (["info", atlas, "--genome", "X"], "is not one. Leave it out"),
+    ]
+
+
+def test_errors_are_in_terms_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo_data(tmp_path / "demo")
+    for args, told in calls_with_errors(tmp_path):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(args)
+        message = capsys.readouterr().err
+        assert stopped.value.code == 1, message
+        assert told in message
+        assert not re.search(r"(?<!-)\b\w+=", message), message
+        assert not re.search(r"(--[\w-]+) \(\1\)", message), message
+
+
+def test_advice_about_an_option_that_the_command_lacks_is_left_out() -> None:
+    message = "none of the genes is in var. Use symbols in both, or match a column of var with genes_key="
+    with click.Context(reads):
+        assert as_options(message) == "none of the genes is in var. Use symbols in both"

@@ -118,7 +118,7 @@ def test_hooks_on_an_anndata_are_run(tmp_path):
 
 
 def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
-    result = suggest_parameters(np.zeros((10, 2048)), batch_size=64, verbose=False)
+    result = suggest_parameters(np.broadcast_to(np.zeros(2048), (10**6, 2048)), batch_size=64, verbose=False)
     assert set(result) == KEYS
     # With 16 KiB per row and 64 rows per batch, a batch is 1 MiB, and 20% of 10 GiB holds 2,048 batches.
     assert result["fetch_factor"] == 256
@@ -134,6 +134,14 @@ def test_the_total_stays_within_the_share_of_memory_asked_for(target_ram_fractio
     result = suggest_parameters(np.zeros((10, 2048)), 512, target_ram_fraction, min_workers=min_workers, verbose=False)
     assert result["fetch_factor"] >= 1
     assert result["estimated_total_memory_mb"] <= target_ram_fraction * 10 * 1024
+
+
+def test_a_fetch_has_no_more_batches_than_there_are(tmp_path):
+    adata = ad.AnnData(np.zeros((100, 8), np.float32))
+    adata.write_h5ad(tmp_path / "atlas.h5ad")
+    for data in (adata, tmp_path / "atlas.h5ad", str(tmp_path / "atlas.h5ad")):
+        assert suggest_parameters(data, 32, verbose=False)["fetch_factor"] == 4
+        assert suggest_parameters(data, 1000, verbose=False)["fetch_factor"] == 1
 
 
 def test_one_batch_a_fetch_is_the_least_that_is_suggested():

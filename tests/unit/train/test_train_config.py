@@ -88,12 +88,20 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
             {"training": {"scheduler": "cosine_warmpu"}},
             "training.scheduler.name='cosine_warmpu': did you mean 'cosine_w",
         ),
-        ({"data": {"path": None}}, "data.path=None: Input should be a valid string"),
+        ({"data": {"path": None}}, "data.path=None: give text"),
         ({"data": {"path": "a", "batch_size": True}}, "data.batch_size=True: expected a number"),
         ({"data": {"path": "a", "validation": True}}, "data.validation.share=True: expected a number"),
-        ({"training": {"max_epochs": 0}}, "training.max_epochs=0: Input should be greater than or equal to 1"),
+        ({"training": {"max_epochs": 0}}, "training.max_epochs=0: must be at least 1"),
         ({"training": {"fsdp": {"sharding_strategy": "HALF"}}}, "training.fsdp.sharding_strategy='HALF'"),
-        ({"data": {"path": "a", "equal_ranks": False}}, "data.equal_ranks=False"),
+        ({"data": {"path": "a", "equal_ranks": False}}, "data.equal_ranks=False: expected true"),
+        ({"data": {"path": "a", "obs": "cell_type"}}, "='cell_type': give a list, such as obs: [cell_type]"),
+        ({"data": {"path": "a", "obs": [1]}}, "data.obs.0=1: give text in quotes: '1'"),
+        ({"data": {"path": "a", "batch_size": "many"}}, "data.batch_size='many': give a whole number, such as 64"),
+        ({"data": {"path": "a", "drop_last": 7}}, "data.drop_last=7: give true or false"),
+        ({"data": 5}, "data=5: give a section, such as data: {path: ...}"),
+        ({"training": {"optimizer": {"lr": 0}}}, "training.optimizer.lr=0: must be greater than 0"),
+        ({"training": {"timeout_s": "long"}}, "training.timeout_s='long': give a number, such as 0.1"),
+        ({"training": {"lr": 0.1}}, "training.lr is not known; did you mean 'training.optimizer.lr'?"),
     ],
 )
 def test_mistakes_are_reported_with_the_nearest_name(sections, told):
@@ -110,21 +118,27 @@ def test_missing_files_and_invalid_yaml_are_reported(tmp_path):
     with pytest.raises(MissingPathError, match="there is no configuration at"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_text("data: [")
-    with pytest.raises(InputError, match="is not YAML"):
+    with pytest.raises(InputError, match="is not YAML: line 1, column 8: expected the node content"):
+        Config.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("data:\n\tpath: a.h5ad\n")
+    with pytest.raises(InputError, match=r"is not YAML: line 2 is indented with a tab; use spaces$"):
+        Config.load(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("")
+    with pytest.raises(InputError, match="is empty; expected sections: data, model"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_text("- data")
     with pytest.raises(InputError, match="contains a list; expected sections: data, model"):
         Config.load(tmp_path / "c.yaml")
     (tmp_path / "c.yaml").write_bytes(b"\x89HDF\r\n")
     for path in (tmp_path / "c.yaml", tmp_path):
-        with pytest.raises(InputError, match="is not a text file with a configuration"):
+        with pytest.raises(InputError, match=r"is not a text file with a configuration.*\. Give a YAML file$"):
             Config.load(path)
 
 
 def test_a_location_is_reported_once_and_without_the_names_of_alternatives():
     message = refused(data={"path": 3}, training={"logger": "std"})
     assert message == (
-        "the configuration: data.path=3: Input should be a valid string; training.logger='std': did you mean 'stdout'?"
+        "the configuration: data.path=3: give text in quotes: path: '3'; training.logger='std': did you mean 'stdout'?"
     )
 
 
