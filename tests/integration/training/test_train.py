@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc import InputError, MissingPathError
+from dasksc import InputError, MissingPathError, StorageError
 from dasksc.train import Config, fit, load_model
 from dasksc.train.config import Validation
 from dasksc.train.data import make_loaders, split_rows
@@ -299,6 +299,9 @@ def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
     assert train(raw).n_steps == 26
     raw["model"] = {"name": "tests.programs.train_models:Plane"}
     with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane' cannot be imported"):
+        train(raw)
+    raw["model"] = {"name": "mlpp"}
+    with pytest.raises(InputError, match="did you mean 'mlp_classifier'"):
         train(raw)
     raw["model"] = {"name": "mlp_clasifier"}
     with pytest.raises(InputError, match="model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'"):
@@ -750,3 +753,14 @@ def test_padding_changes_nothing_in_the_transformer():
         model({"input_ids": tokens, "attention_mask": mask})
     with pytest.raises(InputError, match="a cell has 9 tokens, but model.max_seq_len is 8"):
         model({"input_ids": torch.ones(1, 9, dtype=torch.int64), "attention_mask": torch.ones(1, 9, dtype=torch.bool)})
+
+
+def test_a_folder_that_cannot_be_created_is_told_before_it_is_announced(raw, monkeypatch):
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    lines: list[str] = []
+    monkeypatch.setattr("pathlib.Path.mkdir", refused)
+    with pytest.raises(StorageError, match=r"checkpoint_dir=.* cannot be created: PermissionError, .* denied$"):
+        fit(Config.of(raw), say=lines.append)
+    assert not lines
