@@ -20,7 +20,7 @@ __all__ = [
         "Config",
         "Data",
         "Fsdp",
-        "LRScheduler",
+        "Scheduler",
         "Model",
         "Named",
         "Optimizer",
@@ -182,7 +182,7 @@ class Optimizer(Named):
     lr: Annotated[float, Field(gt=0)] = 1e-3
 
 
-class LRScheduler(_Section):
+class Scheduler(_Section):
     """Schedule of the learning rate, as a factor of the learning rate of the optimizer.
 
     Parameters
@@ -299,7 +299,7 @@ class Training(_Section):
     max_epochs: _Positive | None = None
     max_steps: _Positive | None = None
     optimizer: Optimizer = Optimizer()
-    scheduler: LRScheduler = LRScheduler()
+    scheduler: Scheduler = Scheduler()
     scale_lr: bool = False
     seed: int = 0
     activation_checkpointing: bool = False

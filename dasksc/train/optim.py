@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dasksc.train.config import LRScheduler, Optimizer
+from dasksc.train.config import Optimizer, Scheduler
 from dasksc.train.import_paths import arguments_of, check_arguments, find
 
 __all__ = ["LearningRate", "factor_at", "hyperparameters_of", "make_optimizer"]
@@ -42,7 +42,7 @@ def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
     return {name for cls in classes for name in arguments_of(cls)}
 
 
-def factor_at(step: int, scheduler: LRScheduler, total_steps: int) -> float:
+def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
     """Return the factor of the learning rate for a step, counted from 0.
 
     The factor increases to 1 during the warm-up and decreases to ``scheduler.final`` at `total_steps`, unless the
@@ -71,7 +71,7 @@ class LearningRate:
         Number of steps of the run; the attribute may be changed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler, total_steps: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler, total_steps: int) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self.total_steps = total_steps

@@ -14,7 +14,7 @@ import torch
 from make_atlas import make_atlas
 
 from dasksc.datasets import demo_data
-from dasksc.train.config import LRScheduler
+from dasksc.train.config import Scheduler
 from dasksc.train.optim import factor_at
 from tests.support.programs import ROOT, blocks, run
 
@@ -303,5 +303,5 @@ def test_the_module_of_the_page_is_sharded_clipped_over_all_ranks_and_warmed_up(
     assert seen["n_steps"] == len(seen["before"]) == 32
     assert min(seen["before"]) > 0.2
     assert seen["after"] == pytest.approx([0.1] * 32, rel=1e-3)
-    wanted = LRScheduler(name="cosine_warmup", warmup_steps=20)
+    wanted = Scheduler(name="cosine_warmup", warmup_steps=20)
     assert seen["rates"] == pytest.approx([1e-3 * factor_at(step, wanted, 32) for step in range(32)])

@@ -48,7 +48,7 @@ SECTIONS = {
     "tokenizer": schema.Tokenizer,
     "training": schema.Training,
     "training.optimizer": schema.Optimizer,
-    "training.scheduler": schema.LRScheduler,
+    "training.scheduler": schema.Scheduler,
     "training.fsdp": schema.Fsdp,
     "training.profile": schema.Profile,
     "predict": schema.Predict,

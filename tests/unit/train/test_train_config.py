@@ -16,7 +16,7 @@ from torch import nn
 import dasksc
 from dasksc import InputError, MissingPathError, World, cli
 from dasksc.train import Config
-from dasksc.train.config import Data, Fsdp, LRScheduler, Open, Optimizer, Profile, Training, Validation
+from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler, Training, Validation
 from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
@@ -194,7 +194,7 @@ def test_set_below_a_short_form_keeps_its_value():
     config = Config.of(raw, changes=[*changes, "data.strategy.block_size=4"])
     assert config.data.validation == Validation(share=0.2, by="donor")
     assert config.training.profile == Profile(active=5)
-    assert config.training.scheduler == LRScheduler(name="cosine_warmup", warmup_steps=3)
+    assert config.training.scheduler == Scheduler(name="cosine_warmup", warmup_steps=3)
     assert (config.data.strategy.name, config.data.strategy.arguments) == ("streaming", {"block_size": 4})
     with pytest.raises(InputError, match=r"--set data.path.x=1: \['a.h5ad', 'b.h5ad'\] is a value, not a section"):
         Config.of(raw, changes=["data.path.x=1"])
@@ -226,7 +226,7 @@ def test_the_layout_of_the_guide_means_the_same():
     assert training.checkpoints_activations
     assert training.optimizer.arguments == {"weight_decay": 0.01}
     assert training.optimizer.lr == 1e-4
-    assert training.scheduler == LRScheduler(name="cosine_warmup", warmup_steps=10_000, total_steps=100_000)
+    assert training.scheduler == Scheduler(name="cosine_warmup", warmup_steps=10_000, total_steps=100_000)
     assert (training.loggers, training.wandb_project, training.save_top_k) == (["wandb"], "cells", 3)
 
 
@@ -595,16 +595,16 @@ def test_a_port_without_an_address_is_not_enough(monkeypatch):
 
 
 def test_the_learning_rate_rises_and_falls():
-    cosine = LRScheduler(name="cosine_warmup", warmup_steps=4, final=0.1)
+    cosine = Scheduler(name="cosine_warmup", warmup_steps=4, final=0.1)
     factors = [factor_at(step, cosine, 24) for step in range(26)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert factors[14] == pytest.approx(0.1 + 0.9 * 0.5)
     assert factors[24] == factors[25] == pytest.approx(0.1)
     assert factors[4:] == sorted(factors[4:], reverse=True)
-    linear = LRScheduler(name="linear_warmup", total_steps=10)
+    linear = Scheduler(name="linear_warmup", total_steps=10)
     assert [factor_at(step, linear, 99) for step in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
-    assert factor_at(7, LRScheduler(warmup_steps=2), 10) == 1.0
-    long = LRScheduler(name="cosine_warmup", warmup_steps=9)
+    assert factor_at(7, Scheduler(warmup_steps=2), 10) == 1.0
+    long = Scheduler(name="cosine_warmup", warmup_steps=9)
     assert all(math.isfinite(factor_at(step, long, 5)) for step in range(9))
 
 
