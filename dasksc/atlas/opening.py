@@ -211,8 +211,8 @@ def open(
                 what = ", ".join(f"{name}=" for name in label_options)
                 verb = "applies" if len(label_options) == 1 else "apply"
                 raise InputError(
-                    f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas; leave it out, or "
-                    "give several"
+                    f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas. Omit {what}, or "
+                    "give several atlases"
                 )
         else:
             result = _open_several(

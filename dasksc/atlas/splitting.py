@@ -86,9 +86,9 @@ def split(
         Seed of the split, an integer in [0, 2**64). The same seed, data and arguments give the same parts.
     conditions
         Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
-        in one part. A context, such as a cell line, is a combination of the columns that `hold_out` names. If
-        `hold_out` names all columns or is not given, a context is a combination of all columns but the last. Without
-        `hold_out`, the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
+        in one part. A context, such as a cell line, is a combination of values of the columns that `hold_out`
+        names. If `hold_out` names all columns or is not given, these are all columns but the last. Without `hold_out`,
+        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
         `groups` and `stratify`.
     hold_out
         Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
@@ -475,7 +475,7 @@ def _counted(
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(
             f"{n_units:,} groups x {n_classes:,} classes need {n_units * n_classes:,} counts, but at most "
-            f"{_MAX_COUNTS:,} are possible. Give stratify= a column with fewer classes"
+            f"{_MAX_COUNTS:,} are possible. Use a column with fewer classes for stratify="
         )
     counts = np.zeros((n_units, n_classes), dtype=np.int64)
     for piece in _pieces(len(values)):

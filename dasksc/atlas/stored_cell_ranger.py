@@ -150,7 +150,9 @@ def _check_lengths(path: str | RemoteLocation, name: str, features: dict[str, An
     lengths = {column: len(stored) for column, stored in features.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{column} {n}" for column, n in lengths.items())
-        raise CorruptDataError(f"{path}:/{name}: features have lists of different lengths: {found}")
+        raise CorruptDataError(
+            f"{path}:/{name}: features have lists of different lengths: {found}. Copy or download the file again"
+        )
 
 
 def _cells(

@@ -88,7 +88,7 @@ class AnnDataView:
     def name_pieces(self) -> Iterator[list[str]] | None:
         """Return an iterator over pieces of the names of cells, or None if the cells have no names.
 
-        The names in a single file or store are never all in memory.
+        For a single file or store, names are read piece by piece, so they are never all in memory at once.
         """
         if self.path is not None:
             return path_names(self.path)

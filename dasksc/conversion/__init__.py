@@ -54,7 +54,8 @@ class ConversionReport:
         Data type of the values of each matrix, by its key in the store.
     left_out
         Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
-        include everything that the join drops: uns, varp, columns of obs and var, and elements of single inputs.
+        include everything that the join drops: uns, varp, columns of obs and var, and elements that only some inputs
+        have.
     is_verified
         True if the store was compared with the input.
     genes
@@ -149,7 +150,7 @@ def convert(
         it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column indices the
         types that SciPy chooses.
     memory_limit
-        Anonymous memory to use in addition to the tables, in bytes or as a string such as ``"4GiB"``. Default:
+        Anonymous memory to use in addition to obs and var, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
         longer reads.
     scheduler

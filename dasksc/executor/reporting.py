@@ -54,7 +54,7 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
     try:
         loop = event_loop(client)
     except UnsupportedVersionError as error:
-        warn_once(error, without="the loader page shows nothing")
+        warn_once(error, without="the loader page of the Dask dashboard shows nothing")
         yield
         return
     reporter = _Reporter(client, figures, interval_s)
@@ -116,7 +116,7 @@ class _Reporter:
                 state.has_page = False
                 logger.debug("A report to the loader page failed: %s", error)
             except UnsupportedVersionError as error:
-                warn_once(error, without="the loader page shows nothing")
+                warn_once(error, without="the loader page of the Dask dashboard shows nothing")
                 return
             if is_last:
                 return

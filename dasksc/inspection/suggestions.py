@@ -55,8 +55,8 @@ def estimate_sample_size(
     Returns
     -------
     int
-        Bytes per row. Without hooks, paths, AnnData objects and Dask arrays are not read: the size of a row is then
-        that of n_vars float32 values, as in a dense batch. Otherwise, `n_samples` rows at equal intervals in the
+        Bytes per row. A path, AnnData or Dask array is not read if no hook is given: the size of a row is then that of
+        n_vars float32 values, as in a dense batch. Otherwise, `n_samples` rows at equal intervals in the
         collection are read, and their mean size is returned.
 
     Examples

@@ -26,7 +26,7 @@ __all__ = ["SCVIDataModule"]
 
 
 class SCVIDataModule(scDataModule):
-    """Data module for scvi-tools models, with the batch keys and attributes that they expect.
+    """Data module for scvi-tools models, whose batches have the keys that these models expect.
 
     .. code-block:: python
 

@@ -422,7 +422,10 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of shapes, data types, the strategy with its arrays, sizes and the seed; the ranks compare it."""
+        """Digest of the properties that must be equal on all ranks.
+
+        These are shapes and data types, the strategy and its arrays, batch size, fetch factor and seed.
+        """
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
@@ -501,7 +504,7 @@ class scDataset(IterableDataset[Any]):
         ):
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
-                f"fetch_factor as before: {last}. Use num_workers=0 to change them"
+                f"fetch_factor as before: {last}. Restore them, or resume from a state of the end of an epoch"
             )
         self._session.seed = seed
         self._tracker.load(position)
@@ -611,8 +614,8 @@ class scDataset(IterableDataset[Any]):
             Fetch tasks (a large fetch consists of several):
 
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, finished and received
-            - ``in_flight_bytes``: size of the finished tasks, plus that of the tasks in progress, each of which counts
-              as the largest task so far
+            - ``in_flight_bytes``: size of the finished tasks, plus an estimate for the tasks in progress (the size
+              of the largest task so far for each)
             - ``limit_bytes``: limit of ``in_flight_bytes``
 
             Times of the work in seconds, summed over threads:
@@ -645,8 +648,8 @@ class scDataset(IterableDataset[Any]):
         Returns
         -------
         dask.array.Array
-            Shape (number of rows that the rank yields, n_vars). Chunk k contains fetch k, with rows in the order in
-            which they are yielded: a `csr_matrix` or ndarray, with the layout, dtype and genes of the data set.
+            Shape (number of rows that the rank yields, n_vars). Chunk k is a `csr_matrix` or ndarray with the
+            rows of fetch k in the order in which they are yielded. It has the layout, dtype and genes of the data set.
 
         Raises
         ------

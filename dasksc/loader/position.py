@@ -232,7 +232,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
         epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
         seed = config.whole_number(part, _whole(state[part]), 0, 2**64)
-        part, expected = "consumed", f"a list of lists of whole numbers: {', '.join(names)}"
+        part, expected = "consumed", f"a list of lists of whole numbers ({', '.join(names)})"
         segments = tuple(
             ConsumedSegment(
                 **{

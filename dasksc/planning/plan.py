@@ -229,19 +229,19 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Number of the `n_dealt` rows that no rank yields."""
+        """Number of remaining rows (`n_dealt`) that no rank yields."""
         return self._sizes.n_dropped * self.sampler.unit
 
     @property
     def n_rank_padded(self) -> int:
-        """Number of repeated rows that this rank yields: at most one row, set of `CellSets`, or whole batch."""
+        """Number of repeated rows that this rank yields: at most those of one row, one set, or one whole batch."""
         return int(self._is_padded) * self.sampler.unit
 
     @property
     def n_rank_dropped(self) -> int:
         """Number of rows dealt to this rank that it does not yield.
 
-        `n_dropped` also counts rows that, to keep the ranks equal, are dealt to no rank.
+        `n_dropped` also counts rows that are assigned to no rank, to keep the ranks equal.
         """
         return (self._sizes.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 
@@ -358,7 +358,7 @@ class EpochPlan:
         return positions, order[: min(stop, self._n_rank_units) - start]
 
     def batch_number(self, i: int) -> int:
-        """Return the number of the rank's batch `i` among the batches of all ranks and segments of the epoch.
+        """Return the number that identifies batch `i` of this rank in the whole epoch.
 
         The number does not depend on the process that makes the batch, and no two batches of an epoch share a number.
         """
@@ -396,7 +396,7 @@ class EpochPlan:
         return diversity_of(batches, len(names))
 
     def of_rank(self, rank: int) -> EpochPlan:
-        """Return the plan of another rank of the same epoch, sharing the derived values."""
+        """Return the plan of another rank for the same epoch, without drawing the rows again."""
         other = dataclasses.replace(self, rank=rank)
         for name in ("_draw", "_order", "_deal", "_deal_keys", "_sizes"):
             other.__dict__[name] = getattr(self, name)

@@ -210,9 +210,14 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
     if at is None:
         raise InputError(_not_in_group(here))
     across = [i for i in range(mesh.ndim) if mesh.ndim == 1 or (names and names[i] in _DATA_PARALLEL)]
+    if not across and not names:
+        raise InputError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions without names. Create it with mesh_dim_names=, and give "
+            "the dimension across which batches differ: group=mesh['dp']"
+        )
     if not across:
         raise InputError(
-            f"group is a DeviceMesh with the dimensions {names or mesh.ndim}, none of which is a known name of a "
+            f"group is a DeviceMesh with the dimensions {names}, none of which is a known name of a "
             "data-parallel dimension. Give the dimension across which batches differ: group=mesh['its name']"
         )
     index = tuple(slice(None) if i in across else at[i] for i in range(mesh.ndim))

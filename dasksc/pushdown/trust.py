@@ -73,9 +73,9 @@ _REDUCTIONS = frozenset(
 class row_local:
     """Declare that a function of blocks computes every row from that row alone.
 
-    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. By default, functions of NumPy, SciPy, Dask,
-    scanpy and numba need no declaration. Any other function without a declaration is computed on whole chunks, since
-    dasksc cannot tell whether it mixes rows.
+    ``array.map_blocks(dasksc.row_local(f))`` can be fetched row by row. Functions of NumPy, SciPy, Dask, scanpy and
+    numba need no declaration, unless the setting ``dasksc.array-code`` is ``"strict"``. Any other function without a
+    declaration is computed on whole chunks, since dasksc cannot tell whether it mixes rows.
 
     Parameters
     ----------

@@ -150,8 +150,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
             if len(kept) == n_obs:
                 raise InputError(
                     "indices= repeats rows, and after the filter it has as many entries as the collection has rows, "
-                    f"so {name} per entry and {name} per row cannot be told apart; give one value per row of the "
-                    "collection"
+                    f"so it is unclear whether {name} has one value per entry or per row; give {name} one value per "
+                    "row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

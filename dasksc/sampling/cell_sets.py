@@ -78,7 +78,7 @@ class CellSets(BuiltInStrategy):
         leaves it out.
     replace
         If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
-        False, every cell is drawn once per epoch, except for the cells of `incomplete` sets.
+        False, every cell is drawn once per epoch, except in sets that a group cannot fill (see `incomplete`).
     block_size
         Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas
         is sorted by group, as by ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
@@ -110,8 +110,9 @@ class CellSets(BuiltInStrategy):
 
     Notes
     -----
-    Binding takes O(n) time. Memory is 4 bytes per row, or none if each group is one run of rows, as in an atlas sorted
-    by group. A fetch reads targets and controls in one ascending pass.
+    Preparing the strategy for n rows, when `scDataset` is created, takes O(n) time. Memory is 4 bytes per row, or none
+    if each group is one run of rows, as in an atlas sorted by group. A fetch reads targets and controls in one
+    ascending pass.
 
     Examples
     --------
@@ -186,7 +187,7 @@ class CellSets(BuiltInStrategy):
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
-        """Names of the obs columns that binding reads."""
+        """Names of the obs columns that the strategy reads."""
         control = tuple(self.control) if isinstance(self.control, Mapping) else ()
         return tuple(dict.fromkeys((*self.by, *control, *(self.match or ()))))
 

@@ -142,7 +142,7 @@ class CSRMatrix:
             i = int(np.argmax(wrong))
             raise CorruptDataError(
                 f"{self._indptr.label}: row {rows[i]} lies at [{starts[i]}, {stops[i]}), but offsets must not "
-                f"decrease and must lie in [0, {self.nnz}], the number of stored values. The file is corrupt; "
+                f"decrease and must lie between 0 and the number of stored values, {self.nnz}. The file is corrupt; "
                 "write it again from its source."
             )
         return starts, stops

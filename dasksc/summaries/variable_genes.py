@@ -93,11 +93,11 @@ def highly_variable_genes(
 
     Notes
     -----
-    The function selects the same genes as scanpy. Only genes whose scores agree to a relative 1e-6 may be ranked
-    differently, because the order of summation differs. Memory does not grow with the number of cells, except for
-    `filter` (8 bytes per cell) and for `batch_key` (1 byte per cell for up to 126 batches, plus the column of obs).
-    Each gene of each batch needs 104 bytes. ``"pearson_residuals"`` computes a residual for each gene of each cell,
-    including zeros.
+    The function selects the same genes as scanpy. Only genes whose scores differ from one another by less than 1e-6
+    (relative) may be ranked differently, because the order of summation differs. Memory does not grow with the number
+    of cells, except for `filter` (8 bytes per cell) and for `batch_key` (1 byte per cell for up to 126 batches, plus
+    the column of obs). Each gene of each batch needs 104 bytes. ``"pearson_residuals"`` computes a residual for each
+    gene of each cell, including zeros.
 
     References
     ----------

@@ -408,7 +408,10 @@ def _mismatch_message(
     """Return the error message that lists arguments and tensors in which a checkpoint and this run differ."""
     saved = state.get(section.rpartition(".")[2])
     differences = [] if saved is None else _different_arguments(section, saved, json.loads(json.dumps(current)))
+    origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
+    advice = f"Restore these values{origin}"
     if not differences:
+        advice = "Restore the code and the data of that run"
         differences = [
             "the arguments are the same, so the code or the data differ"
             if saved
@@ -416,10 +419,9 @@ def _mismatch_message(
         ]
     if mismatches:
         differences.append(f"tensors that differ: {len(mismatches)}, the first {mismatches[0]}")
-    origin = " (n_genes, n_labels, n_tokens and the like come from the data)" if section == "model" else ""
     return (
-        f"the checkpoint {path} does not fit the section {section}: {'; '.join(differences)}. Restore these "
-        f"values{origin}, or start from the beginning in another training.checkpoint_dir"
+        f"the checkpoint {path} does not fit the section {section}: {'; '.join(differences)}. {advice}, or start "
+        "from the beginning in another training.checkpoint_dir"
     )
 
 

@@ -404,7 +404,8 @@ class Config(_Section):
         Parameters
         ----------
         path
-            Path of the file, in the layout of this schema or in the alternative layout (`dasksc.train.guide_layout`).
+            Path of the file, in the layout of the YAML schema or in the alternative layout
+            (`dasksc.train.guide_layout`).
         changes
             Overrides such as ``training.optimizer.lr=1e-4``, whose values are parsed as YAML.
 

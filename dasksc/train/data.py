@@ -119,11 +119,15 @@ class EpochLoader:
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])
         world = [self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers]
         if inside and ("read_by" in state or self._n_workers) and state.get("read_by") != world:
-            how = f"with {state['read_by']}" if "read_by" in state else "without workers"
+            if "read_by" not in state:
+                raise InputError(
+                    "the checkpoint was saved in the middle of an epoch with data.num_workers=0, but this run has "
+                    f"{self._n_workers}. Set data.num_workers=0, or use a checkpoint from the end of an epoch"
+                )
             raise InputError(
-                f"the checkpoint was saved during an epoch that was read {how}, but this run has {world} (ranks, "
-                "batch_size, fetch_factor, num_workers). With data.num_workers=0 an epoch resumes on any number of "
-                "ranks; with workers, use a checkpoint from the end of an epoch"
+                "the checkpoint was saved in the middle of an epoch with (ranks, batch_size, fetch_factor, "
+                f"num_workers) = {tuple(state['read_by'])}, but this run has {tuple(world)}. Restore these values, or "
+                "use a checkpoint from the end of an epoch"
             )
         self.dataset.load_state_dict(state["dataset"])
         if self._n_workers:

@@ -103,7 +103,7 @@ class MLPClassifier(nn.Module):
     label
         Name of the obs column. Cells without a label (code -1) are ignored.
     n_genes, n_labels
-        Numbers of genes and of labels; filled in from the data.
+        Numbers of genes and of labels; `dasksc train` fills them in from the data.
     hidden_dim, num_layers
         Width and number of the hidden layers; with 0 layers the model is linear.
     dropout
@@ -156,7 +156,7 @@ class Autoencoder(nn.Module):
     Parameters
     ----------
     n_genes
-        Number of genes; filled in from the data.
+        Number of genes; `dasksc train` fills it in from the data.
     latent_dim
         Dimension of the latent representation.
     hidden_dim, num_layers

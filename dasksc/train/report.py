@@ -37,7 +37,7 @@ class Report:
     strategy, world_size, device
         Strategy, number of ranks, and type of their devices.
     n_parameters
-        Number of trained parameters, over all ranks.
+        Number of trained parameters of the whole model.
     n_steps, n_epochs
         Numbers of steps and epochs of the run, including those before it was resumed.
     n_cells, elapsed_s

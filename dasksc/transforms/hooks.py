@@ -145,7 +145,7 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
 
 
 def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
-    """Return rows of a BioNeMo ``SingleCellMemMapDataset``, as a ``fetch_callback``.
+    """Return rows of a BioNeMo ``SingleCellMemMapDataset``; for use as ``fetch_callback``.
 
     Parameters
     ----------

@@ -156,7 +156,7 @@ class Vocabulary:
 
     @property
     def genes(self) -> list[str]:
-        """Names of genes in ascending order of their ids; names in angle brackets are special tokens."""
+        """Names of genes in ascending order of their ids, without special tokens (names in angle brackets)."""
         by_id = sorted(self.ids, key=self.ids.__getitem__)
         return [name for name in by_id if not (name.startswith("<") and name.endswith(">"))]
 
@@ -207,7 +207,10 @@ def _unpickled(path: Path) -> dict[str, int]:
         for opcode, argument, _ in pickletools.genops(content):
             # An index into the memo allocates a list of that length.
             if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
-                raise InputError(f"{what}; {opcode.name} creates another object, which is refused")
+                raise InputError(
+                    f"{what}; it also holds other data (pickle opcode {opcode.name}), so it is not loaded. If you "
+                    "trust it, load it yourself, and give Vocabulary({str(name): int(i) for name, i in ids.items()})"
+                )
         ids = pickle.loads(content)
     except (ValueError, IndexError, EOFError, TypeError, AttributeError, pickle.UnpicklingError) as error:
         if isinstance(error, InputError):

@@ -463,8 +463,8 @@ def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCa
 # Adapters used only to display figures: the place of use, and the consequence in the warning.
 SHOWN = [
     ("dasksc.executor.local.active_callbacks", "Dask's profilers and progress bars see no fetches"),
-    ("dasksc.executor.reporting.event_loop", "the loader page shows nothing"),
-    ("dasksc.executor.reporting.metadata", "the loader page shows nothing"),
+    ("dasksc.executor.reporting.event_loop", "the loader page of the Dask dashboard shows nothing"),
+    ("dasksc.executor.reporting.metadata", "the loader page of the Dask dashboard shows nothing"),
 ]
 
 

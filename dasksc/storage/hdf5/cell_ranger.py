@@ -54,7 +54,7 @@ def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str,
         raise CorruptDataError(f"{label} must be two integers, features and cells. Copy or download the file again.")
     if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > ROOM_BYTES:
         raise CorruptDataError(
-            f"{label} is two integers in chunks of {stored.chunks[0]}. The file is corrupt or malicious."
+            f"{label} holds two integers, but in chunks of {stored.chunks[0]} values. The file is corrupt or malicious."
         )
     check_chunks(stored, label)
     n_vars, n_obs = map(int, stored[()])

@@ -125,7 +125,7 @@ def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets:
         file.close()
     if found != stored:
         raise UnknownLayoutError(
-            "the file has a user block, and this version of HDF5 reports positions of values that disregard it"
+            "the file has a user block, which this version of HDF5 does not count in the positions of values"
         )
 
 

@@ -187,7 +187,7 @@ def calls_with_errors(folder: Path) -> list[tuple[list[str], str]]:
         (["convert", atlas, str(folder / "o.h5ad")], f"OUT.zarr '{folder / 'o.h5ad'}' is named like a file"),
         (["convert", *plates, out, "--keys", "a"], "--keys a must be a list of 2 names"),
         (["convert", str(demo / "cite.h5mu"), out], "contains several modalities. Store one of them as an .h5ad"),
-        (["convert", atlas, out, "--label", "plate"], "leave it out, or give several"),
+        (["convert", atlas, out, "--label", "plate"], "is a single atlas. Omit --label, or give several"),
         (["info", atlas, "--genome", "X"], "is not one. Leave it out"),
     ]
 
