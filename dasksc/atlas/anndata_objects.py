@@ -31,7 +31,8 @@ def open_anndata(
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
     if obs is not None:
-        where = path_of(adata) or "the given AnnData"
+        is_complete = all(name in table.columns for name in obs)
+        where = "" if is_complete else path_of(adata) or "the given AnnData"
         table = table[known_columns(obs, table.columns, where, may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:

@@ -247,8 +247,9 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 
 def _has_assignment(safe: str) -> bool:
     """Return True if an expression has a single ``=`` outside strings."""
-    # Remaining quotation marks begin a string without an end.
-    return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", _QUOTED.sub("", safe)) is not None
+    # Remaining quotation marks begin a string without an end. The "=" of a call names an argument.
+    outside = re.sub(r"\w\([^()]*\)", "", _QUOTED.sub("", safe))
+    return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", outside) is not None
 
 
 def _validate_syntax(node: ast.AST, expression: str) -> None:

@@ -13,20 +13,20 @@ from anndata import AnnData
 
 from dasksc.errors import MissingKeyError
 from dasksc.pushdown import leaves_of
-from dasksc.storage import RemoteLocation
+from dasksc.storage import SCHEMES, RemoteLocation, redact_url
 
 __all__ = ["known_columns", "nearest", "nothing_at", "path_of", "require_key", "similar", "with_advice"]
 
 # Number of names that an error lists.
 _N_KNOWN = 20
 # Scheme and remainder of a URL that lost a slash: "s3:/bucket/atlas.zarr".
-_URL_WITH_ONE_SLASH = re.compile(r"(?:^|/)(\w{2,}:)/(.+)")
+_URL_WITH_ONE_SLASH = re.compile(rf"(?:^|/)((?:{'|'.join(SCHEMES)}):)/(.+)")
 
 
 def similar(name: object, known: Iterable[str], *, n: int = 1) -> list[str]:
     """Return up to `n` names similar to `name`; names that differ only in case precede all others."""
     by_folded: dict[str, list[str]] = {}
-    for one in known:
+    for one in map(str, known):
         by_folded.setdefault(one.casefold(), []).append(one)
     folded = str(name).casefold()
     near = [folded] if folded in by_folded else difflib.get_close_matches(folded, by_folded, n=n, cutoff=0.57)
@@ -67,7 +67,7 @@ def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
     path = path_of(of)
     if of is not None and all(one is None for one in held):
         kind = f"columns in {kind}" if kind in ("obs", "var") else kind
-        raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out {name!r}")
+        raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out the argument that names {name!r}")
     raise MissingKeyError(f"{kind}{f' of {path}' if path else ''} has no {name!r}; {nearest(name, held, n=3)}")
 
 
@@ -77,6 +77,8 @@ def path_of(adata: Any) -> str:
         return ""
     if adata.isbacked:
         return str(adata.filename)
+    if adata.is_view:  # access to X would copy the selected rows
+        return ""
     # The label of a stored matrix is its path and its key in the file.
     leaves = leaves_of(adata.X) if isinstance(adata.X, da.Array) else []
     paths: set[str] = {leaf.label.rpartition(":/")[0] for leaf in leaves}
@@ -107,7 +109,8 @@ def known_columns(
 def nothing_at(path: str) -> str:
     """Return the message for a path that does not exist, with similar names."""
     if url := _URL_WITH_ONE_SLASH.search(path):
-        return f"there is nothing at {path}; did you mean {url[1]}//{url[2]}?"
+        meant = redact_url(f"{url[1]}//{url[2]}")
+        return f"there is nothing at {meant.replace('//', '/', 1)}; did you mean {meant}?"
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return f"there is nothing at {path}: {folder} is not a directory"

@@ -86,20 +86,23 @@ def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
 def _not_hdf5_error(path: str) -> StorageError:
     name = os.path.basename(path)
     stem, suffix = os.path.splitext(name)
-    if suffix not in HDF5_ENDINGS:
+    suffix = suffix.lower()
+    n_bytes = os.path.getsize(path)
+    if n_bytes and suffix == ".gz":
+        return StorageError(f"{path} is compressed as a whole. Decompress it first: gunzip {name}")
+    if n_bytes and suffix not in (*HDF5_ENDINGS, ".zarr", ""):
         target = f"{stem}.h5ad"
         read = _READERS.get(suffix)
         advice = (
             f"with anndata: anndata.io.{read}({name!r}).write_h5ad({target!r})"
             if read
             else f"in R: zellkonverter::writeH5AD(object, {target!r})"
-            if suffix.lower() in _OF_R
+            if suffix in _OF_R
             else f"to an AnnData, and write it: adata.write_h5ad({target!r})"
         )
         return StorageError(
             f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu and .zarr. Convert it {advice}"
         )
-    n_bytes = os.path.getsize(path)
     what = f"({n_bytes} bytes) is not an HDF5 file, or its beginning is damaged" if n_bytes else "is empty (0 bytes)"
     return CorruptDataError(f"{path} {what}. Copy, download or write it again.")
 

@@ -105,5 +105,6 @@ def _dtype_of_nullable(stored: Any) -> Any:
     sample = zarr.open_group(zarr.storage.MemoryStore(), mode="w", zarr_format=2)
     write_elem(sample, "values", np.array(["a"], dtype=object))
     write_elem(sample, "mask", np.array([False]))
-    sample.attrs.update(stored.attrs)
+    determining = ("encoding-type", "encoding-version", "na-value")
+    sample.attrs.update({name: str(stored.attrs[name]) for name in determining if name in stored.attrs})
     return cast(Any, read_elem(sample)).dtype

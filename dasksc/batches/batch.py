@@ -65,6 +65,8 @@ class NamedTensors(_Named):
     part: str = ""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks up its protocols often
+            raise AttributeError(name)
         error = f"{self._place or _PART} has no attribute {name!r}"
         near = [] if name.startswith("_") else similar(name, self)
         raise AttributeError(f"{error}; did you mean {self._place}[{near[0]!r}]?" if near else error)
@@ -143,6 +145,8 @@ class Batch(_Named):
     )
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         try:
             return self[name]
         except KeyError:

@@ -27,7 +27,7 @@ _WITHOUT_OPTION = {
 _PYTHON_ADVICE = {
     re.compile(r"Select genes of the result: adata\[:, adata\.var\[.+?\]\.isin\(\[.*?\]\)\]"): "Leave it out",
     re.compile(r"Open it with dasksc\.Modalities\(\.\.\.\), which .+ scDataset"): (
-        "Store one of them as an .h5ad file: mudata.read(path)['rna'].write_h5ad('rna.h5ad')"
+        "Store one of them as an .h5ad file: mudata.read(path)[NAME].write_h5ad('NAME.h5ad')"
     ),
 }
 # A name without this character may also be a common word, so it is replaced only if "=" follows.

@@ -155,11 +155,13 @@ def _device(given: str | None) -> Any:
     if given is not None:
         try:
             return torch.empty(0, device=given).device
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, ImportError) as error:
             available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
             available += ["mps"] * torch.backends.mps.is_available()
+            if given in available:
+                raise
             raise dasksc.InputError(
-                f"--device {given} is not available on this machine; give one of: {', '.join(available)}"
+                f"--device {given!r} is not available on this machine; give one of: {', '.join(available)}"
             ) from error
     if not torch.cuda.is_available():
         return None

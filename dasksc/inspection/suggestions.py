@@ -154,8 +154,11 @@ def suggest_parameters(
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
     fetch_factor = int(budget_bytes // max(batch_size * sample_bytes, 1))
-    n_batches = -(-count_rows(data_collection) // batch_size)  # a fetch of more rows than there are reads no more
-    fetch_factor = max(min(fetch_factor, _MAX_FETCH_FACTOR, n_batches), 1)
+    fetch_factor = min(fetch_factor, _MAX_FETCH_FACTOR)
+    n_obs = getattr(data_collection, "shape", (None,))[0]
+    if isinstance(n_obs, int):  # a fetch of more rows than there are reads no more
+        fetch_factor = min(fetch_factor, -(-n_obs // max(batch_size, 1)))
+    fetch_factor = max(fetch_factor, 1)
     fetch_bytes = batch_size * fetch_factor * sample_bytes
 
     result: dict[str, Any] = {

@@ -324,7 +324,7 @@ def source_of(
     InputError
         If the arguments do not fit the collection or each other.
     """
-    if isinstance(data, list | tuple | Mapping) and not data:
+    if isinstance(data, list | tuple | Mapping) and not data and not hooks:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if is_modalities(data):
         return _of_modalities(data, request, hooks, mmap)

@@ -9,13 +9,14 @@ from dasksc.storage.joining import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 from dasksc.storage.opening import as_matrix, open_location, open_matrix
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.client import redact_url
+from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.urls import HDF5_ENDINGS, RemoteLocation, is_url
 from dasksc.storage.reordered import ReorderedMatrix, part_costs
 from dasksc.storage.summed import SummedMatrix
 
 __all__ = [
     "HDF5_ENDINGS",
+    "SCHEMES",
     "AbsentMatrix",
     "Cache",
     "ColumnMaps",

@@ -268,7 +268,9 @@ def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterat
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
             raise cause from None
-        of_rank = f" on rank {rank}" if dist.is_initialized() and dist.get_world_size() > 1 else ""
+        of_rank = (
+            f" on rank {rank}" if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else ""
+        )
         raise kind(f"{what}: {type(cause).__name__}{of_rank}, {cause}. {advice}") from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dasksc.atlas.lookup import nearest
+from dasksc.atlas.lookup import nearest, similar
 
 __all__ = ["problems_in"]
 
@@ -47,11 +47,12 @@ def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
     """Return the message for a problem, with the nearest valid name for an unknown key or choice."""
     name = ".".join(where)
     if error["type"] == "extra_forbidden":
-        elsewhere = list(_places_of(where[-1], root))
+        here = _keys_at(root, where[:-1])
+        elsewhere = [] if similar(where[-1], here) else list(_places_of(where[-1], root))
         below = [place for place in elsewhere if place.startswith(".".join([*where[:-1], ""]))]
         if elsewhere:
             return f"{name} is not known; did you mean {' or '.join(map(repr, (below or elsewhere)[:3]))}?"
-        return f"{name} is not known; {nearest(where[-1], _keys_at(root, where[:-1]))}"
+        return f"{name} is not known; {nearest(where[-1], here)}"
     if error["type"] == "missing":
         return f"{name} is missing"
     return f"{name}={error['input']!r}: {_expected(root, where, error)}"

@@ -48,15 +48,17 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
         hint = "Is its directory on PYTHONPATH?" if is_absent else "Correct that import, or install the package"
         raise InputError(f"{what}={name!r} cannot be imported: {error}. {hint}") from error
     value: Any = module
-    try:
-        for part in attribute.split("."):
+    parts = attribute.split(".")
+    for i, part in enumerate(parts):
+        try:
             value = getattr(value, part)
-    except AttributeError as error:
-        near = similar(attribute, dir(module))
-        hint = (
-            f"; did you mean {f'{module_name}:{near[0]}'!r}?" if near else f". Give a name that {module_name} defines"
-        )
-        raise InputError(f"{what}={name!r} cannot be imported: {error}{hint}") from error
+        except (ImportError, AttributeError) as error:  # modules may import their attributes on access
+            near = similar(part, dir(value)) if isinstance(error, AttributeError) else []
+            found = ".".join([*parts[:i], *near])
+            hint = (
+                f"; did you mean {f'{module_name}:{found}'!r}?" if near else f". Give a name that {module_name} defines"
+            )
+            raise InputError(f"{what}={name!r} cannot be imported: {error}{hint}") from error
     return value
 
 

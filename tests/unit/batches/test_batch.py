@@ -146,3 +146,11 @@ Batch
         "Batch\n  X    (4, 4) float32, on meta\n  coo  (4, 4) float32, sparse_coo"
     )
     assert repr(Batch()) == "Batch"
+
+
+def test_names_that_are_not_strings_do_not_change_the_error() -> None:
+    batch = Batch({"X": torch.zeros(2, 3), 3: torch.zeros(2)})
+    with pytest.raises(KeyError, match="this batch has no 'zz'"):
+        batch["zz"]
+    assert not hasattr(batch, "zz")
+    assert not hasattr(batch, "__zz__")

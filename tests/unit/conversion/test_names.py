@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -134,3 +135,11 @@ def test_verifying_finds_names_that_went_wrong_in_the_temporary_file(
     monkeypatch.setattr(StagedNames, "write", damaged)
     with pytest.raises(CorruptDataError, match="differs from the input in the names of the cells"):
         dasksc.convert(path, tmp_path / "out.zarr", verify=True)
+
+
+def test_attributes_of_nullable_names_that_others_have_added_are_ignored(tmp_path: Path) -> None:
+    path = written(tmp_path / "atlas.h5ad", ["a", "b", "c", "d"], dtype="string")
+    with h5py.File(path, "r+") as file:
+        file["obs"][file["obs"].attrs["_index"]].attrs["written"] = np.arange(3)
+    dasksc.convert(path, tmp_path / "out.zarr", order="keep")
+    assert dasksc.open(tmp_path / "out.zarr").obs_names.dtype == dasksc.open(path).obs_names.dtype

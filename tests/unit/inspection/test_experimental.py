@@ -236,3 +236,12 @@ def test_the_memory_of_the_machine_is_read(monkeypatch):
     monkeypatch.undo()
     available, total = suggestions._memory_of_machine()
     assert 0 < available <= total
+
+
+def test_a_fetch_holds_at_most_the_rows_of_a_collection_of_known_length():
+    known = np.zeros((1000, 20), np.float32)
+    unknown = da.zeros((1000, 20), chunks=(100, -1), dtype="float32")
+    unknown = unknown[unknown[:, 0] >= 0]
+    assert suggest_parameters(known, 100, verbose=False)["fetch_factor"] == 10
+    assert suggest_parameters(known[:0], 100, verbose=False)["fetch_factor"] == 1
+    assert suggest_parameters(unknown, 100, verbose=False)["fetch_factor"] > 10

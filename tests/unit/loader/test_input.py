@@ -73,6 +73,27 @@ def test_a_file_of_another_kind(tmp_path):
         refuse(StorageError, reads + advice, table)
 
 
+def test_a_damaged_or_compressed_atlas_is_no_other_kind_of_file(tmp_path):
+    for name in ("ATLAS.H5AD", "no_ending"):
+        (tmp_path / name).write_bytes(b"damaged")
+        refuse(
+            CorruptDataError, rf"{name} \(7 bytes\) is not an HDF5 file, or its beginning is damaged", tmp_path / name
+        )
+    (tmp_path / "atlas.h5ad.gz").write_bytes(b"packed")
+    refuse(
+        StorageError,
+        r"is compressed as a whole. Decompress it first: gunzip atlas\.h5ad\.gz",
+        tmp_path / "atlas.h5ad.gz",
+    )
+
+
+def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
+    refuse(
+        MissingPathError, r"^(?!.*SECRET).*did you mean https://host/atlas\.h5ad", "https:/me:SECRET@host/atlas.h5ad"
+    )
+    refuse(MissingPathError, "there is nothing at (?!.*did you mean)", tmp_path / "disk:" / "atlas.h5ad")
+
+
 def test_an_advised_conversion_gives_an_atlas(tmp_path):
     for suffix, separator in ((".csv", ","), (".tsv", "\t"), (".txt", "\t")):
         table = tmp_path / f"cells{suffix}"
@@ -138,8 +159,15 @@ def test_an_atlas_without_layers_says_to_leave_them_out(tmp_path):
     adata = make_adata(N_OBS)
     adata.layers.clear()
     path = write_store(adata, tmp_path, "h5ad")
-    refuse(MissingKeyError, f"^{re.escape(str(path))} has no layers; leave out 'count'$", path, layers=["count"])
-    refuse(MissingKeyError, "^the atlas has no layers; leave out 'count'$", adata, layers=["count"])
+    refuse(
+        MissingKeyError,
+        f"^{re.escape(str(path))} has no layers; leave out the argument that names 'count'$",
+        path,
+        layers=["count"],
+    )
+    refuse(
+        MissingKeyError, "^the atlas has no layers; leave out the argument that names 'count'$", adata, layers=["count"]
+    )
 
 
 @pytest.mark.parametrize("name", ["batch_size", "fetch_factor", "prefetch"])

@@ -17,6 +17,7 @@ import dasksc
 from dasksc import InputError, MissingPathError, World, cli
 from dasksc.train import Config
 from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler, Training, Validation
+from dasksc.train.import_paths import find
 from dasksc.train.launch import first_node, launch, local_rank_of, n_nodes_of, node_of, processes_to_start, rendezvous
 from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
@@ -677,3 +678,12 @@ def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
     shown = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
     assert isinstance(shown.exception, InputError)
     assert "did you mean 'seed'" in str(shown.exception)
+
+
+def test_an_import_that_fails_on_access_is_an_error_of_the_path(tmp_path, monkeypatch):
+    (tmp_path / "lazily.py").write_text("def __getattr__(name):\n    raise ImportError(f'no backend for {name}')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"model='lazily:Net' cannot be imported: no backend for Net"):
+        find("lazily:Net", {}, what="model")
+    with pytest.raises(InputError, match="did you mean 'torch:nn.Linear'"):
+        find("torch:nn.Linaer", {}, what="model")
