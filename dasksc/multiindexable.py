@@ -208,8 +208,8 @@ class MultiIndexable:
         MultiIndexable
             Numeric and boolean NumPy arrays become tensors (on the CPU, they share memory with the array); tensors and
             members with a method ``to`` are moved. Other members (text, SciPy matrices, pandas objects) and
-            `unstructured` are the same objects as before. This includes categoricals: AnnData renumbers the categories
-            of every selection, and codes that differ between batches must not be mistaken for labels.
+            `unstructured` are the same objects as before. So are categoricals: AnnData renumbers the categories of
+            every selection, so codes differ between batches and cannot serve as labels.
         """
 
         def move(member: Any) -> Any:

@@ -159,7 +159,7 @@ class Batch(_Named):
             return "this batch has no categories; those of the data set are in dataset.categories"
         places = {name: place for _, name, place in _leaves(self, "batch") if isinstance(name, str)}
         if key in places:
-            return f"this batch itself has no {key!r}; give {places[key]}"
+            return f"this batch itself has no {key!r}; use {places[key]}"
         near = [] if similar(key, self) else similar(key, places)
         hint = f"did you mean {places[near[0]]}?" if near else ""
         advice = f"Request a column with scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"

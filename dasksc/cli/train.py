@@ -28,7 +28,7 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.option("--config", "path", required=True, metavar="FILE", help="YAML file; keys: YAML reference of the docs.")
+@click.option("--config", "path", required=True, metavar="FILE", help="YAML file; see the YAML schema in the docs.")
 @click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of the file; repeatable.")
 @click.option("--nproc", metavar="N|auto", help="Processes of this node (default: num_gpus).")
 @click.option("--nnodes", type=click.IntRange(1), metavar="N", help="Nodes of the run (default: num_nodes).")

@@ -206,7 +206,7 @@ class RankStatus:
         """Record that this rank has failed."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # the store may have ended with its process
-                self._store.compare_set(f"rank {self._world.rank}", "", f"failed {type(error).__name__}: {error}")
+                self._store.compare_set(f"rank {self._world.rank}", "", f"failed: {type(error).__name__}: {error}")
 
     def await_others(self, work: Work) -> None:
         """Record that this rank is done, and wait until all ranks are done or one has failed.

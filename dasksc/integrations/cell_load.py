@@ -107,7 +107,7 @@ def from_toml(
     Raises
     ------
     MissingPathError
-        If the TOML file, or all files of a dataset, do not exist.
+        If the TOML file does not exist, or none of the files of a dataset exists.
     MissingKeyError
         If no file of a dataset has a given cell type, or obs lacks a column.
     InputError
@@ -118,7 +118,7 @@ def from_toml(
     Cell types of a dataset that is not in ``[training]`` are left out, unless ``[zeroshot]`` or ``[fewshot]`` names
     them. A warning is logged if listed perturbations occur in no cell. The keys ``h5ad_csv_path``,
     ``RAW_COUNT_HEURISTIC_THRESHOLD`` and ``EXPONENTIATED_UMIS_LIMIT`` are ignored. cell-load pairs cells only with
-    controls of the same file; to do the same, match on ``"file"``.
+    controls of the same file; to do the same, include ``"file"`` in ``CellSets(match=)``.
 
     Examples
     --------

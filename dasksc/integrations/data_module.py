@@ -155,7 +155,7 @@ class DataModule:
         return constructor(self, **shown)
 
     def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set the function that returns the loader for the data set of ``predict``; None: the data set itself."""
+        """Set a function that maps the data set of ``predict`` to its loader; with None, the data set is the loader."""
         self._predicted_by = loader_of
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ class SCVIDataModule(scDataModule):
     layer
         Layer with counts, read instead of X.
     batch_key, labels_key
-        Categorical obs columns with the batches to correct for and with the cell types.
+        Categorical obs columns: the batches to correct for, and the cell types.
     categorical_covariate_keys, continuous_covariate_keys
         Further obs columns to correct for.
     model_name

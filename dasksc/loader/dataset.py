@@ -372,7 +372,7 @@ class scDataset(IterableDataset[Any]):
         """Pages in the page cache that iteration uses at the same time, in bytes; None as for `projected_bytes`.
 
         For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They
-        are not part of the memory of this process. The control group of a Slurm job or a container counts them, though.
+        are not part of the memory of this process. However, the cgroup of a Slurm job or a container counts them.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
@@ -466,7 +466,7 @@ class scDataset(IterableDataset[Any]):
 
         The state contains plain numbers and strings. It is equal on all ranks that have yielded the same number of
         batches. In a DataLoader worker, it is the state of that worker. In the main process of a DataLoader with
-        workers, it counts only whole epochs; within an epoch, a warning is logged.
+        workers, the state covers only whole epochs, and calling this method within an epoch logs a warning.
 
         Returns
         -------
@@ -613,7 +613,8 @@ class scDataset(IterableDataset[Any]):
 
             Fetch tasks (a large fetch consists of several):
 
-            - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, finished and received
+            - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
+              tasks received
             - ``in_flight_bytes``: size of the finished tasks, plus an estimate for the tasks in progress (the size
               of the largest task so far for each)
             - ``limit_bytes``: limit of ``in_flight_bytes``

@@ -197,7 +197,7 @@ def parse_state(
         if position.consumed and was.get("drop_last") == drop_last:
             raise InputError(
                 f"the state was taken in the middle of epoch {position.epoch} by a version of dasksc whose drop_last "
-                "dropped other rows, so the remaining rows of the epoch are unknown. To start the epoch from its "
+                "dropped different rows, so the remaining rows of the epoch are unknown. To start the epoch from its "
                 "beginning, set state['consumed'] = [] and load it again"
             )
         was["left_out"] = identity["left_out"]

@@ -16,7 +16,7 @@ __all__ = ["differences", "settings_of", "settings_of_batches"]
 _OF_STRATEGY = {"drop_last": "drop_last of the strategy"}
 
 _SAME_TEXT = (
-    "{strategy} draws other rows than before, although its arguments look the same: array values, labels in obs, "
+    "{strategy} draws different rows than before, although its arguments look the same: array values, labels in obs, "
     "or the version of dasksc differ"
 )
 

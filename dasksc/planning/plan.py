@@ -234,7 +234,7 @@ class EpochPlan:
 
     @property
     def n_rank_padded(self) -> int:
-        """Number of repeated rows that this rank yields: at most those of one row, one set, or one whole batch."""
+        """Number of repeated rows that this rank yields: at most one row, or the rows of one set or one batch."""
         return int(self._is_padded) * self.sampler.unit
 
     @property

@@ -100,9 +100,9 @@ class World:
         rank, world_size
             Rank of this process and number of processes.
         group
-            A ``torch.distributed`` process group, or a ``DeviceMesh``. The mesh has one dimension, or at
-            least one dimension named ``"dp"``, ``"data"``, ``"fsdp"``, ``"dp_replicate"``, ``"dp_shard"``
-            or similar.
+            A ``torch.distributed`` process group, or a ``DeviceMesh``. The mesh must have a single
+            dimension, or at least one of its dimensions must be named ``"dp"``, ``"data"``, ``"fsdp"``,
+            ``"dp_replicate"``, ``"dp_shard"`` or similar.
 
         Raises
         ------

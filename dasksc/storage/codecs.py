@@ -275,7 +275,7 @@ class H5Lz4:
         total = int.from_bytes(view[:8], "big")
         block = int.from_bytes(view[8:12], "big")
         if total != n_bytes or block <= 0:
-            raise ValueError(f"the LZ4 header states {total} bytes in blocks of {block} instead of {n_bytes} bytes")
+            raise ValueError(f"the LZ4 header states {total} bytes (expected {n_bytes}), in blocks of {block} bytes")
         out = np.empty(total, dtype=np.uint8) if into is None else into
         at = 12
         for start in range(0, total, block):

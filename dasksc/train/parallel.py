@@ -137,7 +137,7 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
     if strategy == "dp" and training.checkpoints_activations:
         raise InputError(
             "training.strategy='dp' runs copies of the model, and with activation_checkpointing every copy would run "
-            "the blocks of the first one; use ddp or fsdp, or leave activation_checkpointing out"
+            "the layers of the first copy; use ddp or fsdp, or leave activation_checkpointing out"
         )
     if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
         raise InputError(

@@ -35,14 +35,14 @@ class Report:
     Parameters
     ----------
     strategy, world_size, device
-        Strategy, number of ranks, and type of their devices.
+        Parallelism (``training.strategy``), number of ranks, and type of their devices.
     n_parameters
         Number of trained parameters of the whole model.
     n_steps, n_epochs
         Numbers of steps and epochs of the run, including those before it was resumed.
     n_cells, elapsed_s
-        Number of cells over all ranks, and time of training in seconds without validation and checkpoints, both since
-        the run was started or resumed.
+        Since the run was started or resumed: number of cells over all ranks, and time of training in seconds, excluding
+        validation and checkpoints.
     cells_per_s
         Throughput in cells per second, over all ranks.
     wait_share
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def ranks(self) -> str:
-        """Number of ranks, type of their devices, and strategy, as text."""
+        """Number of ranks, type of their devices, and parallelism, as text."""
         return f"{self.world_size} x {self.device}, {self.strategy}"
 
     def to_dict(self) -> dict[str, Any]:

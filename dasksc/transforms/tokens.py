@@ -197,7 +197,7 @@ class RankTokens(_Tokens):
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     vocabulary
-        `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
+        `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     medians
         Positive divisors of the values of each gene before ranking, shape (n_genes,), such as medians over the cells
         that express it.
@@ -320,7 +320,7 @@ class ValueBins(_Tokens):
         quantiles of the nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins
         may start at the same value, commonly at a count of 1. That value is then put into one of these bins at random.
     vocabulary
-        `Vocabulary` or the path of one; None numbers `genes` (`Vocabulary.of_genes`).
+        `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     max_genes
         Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
     prepend_cls

@@ -49,7 +49,7 @@ def secured(given: object) -> Security | None:
             raise InputError(f"{what} cannot be read ({error}). Give {SECRET_FILE}") from error
         if complaint is not None:
             raise InputError(
-                f"{what} is not secret: {complaint}. Others may have read it, so create a new one: {SECRET_FILE}"
+                f"{what} is not secret: {complaint}. Others may have read it, so do not use it. Give {SECRET_FILE}"
             )
         fields = {f"tls_{role}_{part}": path for role in _ROLES for part in ("cert", "key")}
         security = Security(require_encryption=True, tls_ca_file=path, **fields)

@@ -29,7 +29,7 @@ def test_when_a_rank_fails_the_others_report_it_and_a_later_run_completes_the_re
     out = tmp_path / "emb.zarr"
     printed = torchrun(2, "predict_ranks.py", atlas, out, "failing")
     assert "rank 1 failed: ZeroDivisionError: this rank fails" in printed
-    assert "rank 0 failed: StorageError: rank 1 failed ZeroDivisionError: this rank fails. Finished" in printed
+    assert "rank 0 failed: StorageError: rank 1 failed: ZeroDivisionError: this rank fails. Finished" in printed
     assert not out.exists()
 
 

@@ -38,7 +38,7 @@ def test_an_unknown_attribute_says_what_to_request() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("type", r"this batch itself has no 'type'; give batch\.obs\['type'\]$"),
+        ("type", r"this batch itself has no 'type'; use batch\.obs\['type'\]$"),
         ("cell_type", r"no 'cell_type'; did you mean batch\.obs\['type'\]\? Otherwise, .* obs=\['cell_type'\]"),
         ("count", r"did you mean batch\.layers\['counts'\]\?"),
         ("x", r"no 'x'; did you mean 'X'\?"),

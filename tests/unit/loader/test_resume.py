@@ -427,7 +427,7 @@ def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
     state = through_json(dataset(strategy=strategy).state_dict())
     dataset(strategy=strategy).load_state_dict(state)
     monkeypatch.setattr(weighted, "_fingerprint_of_draws", lambda: "that of another version")
-    with pytest.raises(InputError, match="BlockWeightedSampling draws other rows than before, although its arguments"):
+    with pytest.raises(InputError, match="BlockWeightedSampling draws different rows than before, although its"):
         dataset(strategy=strategy).load_state_dict(state)
 
 

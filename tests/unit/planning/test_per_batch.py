@@ -211,7 +211,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
             rest += [batch.numpy().ravel().astype(int) for batch in resumed]
         assert not as_set(batches) - as_set(read + rest)
         assert len(read + rest) == 33 + (-22 % world_size)
-    with pytest.raises(InputError, match="ClassBalancedSampling draws other rows than before"):
+    with pytest.raises(InputError, match="ClassBalancedSampling draws different rows than before"):
         made(15, rank=0, world_size=1).load_state_dict(state)
     report = dasksc.check(dataset, 2)
     drawn = {one.name: one.drawn for one in report.classes}
