@@ -33,7 +33,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
         chunk.
     by_value
         If True, codes ascend with the labels, so they do not depend on the order of the rows, and whole
-        numbers below 0 are labels. If False, these mark missing labels.
+        numbers below 0 are labels. If False, such numbers mark missing labels.
 
     Returns
     -------

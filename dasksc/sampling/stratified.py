@@ -127,7 +127,7 @@ class StratifiedSampler:
     def of(
         cls, candidates: Candidates, codes: NDArray[Any], lookup: _Int64s, counts: _Int64s, **options: Any
     ) -> StratifiedSampler:
-        """Create a sampler; sorting the candidates by class takes four bytes each.
+        """Create a sampler; sorting the candidates by class takes four bytes per candidate.
 
         Parameters
         ----------

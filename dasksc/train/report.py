@@ -100,7 +100,7 @@ class Report:
 
 
 def shown(table: pd.DataFrame) -> str:
-    """Format a table as text, with all columns, the first 40 rows, and the column sums of several rows."""
+    """Format a table as text, with all columns, the first 40 rows, and the column sums if it has several rows."""
     whole = [table.sum().rename("all").to_frame().T] if len(table) > 1 else []
     return str(pd.concat([table.iloc[:_N_SHOWN], *whole]).rename_axis(table.index.name).to_string())
 
