@@ -360,7 +360,7 @@ class ClassBalancedSampling(BuiltInStrategy):
         If True, a row can be drawn repeatedly.
     sampling_size
         With ``replace=False``, number of draws in a round; draws are without replacement within a round.
-        If it is not given, ``replace=False`` draws exactly the class's share of `total_size` from each class.
+        If it is not given, ``replace=False`` draws an exact share of `total_size` from each class.
     label_key
         Name of the obs column with the labels, instead of `labels`.
     smoothing

@@ -93,7 +93,7 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
     if any(name in DECOMPRESSED_SIZES for name in names[: len(steps)]):
         refused = refused or "arrays that are compressed twice, or filtered after compression, are not read"
     elif any(of_objects) and len(of_objects) > 1:
-        refused = refused or "arrays of strings with filters besides the string codec and a compressor are not read"
+        refused = refused or "arrays of strings are read only with the string codec and at most one compressor"
     if last is None and refused is None and not any(of_objects):
         return array
     bounded = {
