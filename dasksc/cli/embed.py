@@ -158,7 +158,7 @@ def _device(given: str | None) -> Any:
         except (RuntimeError, AssertionError, ImportError) as error:
             available = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
             available += ["mps"] * torch.backends.mps.is_available()
-            if given in available:
+            if given in available or f"{given}:0" in available:  # it exists, but is busy or full
                 raise
             raise dasksc.InputError(
                 f"--device {given!r} is not available on this machine; give one of: {', '.join(available)}"
