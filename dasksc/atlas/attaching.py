@@ -34,7 +34,7 @@ def check_attach(attach: Any) -> None:
     Raises
     ------
     InputError
-        If it is not a mapping, or a key is not in obsm or obs.
+        If it is not a mapping, or a key does not have the form ``obsm/NAME`` or ``obs/NAME``.
     """
     if not isinstance(attach, Mapping):
         raise InputError(f"attach={attach!r} is not a dict; give paths by key: attach={{'obsm/X_emb': 'emb.zarr'}}")
@@ -121,7 +121,7 @@ def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[s
     options = OpenOptions() if options is None else options
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
-        # A file with several matrices cannot be opened by its path alone, so the first matrix is the only one.
+        # Opening a file with several matrices requires `genome`, so this file has only one.
         if matrices := cell_ranger_matrices(root):
             yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
             return

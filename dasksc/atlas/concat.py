@@ -236,7 +236,7 @@ def _nameless_obs(
 ) -> pd.DataFrame | None:
     """Concatenate obs without names; None if there are names, which `anndata.concat` joins.
 
-    `anndata.concat` would need 8 bytes per cell for the number of its atlas.
+    `anndata.concat` would need 8 bytes per cell to store the number of the cell's atlas.
     """
     alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
     unified = unified_dtypes(tables) if alike and index_unique is None else None

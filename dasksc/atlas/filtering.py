@@ -39,7 +39,7 @@ _SYNTAX = (
     *(ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple),
 )
 _METHODS = ("isna", "notna", "isin", "between")
-# Maximum number of arguments of a call that does not specify the result for missing text.
+# Methods of `.str`, and the number of their arguments before `na`, which sets the result for missing text.
 _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 # Matches a string, which may contain backticks, or a name in backticks.
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")

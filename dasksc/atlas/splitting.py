@@ -86,10 +86,10 @@ def split(
         Seed of the split, an integer in [0, 2**64). The same seed, data and arguments give the same parts.
     conditions
         Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
-        in one part. A context, such as a cell line, is a combination of values of the columns that `hold_out`
-        names. If `hold_out` names all columns or is not given, these are all columns but the last. Without `hold_out`,
-        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
-        `groups` and `stratify`.
+        in one part. A context, such as a cell line, is a combination of values of the columns that `hold_out` names. If
+        `hold_out` names all columns or is not given, all columns but the last define the contexts. Without `hold_out`,
+        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`, `groups` and
+        `stratify`.
     hold_out
         Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
         (zero-shot). A condition is held out if each given column has one of the given values. With a list of mappings,
@@ -121,8 +121,8 @@ def split(
 
     Notes
     -----
-    Without `by` and `groups`, all choices of rows are equally likely. The number of rows of each class in a part
-    differs from its exact fraction by less than one, and the size of a part by less than the number of parts.
+    Without `by`, `groups` and `conditions`, all choices of rows are equally likely. The number of rows of each class in
+    a part differs from its exact fraction by less than one, and the size of a part by less than the number of parts.
 
     With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
     to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,

@@ -65,7 +65,7 @@ class NamedTensors(_Named):
     part: str = ""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up its protocols often
+        if name.startswith("__"):  # Python looks up special methods often
             raise AttributeError(name)
         error = f"{self._place or _PART} has no attribute {name!r}"
         near = [] if name.startswith("_") else similar(name, self)

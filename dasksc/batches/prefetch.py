@@ -144,7 +144,7 @@ class _ThreadPool:
     Attributes
     ----------
     closed
-        True if the threads may not run jobs that are submitted from now on.
+        True if the threads might not run jobs submitted from now on.
     """
 
     instances: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
@@ -183,7 +183,7 @@ class _ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
         for thread in self._threads:
-            # A thread whose start Ctrl-C interrupted cannot be joined. The wait is bounded: an iterator may be
+            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded: an iterator may be
             # garbage-collected while its thread holds a lock that a job waits for.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
@@ -197,8 +197,8 @@ def _run_all(jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
         job.run()
         # Hold no batch while waiting for the next job.
         del job
-    # Pass the stop signal on to the next thread. A thread whose start Ctrl-C interrupted may be unknown,
-    # so the threads are not counted.
+    # Pass the stop signal on to the next thread. A thread whose start was interrupted by Ctrl-C may be unknown, so the
+    # threads are not counted.
     jobs.put(None)
 
 

@@ -37,7 +37,7 @@ __all__ = [
 
 Command = Callable[..., Any]
 StorageOptions = Mapping[str, str | bool]
-# The given ones among the arguments `genome` and `feature_types` of `dasksc.open`.
+# Values of the arguments `genome` and `feature_types` of `dasksc.open`, if given.
 Features = Mapping[str, list[str]]
 
 

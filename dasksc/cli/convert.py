@@ -129,9 +129,9 @@ def command(
     With several inputs, --label adds an obs column with their names, which --keys a,b sets. --fill-value needs
     --join outer.
 
-    --merge selects the columns of var and arrays of varm to keep: those that are the same in all inputs (same), have
-    one value in the inputs that have them (unique), the first of each name (first), or those that exactly one input
-    has (only).
+    --merge selects the columns of var and arrays of varm to keep: those that are the same in all inputs (same), those
+    that are the same in the inputs that have them (unique), the first of each name (first), or those that exactly one
+    input has (only).
     """
     chosen: Any = features
     report = dasksc.convert(

@@ -61,8 +61,8 @@ def command(
     that --nproc or training.num_gpus request. Under torchrun, srun or mpirun, it is one of the processes that the
     launcher started.
 
-    The keys num_gpus and num_nodes are those of the section `training`. The default of --master-port is MASTER_PORT, a
-    port derived from the Slurm job, or 29500.
+    The keys num_gpus and num_nodes are those of the section `training`. --master-port defaults to MASTER_PORT if it is
+    set, else to a port derived from the Slurm job, else to 29500.
     """
     try:
         import_module("dasksc.train.config")

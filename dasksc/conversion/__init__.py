@@ -117,9 +117,9 @@ def convert(
     """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
     The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
-    the narrowest data types that represent them. A conversion can be interrupted at any time, with Ctrl-C or by a kill;
-    the same call resumes it. Output is written to ``TARGET.partial`` next to the target. The target appears only when
-    the store is complete.
+    the narrowest data types that represent them. A conversion can be interrupted at any time, with Ctrl-C or by killing
+    the process; the same call resumes it. Output is written to ``TARGET.partial`` next to the target. The target
+    appears only when the store is complete.
 
     Parameters
     ----------

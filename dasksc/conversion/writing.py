@@ -51,7 +51,7 @@ def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 
 
 def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
-    """Return the number of rows per shard: enough for at most 16 shards, but no more than `most`."""
+    """Return the number of rows per shard: the fewest that make at most 16 shards, but no more than `most`."""
     return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _USUAL_SHARDS)), most // chunk_rows))
 
 

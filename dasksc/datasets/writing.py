@@ -138,7 +138,8 @@ def write_atlas(
         if isinstance(root, h5py.File):
             root.close()
     if is_zarr:
-        with warnings.catch_warnings():  # as AnnData does, although the Zarr v3 specification lacks it
+        # AnnData also consolidates metadata, although the Zarr v3 specification does not define how.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*[Cc]onsolidated metadata", UserWarning)
             zarr.consolidate_metadata(root.store)
 

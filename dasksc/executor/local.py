@@ -100,7 +100,7 @@ class Diagnostics:
                 self._state["released"].add(key)
 
     def _call(self, hook: int, *args: Any) -> None:
-        """Call the hook number `hook` (start, start_state, pretask, posttask or finish) of every callback."""
+        """Call hook number `hook` (start, start_state, pretask, posttask or finish) of every callback."""
         for callback in list(self._callbacks):
             function = callback[hook]
             if function is None:
@@ -215,7 +215,8 @@ class _SharedThreadPool:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._limit = 0
-        # The references are weak, so that a window that Ctrl-C kept from leaving does not keep the threads alive.
+        # The references are weak, so that a window that could not leave because of Ctrl-C does not keep the threads
+        # alive.
         self._members: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
         self._queue: queue.SimpleQueue[tuple[Future[Timed], Callable[[], Timed]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -225,7 +226,7 @@ class _SharedThreadPool:
 
     @classmethod
     def enter(cls, member: ThreadRunner, n_threads: int) -> _SharedThreadPool:
-        """Return this process's pool, with at least `n_threads` threads, and keep it alive until `member` leaves."""
+        """Return this process's pool, for at least `n_threads` threads, and keep it alive until `member` leaves."""
         with cls._registry:
             while True:
                 pool = cls._current
@@ -296,8 +297,8 @@ class _SharedThreadPool:
             del item, future, fetch
             with self._lock:
                 self._n_unfinished -= 1
-        # Pass the stop signal on to the next thread. A thread whose start Ctrl-C interrupted may be
-        # missing from the list, so the threads are not counted.
+        # Pass the stop signal on to the next thread. A thread whose start was interrupted by Ctrl-C may be missing from
+        # the list, so the threads are not counted.
         self._queue.put(None)
 
 

@@ -139,9 +139,10 @@ def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) ->
 
 
 def portable_scheduler(scheduler: FetchScheduler | Client | str | None) -> str | None:
-    """Return a description of `scheduler` that is valid in another process: the address of a Client, or the name.
+    """Return a description of `scheduler` that is valid in another process.
 
-    Return None for a Client whose cluster runs in this process, because no other process can reach it.
+    It is the address of the scheduler of a Client, or a name such as ``"threads"``. It is None for a Client whose
+    cluster runs in this process, because no other process can reach it.
     """
     client: Any = scheduler.client if isinstance(scheduler, FetchScheduler) else scheduler
     if client is not None and _is_client(client):

@@ -183,7 +183,7 @@ class Window(Generic[T]):
     Parameters
     ----------
     task
-        Function that performs a fetch. It must pickle (with cloudpickle) for a Client whose workers are other
+        Function that performs a fetch. It must be picklable (with cloudpickle) for a Client whose workers are other
         processes, and is sent to each worker once, not with each fetch.
     ks
         Fetch numbers, in order.

@@ -298,7 +298,7 @@ class Predictions:
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
         # Dask arrays are compared by their stored matrices, because the names of Dask arrays over data in memory differ
-        # between processes. Other collections than arrays are compared only by type and length.
+        # between processes. Collections other than arrays are compared only by type and length.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read
         return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))
@@ -417,7 +417,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the folder with complete units to errors, and the missing disk space if the disk is full."""
+        """Name the folder with complete units in errors, and the missing disk space if the disk is full."""
         work = self.work
         try:
             yield

@@ -24,7 +24,8 @@ from dasksc.planning.ranks import World
 __all__ = ["NanError", "RankStatus", "Share", "max_over_ranks"]
 
 _POLL_S = 0.05
-# Number of predictions that this process has begun, by rank and group. It distinguishes the records of predictions.
+# Number of calls of `predict` that this process has begun, by rank and group. It distinguishes the records of different
+# calls.
 _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.count)
 
 

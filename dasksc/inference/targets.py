@@ -82,7 +82,7 @@ class Target(Protocol):
         """Return the published predictions whose plan has the given digest, by key."""
 
     def existing(self, keys: Iterable[str]) -> list[str]:
-        """Return those of `keys` that already exist, or the path of another obstacle."""
+        """Return those of `keys` that already exist; for a new store, its path if something already exists there."""
 
     def index_key(self) -> str | None:
         """Return the key of the names of the cells; None if there is no table of cells yet."""
@@ -395,7 +395,8 @@ class InFile:
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
-        # The time of the copy is one that the file system can represent.
+        # The modification time of the new copy is stored in the copy and set again at the end. The file system can
+        # represent this time exactly, unlike an arbitrary one.
         mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:
@@ -420,7 +421,7 @@ class InFile:
 
     @staticmethod
     def _remove_digests(file: h5py.File) -> None:
-        """Remove the digests of all predictions, which may have been computed from a key that is replaced."""
+        """Remove the digests of all predictions, since any may have been computed from a key that is replaced."""
         for group in ("obsm", "obs"):
             for item in file[group].values() if group in file else ():
                 item.attrs.pop(ATTRIBUTE, None)

@@ -387,7 +387,7 @@ class UnitWriter:
             self._work.mark(k, self._outputs, nan)
 
     def flush(self) -> None:
-        """Wait until the batches of complete units are written.
+        """Wait until the batches passed to the thread are written.
 
         Raises
         ------

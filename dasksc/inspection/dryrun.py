@@ -178,7 +178,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Count the classes of rows, or of whole sets, at equal intervals of the draws of an epoch."""
+    """Count the classes of rows, or of whole sets, taken at equal intervals from the draws of an epoch."""
     codes, names = encode_labels(labels)
     unit = plan.sampler.unit
     n_units = plan.n_rows // unit

@@ -94,8 +94,8 @@ class Check:
     n_padded, n_dropped
         Numbers of padded and of dropped rows, over all ranks.
     set_size, n_controls, sets
-        For `CellSets`: cells per set, control cells per cell, and the counts found by the strategy. None, 0 and
-        None for other strategies.
+        For `CellSets`: cells per set, control cells per cell, and the strategy's counts of groups, sets and cells.
+        None, 0 and None for other strategies.
     label_key
         Column whose classes are counted.
     classes

@@ -156,7 +156,7 @@ def suggest_parameters(
     fetch_factor = int(budget_bytes // max(batch_size * sample_bytes, 1))
     fetch_factor = min(fetch_factor, _MAX_FETCH_FACTOR)
     n_obs = getattr(data_collection, "shape", (None,))[0]
-    if isinstance(n_obs, int):  # a fetch of more rows than there are reads no more
+    if isinstance(n_obs, int):  # a fetch cannot exceed the collection
         fetch_factor = min(fetch_factor, -(-n_obs // max(batch_size, 1)))
     fetch_factor = max(fetch_factor, 1)
     fetch_bytes = batch_size * fetch_factor * sample_bytes

@@ -120,7 +120,7 @@ class scTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train, from the next batch of a checkpoint if one is given.
+        """Train; if a checkpoint is given, resume with the batch that follows it.
 
         Parameters
         ----------

@@ -69,7 +69,7 @@ def secured(given: object) -> Security | None:
 
 
 def refuse_untrusted(address: str, security: Security | None) -> None:
-    """Raise `ValueError` for an address from the store that this rank cannot trust.
+    """Raise `ValueError` if the address of a scheduler, read from the store of the ranks, is not to be trusted.
 
     Any process may have written the address. Without `security`, it must be loopback; with `security`, it must be
     encrypted.

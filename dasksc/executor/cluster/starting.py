@@ -74,9 +74,9 @@ def start_cluster(
         Memory limit of each worker, as for `distributed.LocalCluster`. For workers that are threads, ``"auto"``
         means no limit, because all memory of the program would count towards it.
     security
-        Secret that authenticates the ranks: a `distributed.Security`, or the path of a PEM file with a private
-        key and its certificate. The file must be the same on every rank and readable only by its user. If given,
-        loopback connections are encrypted as well. The secret is never written to the store. ::
+        Secret that authenticates the ranks: a `distributed.Security`, or the path of a PEM file with a private key and
+        its certificate. The file must be the same on every rank and readable only by its owner. If given, loopback
+        connections are encrypted as well. The secret is never written to the store. ::
 
             openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem
     timeout_s

@@ -32,7 +32,7 @@ class Watchdog:
     checked_at
         Time of the last check, in seconds of `perf_counter`.
     others
-        Addresses of the running workers that are not silent; empty if no worker is silent.
+        If a worker is silent, the addresses of the running workers that are not; otherwise empty.
     """
 
     def __init__(self, client: Any) -> None:
