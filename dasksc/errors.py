@@ -9,7 +9,7 @@ Every error derives from `DaskscError` and from the built-in exception that a ca
     ├── InputError (ValueError)          invalid argument or combination of arguments
     │   ├── MissingKeyError (KeyError)   column, layer, gene or group that the data do not have
     │   └── WrongTypeError (TypeError)   argument of an unsupported type
-    ├── StorageError (OSError)           path or store that cannot be opened or read
+    ├── StorageError (OSError)           path or store that cannot be opened, read or written
     │   ├── MissingPathError (FileNotFoundError)
     │   └── CorruptDataError             data that are truncated, replaced since they were opened, or inconsistent
     ├── TrainingError (RuntimeError)     training that cannot continue: its loss is NaN, or another rank failed
@@ -67,7 +67,7 @@ class WrongTypeError(InputError, TypeError):
 
 
 class StorageError(DaskscError, OSError):
-    """Path or store that cannot be opened or read."""
+    """Path or store that cannot be opened, read or written."""
 
 
 class MissingPathError(StorageError, FileNotFoundError):

@@ -59,7 +59,7 @@ def needed(library: str) -> Iterator[None]:
             isinstance(error, ModuleNotFoundError) and error.name == library
         ):
             raise  # the library itself, or another one, is not installed
-        raise UnsupportedVersionError(library, f"module or function of the requested name ({error})") from error
+        raise UnsupportedVersionError(library, f"module or function of the expected name ({error})") from error
 
 
 def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:

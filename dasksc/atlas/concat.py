@@ -86,7 +86,7 @@ def concatenated(
     if without and len(without) < len(adatas):
         raise InputError(
             f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
-            "without X, or use layers that all atlases have"
+            "without X, or set it from a layer: adata.X = adata.layers['counts']"
         )
     for name, adata in zip(names, adatas, strict=True):
         if not adata.var_names.is_unique:

@@ -81,7 +81,8 @@ def open(
         - store of ``dataset_*`` groups, as written by annbatch
         - `AnnCollection` of AnnData; the obs of the collection is used
 
-        Files are not rewritten: columns are renumbered while the rows of a batch are gathered.
+        Files are not rewritten: the columns of X are mapped to the joined variables while the rows of a batch are
+        gathered.
     obs
         Columns of obs to read. Default: all of them.
     mmap
@@ -113,9 +114,9 @@ def open(
         If True, open ``raw`` instead of X: the X, var and varm of ``raw`` with the obs, obsm and uns of the atlas,
         without layers, obsp and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
-        Options for URLs: credentials, region and endpoint. Their names are those of obstore's stores or, for other
-        URLs, of fsspec's file systems. Options that are not given come from the environment (``AWS_...``,
-        ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
+        Options for URLs: credentials, region and endpoint. For the schemes named under `data`, their names are those of
+        obstore's stores; for other URLs, those of fsspec's file systems. Options that are not given come from the
+        environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
     cache
         Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. If given,
         it also applies to local paths, such as those of a network file system. The default, ``dasksc.cache`` in the

@@ -87,9 +87,9 @@ def split(
     conditions
         Columns of obs whose combinations are conditions, such as ``["cell_line", "gene"]``. All rows of a condition are
         in one part. A context, such as a cell line, is a combination of values of the columns that `hold_out` names. If
-        `hold_out` names all columns or is not given, all columns but the last define the contexts. Without `hold_out`,
-        the conditions of each context are assigned at random by `fractions`. Not allowed with `by`, `groups` and
-        `stratify`.
+        `hold_out` names all columns or is not given, all columns of `conditions` but the last define the contexts.
+        Without `hold_out`, the conditions of each context are assigned at random by `fractions`. Not allowed with `by`,
+        `groups` and `stratify`.
     hold_out
         Conditions of the part ``test``, by values of columns: ``{"cell_line": ["K562"]}`` holds out a whole cell line
         (zero-shot). A condition is held out if each given column has one of the given values. With a list of mappings,
@@ -474,8 +474,8 @@ def _counted(
     n_units = int((values if units is None else units).max(initial=-1)) + 1
     if n_units * n_classes > _MAX_COUNTS:
         raise InputError(
-            f"{n_units:,} groups x {n_classes:,} classes need {n_units * n_classes:,} counts, but at most "
-            f"{_MAX_COUNTS:,} are possible. Use a column with fewer classes for stratify="
+            f"a table of {n_units:,} groups x {n_classes:,} classes has {n_units * n_classes:,} entries, but at most "
+            f"{_MAX_COUNTS:,} are supported. Use a column with fewer classes for stratify="
         )
     counts = np.zeros((n_units, n_classes), dtype=np.int64)
     for piece in _pieces(len(values)):

@@ -46,8 +46,8 @@ def synthetic(
     Parameters
     ----------
     path
-        Path of the atlas. A name that ends in ``.zarr`` gives a Zarr v3 store, any other an h5ad file. It appears when
-        the atlas is complete.
+        Path of the atlas. A name that ends in ``.zarr`` gives a Zarr v3 store, any other an h5ad file. The file or
+        store appears when it is complete.
     n_obs, n_vars
         Number of cells and genes. A typical cell expresses 7% of the genes.
     n_types
@@ -83,7 +83,7 @@ def synthetic(
     ------
     InputError
         If an argument is out of range; if `path` exists and `overwrite` is False; if `compression` is given for a Zarr
-        store; if the expression profiles of all groups take more than 4 GiB.
+        store; or if the expression profiles of all combinations of type, donor and batch take more than 4 GiB.
 
     Notes
     -----

@@ -52,8 +52,8 @@ class Sizes:
         n_bytes = self.n_groups * self.n_vars * 8
         if n_bytes > _MAX_TABLE_BYTES:
             raise InputError(
-                f"{self.n_groups:,} groups of {self.n_vars:,} genes need {n_bytes / 1e9:.1f} GB of memory. "
-                "Lower n_types, n_donors, n_batches or n_vars, or set donor_effect=0 and batch_effect=0"
+                f"{self.n_groups:,} expression profiles of {self.n_vars:,} genes need {n_bytes / 1e9:.1f} GB of "
+                "memory. Lower n_types, n_donors, n_batches or n_vars, or set donor_effect=0 and batch_effect=0"
             )
 
     @property

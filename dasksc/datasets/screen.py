@@ -30,9 +30,9 @@ def synthetic_screen(
 ) -> Path:
     """Write a synthetic perturbation screen of raw counts to an h5ad file.
 
-    A perturbation changes its genes only where the cell line expresses them, so that effects of unseen combinations
-    can be predicted. Cells are sorted by cell line and perturbation; a tenth of them are controls. obs has the columns
-    ``cell_line`` and ``gene`` (the perturbed gene, or `control`).
+    A perturbation changes a fixed set of genes, each only in cell lines that express it, so that effects of unseen
+    combinations can be predicted. Cells are sorted by cell line and perturbation; a tenth of them are controls. obs has
+    the columns ``cell_line`` and ``gene`` (the perturbed gene, or `control`).
 
     Parameters
     ----------

@@ -196,7 +196,7 @@ def predict(
     Unfinished work is kept in ``OUT.partial``. It resumes only with the same options, files and model. Models are
     compared by a digest of their parameters, buffers, attributes and the source code of their classes; functions, by
     their source code and closure. The digest does not cover functions that this code calls: after changing those,
-    remove the folder.
+    remove ``OUT.partial``.
 
     `out` must be on a file system that all ranks share and that supports locks between machines.
 

@@ -94,8 +94,8 @@ class Check:
     n_padded, n_dropped
         Numbers of padded and of dropped rows, over all ranks.
     set_size, n_controls, sets
-        For `CellSets`: cells per set, control cells per cell, and the strategy's counts of groups, sets and cells.
-        None, 0 and None for other strategies.
+        For `CellSets`: cells per set, control cells per cell, and the numbers of groups and cells that the strategy
+        draws from (`SetAccounts`). None, 0 and None for other strategies.
     label_key
         Column whose classes are counted.
     classes
@@ -171,7 +171,7 @@ class Check:
                 f"  sets     {self.n_rows // self.set_size:,}, of {self.set_size:,} cells each, from "
                 f"{self.sets.n_groups:,} groups ({self.sets.n_cells:,} cells)"
                 + (
-                    f"; {self.n_controls} control cell{'s' if self.n_controls > 1 else ''} per cell, drawn from "
+                    f"; {self.n_controls} control{'s' if self.n_controls > 1 else ''} per target cell, drawn from "
                     f"{self.sets.n_control_cells:,}"
                     if self.n_controls
                     else ""

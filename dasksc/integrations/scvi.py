@@ -219,7 +219,7 @@ class SCVIDataModule(scDataModule):
         return renamed
 
     def inference_dataloader(self, indices: Any = None, batch_size: int | None = None) -> Iterator[Any]:
-        """Return an iterator over every cell once, in storage order, for methods that take ``dataloader=``.
+        """Return an iterator over batches of all cells, in storage order, for methods that take ``dataloader=``.
 
         Parameters
         ----------

@@ -13,8 +13,8 @@ the difference is drawn without replacement, from the kept counts if there are t
 ones. The result is multivariate hypergeometric.
 
 A random word has 53 bits. The first 32 bits come from a hash of 32-bit operations, which processors compute for many
-elements at a time. They decide a comparison with a step, except with probability 2**-32. The other bits are drawn only
-if the first 32 equal those of the step.
+elements at a time. These 32 bits decide a comparison with a step, except with probability 2**-32. The other bits are
+drawn only if the first 32 equal those of the step.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.
@@ -80,7 +80,8 @@ _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
 # Numbers of the special streams under the key of a row. All other stream numbers are column numbers.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
-# Largest count and largest total of a row that `sample` thins with a probability of `_SHARE_BITS` bits.
+# Largest count, and largest total of a row, for which `sample` rounds the probability of thinning to `_SHARE_BITS`
+# bits.
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS

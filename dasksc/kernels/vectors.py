@@ -1,6 +1,7 @@
 """Operations on vectors of neighboring elements, for loops that LLVM does not vectorize by itself.
 
-LLVM compiles vectors of any width for any processor, so these functions do not depend on its instruction set.
+LLVM compiles vectors of any width for any processor, so these functions do not depend on the instruction set of the
+processor.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def n_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any) -> 
 
 @intrinsic
 def n_sums_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any) -> Any:
-    """Count the running sums below `value` of the `N_STEPS` elements from `index` on.
+    """Return how many running sums of the `N_STEPS` elements from `index` on are below `value`.
 
     The elements are those of the array of `like`'s type, unsigned integers, that starts at `address`.
     """

@@ -1,4 +1,4 @@
-"""Binding of a strategy to a source, after its expressions over obs are evaluated."""
+"""Binding of a strategy to the rows of a source that its filter and its expressions over obs select."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class scDataset(IterableDataset[Any]):
     batch_callback
         ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Function applied to each batch. If the collection is an AnnData, the function receives AnnData objects, not
-        tensors. Hooks run one at a time.
+        Function applied to each batch. If the collection is an AnnData and no other hook converts it, the function
+        receives AnnData objects, not tensors. Hooks run one at a time.
     rank, world_size
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
@@ -494,7 +494,8 @@ class scDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
             raise InputError(
-                "this state was taken in DataLoader workers, so it can be resumed only with the same num_workers"
+                "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
+                "from its own. Use the same num_workers as before"
             )
         last = position.consumed[-1] if position.consumed else None
         if (
@@ -504,7 +505,8 @@ class scDataset(IterableDataset[Any]):
         ):
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
-                f"fetch_factor as before: {last}. Restore them, or resume from a state of the end of an epoch"
+                f"fetch_factor as before ({last.world_size}, {last.batch_size} and {last.fetch_factor}). Restore them, "
+                "or resume from a state saved at the end of an epoch"
             )
         self._session.seed = seed
         self._tracker.load(position)

@@ -357,14 +357,20 @@ def source_of(
         data = open_atlas(data, mmap=mmap, names=bool(hooks))
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
-        why = "hooks determine what the data set yields" if hooks else f"a {type(data).__name__} is read by indexing"
+        why = (
+            "hooks determine what the data set yields; select in the hooks"
+            if hooks
+            else f"they need an AnnData or a Dask array; got {type(data).__name__}, whose rows are only indexed"
+        )
         request.refuse_matrix_options(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:
-            raise InputError(f"{name} has no X, which every batch needs")
+            raise InputError(
+                f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
+            )
         return _of_atlas(name, collection, data, request)
     if not is_ours:
         return IndexedSource(name, data, _count(data, hooks, strategy))

@@ -33,7 +33,7 @@ class EpochCounter:
 
     The original counter owns the file and removes it when it is finalized. A copy continues the count in a file of its
     own if the shared file does not exist, for example on another machine, or if the copy begins an epoch in another
-    process.
+    process that is not a DataLoader worker.
     """
 
     def __init__(self) -> None:

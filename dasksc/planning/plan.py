@@ -241,7 +241,7 @@ class EpochPlan:
     def n_rank_dropped(self) -> int:
         """Number of rows dealt to this rank that it does not yield.
 
-        `n_dropped` also counts rows that are assigned to no rank, to keep the ranks equal.
+        To keep the ranks equal, some rows may be dealt to no rank; `n_dropped` also counts those.
         """
         return (self._sizes.n_sequence(self.rank) - self._n_rank_units) * self.sampler.unit
 

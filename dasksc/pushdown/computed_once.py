@@ -27,7 +27,7 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of intermediate results that most row chunks use in tasks that belong to one row chunk only.
+    """Return the keys of intermediate results that most row chunks use directly, in tasks of their own.
 
     The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
     such as the chunks before a rechunk, since caching these would amount to caching the whole array.
@@ -42,8 +42,8 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # The next pass ignores the keys found so far. A key that one row chunk uses directly, and others only through
-        # the ignored keys, then belongs to that row chunk, so the keys that it depends on may also be shared.
+        # The next pass ignores the keys found so far. A task that other row chunks use only through these keys then
+        # counts as a task of a single row chunk, so the results that it uses may be shared, too.
         shared |= more
     return shared
 

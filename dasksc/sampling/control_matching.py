@@ -267,7 +267,7 @@ def _refuse_unmatched(
         for one in codes[np.sort(firsts)[:_N_SHOWN]].tolist()
     )
     raise InputError(
-        f"{int(cells[is_unmatched].sum())} cells to draw from have no control cell that agrees in {names}; examples "
-        f"are the cells of {shown}. Leave them out with unmatched='drop', match fewer columns with unmatched='loosen' "
-        "or match=, or add control cells with control_indices="
+        f"{int(cells[is_unmatched].sum())} of the cells to draw from have no control cell with the same {names}; "
+        f"examples are the cells of {shown}. Leave them out with unmatched='drop', match fewer columns with "
+        "unmatched='loosen' or match=, or add control cells with control_indices="
     )

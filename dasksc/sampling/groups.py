@@ -111,7 +111,7 @@ class CodesByLabel(dict[Any, int]):
         if isinstance(label, float | np.floating):
             with np.errstate(over="ignore"):
                 nearest = float(np.float32(label))
-            if nearest in self:  # float32 columns contain the nearest number to 0.1
+            if nearest in self:  # float32 columns store the nearest float32 of a label such as 0.1
                 return self[nearest]
         column = self._column
         present = [column.labels[code] for code in np.unique(column.codes).tolist() if code >= 0]

@@ -106,7 +106,7 @@ class SamplingStrategy:
         seed: int | None = None,
         rng: np.random.Generator | None = None,
     ) -> _Int64s:
-        """Return the rows of an epoch in the order in which they are read.
+        """Return the rows of an epoch in the order in which they are dealt to ranks and fetches.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class SamplingStrategy:
 
 
 class BuiltInStrategy(SamplingStrategy):
-    """Base class of the built-in strategies, whose binding requires only the number of rows."""
+    """Base class of the built-in strategies, whose binding requires only the number of rows and columns of obs."""
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -369,7 +369,7 @@ class ClassBalancedSampling(BuiltInStrategy):
         Factors by label; the default factor is 1.
     temperature
         Draw class c with probability proportional to ``f_c ** (1 / temperature)``, as in the training of multilingual
-        models: 1 keeps the natural distribution, and larger values are more even. Not allowed with `smoothing`.
+        models: 1 keeps the natural distribution, and larger values make it more even. Not allowed with `smoothing`.
     per_batch
         If True, give every batch its share of each class. Shares are rounded down or up such that the epoch as a whole
         has exact shares (largest remainders). An epoch consists of whole batches, which do not depend on the number of

@@ -50,6 +50,7 @@ _READ_BYTES = 2**18
 # A request for a range that is already in the page cache costs a microsecond. Such requests would take half the time of
 # a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read the rest.
 _SAMPLED = 32
+_REMEDY = "Copy or download it again."
 
 _PAGE_BYTES = 2**12
 # A page holds several ranges shorter than this, and the page cache may keep them for the next fetch.
@@ -153,7 +154,9 @@ class LocalFile:
         """Return the address of each range, 0 for an offset of -1, and the map that contains them."""
         written = offsets >= 0
         if (offsets + sizes)[written].max(initial=0) > self.identity.size:
-            raise CorruptDataError(f"{self.path} is truncated: it ends before byte {(offsets + sizes).max()}")
+            raise CorruptDataError(
+                f"{self.path} is truncated: it ends before byte {(offsets + sizes).max()}. {_REMEDY}"
+            )
         order = np.argsort(offsets[written], kind="stable")
         self.advise(offsets[written][order], sizes[written][order])
         memory = self.mapped()
@@ -170,7 +173,9 @@ class LocalFile:
         descriptor = self._descriptor()
         n = read_at(descriptor.number, offset, into)
         if n < len(into):
-            raise CorruptDataError(f"{self.path} ends at byte {offset + n}, but {len(into) - n} more are expected")
+            raise CorruptDataError(
+                f"{self.path} ends at byte {offset + n}, but {len(into) - n} more are expected. {_REMEDY}"
+            )
 
     def fetch(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop), read into new memory; see `read`."""
@@ -207,7 +212,8 @@ class LocalFile:
         block = buffers.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
-        # A direct read must not continue at the end of the file, which is not aligned to a page.
+        # The last range may end with the file. A read that stops there must not be resumed, since direct reads need
+        # aligned offsets.
         enough = np.minimum(stops, self.identity.size) - starts
         addresses = (block.ctypes.data + begins).astype(np.uint64)
         n_together = int(np.clip(_PART_BYTES // sizes.mean(), 1, _PART_RANGES))
@@ -223,7 +229,9 @@ class LocalFile:
                 into = block.data[begins[i] : ends[i]]
                 n = read_at(number, int(starts[i]), into, enough=int(enough[i]))
                 if n < enough[i]:
-                    raise CorruptDataError(f"{self.path} ends at byte {starts[i] + n}, but more are expected")
+                    raise CorruptDataError(
+                        f"{self.path} ends at byte {starts[i] + n}, but more are expected. {_REMEDY}"
+                    )
 
         try:
             descriptor = self._descriptor(direct=True)
@@ -249,7 +257,7 @@ class LocalFile:
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
         if should_map(use_mmap) and places:
             if max(stop for _, stop in places) > self.identity.size:
-                raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes")
+                raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes. {_REMEDY}")
             memory = self.mapped().data
             for begin, stop in places:
                 yield memory[begin:stop]
@@ -399,7 +407,9 @@ class _Map:
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size
         if os.fstat(descriptor.number).st_size < size:
-            raise CorruptDataError(f"{identity.path} was truncated after it was opened, when it had {size} bytes")
+            raise CorruptDataError(
+                f"{identity.path} was truncated after it was opened, when it had {size} bytes. {_REMEDY}"
+            )
         self._place: tuple[int, int] | None = None
         if _libc is None:
             self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""

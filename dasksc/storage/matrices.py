@@ -324,16 +324,20 @@ def check_csr(
     """
     if indptr.shape != (shape[0] + 1,):
         raise CorruptDataError(
-            f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},)"
+            f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},). "
+            "The file is corrupt; write it again from its source."
         )
     if len(data.shape) != 1 or data.shape != indices.shape:
         raise CorruptDataError(
             f"{label}: data has shape {data.shape} but indices has shape {indices.shape}; both must have the same "
-            "length"
+            "length. The file is corrupt; write it again from its source."
         )
     for array in (indptr, indices):
         if array.dtype.kind not in "iu":
-            raise CorruptDataError(f"{array.label} holds {array.dtype}; integers are needed")
+            raise CorruptDataError(
+                f"{array.label} holds {array.dtype}; integers are needed. The file is corrupt; write it again from its "
+                "source."
+            )
     if shape[1] > np.iinfo(np.int32).max:
         raise InputError(f"{label} has {shape[1]} columns; at most 2**31 - 1 are supported")
 
@@ -356,7 +360,9 @@ def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageE
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
     which = f"row {first}" if first == last else f"rows {first} to {last}"
-    return kind(f"{error.label}: {which} cannot be read: {error.reason}")
+    # Errors of files and stores state their own remedy.
+    remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
+    return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
 
 
 def _read_whole(array: StoredArray) -> MemoryArray:

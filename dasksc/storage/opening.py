@@ -51,9 +51,9 @@ def open_matrix(
         Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
         matrix in an ``.h5`` file of Cell Ranger.
     use_mmap
-        Memory-map uncompressed local files: always (True), never (False), or unless `dasksc.storage.mapping`
-        forbids it in the reading thread (``"auto"``). Mapping is the fastest way to read, but the process is
-        killed if a file is truncated during a read.
+        Memory-map local files: always (True), never (False), or unless `dasksc.storage.mapping` forbids it in the
+        reading thread (``"auto"``). Mapping is the fastest way to read, but the process is killed if a file is
+        truncated during a read.
     cache
         Local cache for blocks of remote files.
 
@@ -269,7 +269,10 @@ def _matrix(
         )
     absent = {"indptr", "indices", "data"}.difference(members)
     if absent:
-        raise CorruptDataError(f"{label} is a {encoding} without its {' and '.join(sorted(absent))}")
+        raise CorruptDataError(
+            f"{label} is a {encoding} without its {' and '.join(sorted(absent))}. The file is corrupt; "
+            "write it again from its source."
+        )
     n_obs, n_vars = (int(length) for length in shape)
     indptr, indices, data = (array(member) for member in ("indptr", "indices", "data"))
     dtype = _logical(data.dtype, attributes, label)

@@ -173,7 +173,8 @@ class Pass:
         """Reserve `n_bytes` for each gene of `n_groups` groups, as `reserve` does."""
         self._held_bytes += 0 if groups is None else groups.codes.nbytes
         n_vars = self.adata.n_vars
-        self.reserve(f"{n_groups:,} groups of {n_vars:,} genes", n_groups * n_vars * n_bytes, "Group by fewer labels")
+        what = f"statistics of {n_groups:,} groups of cells x {n_vars:,} genes"
+        self.reserve(what, n_groups * n_vars * n_bytes, "Group by fewer labels")
 
     @property
     def projected_bytes(self) -> int:

@@ -84,8 +84,8 @@ def highly_variable_genes(
     ------
     InputError
         If the flavor is unknown; if a value or a batch is missing; if a value is negative (flavors that expect counts)
-        or infinite, or too large for its exponential (flavors that expect logarithms); or if the sums and the rows
-        being read need more memory than ``dasksc.memory-limit``.
+        or infinite, or so large that its exponential overflows (flavors that expect logarithms); or if the sums and the
+        rows being read need more memory than ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
     ImportError

@@ -69,8 +69,8 @@ class EpochLoader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
-                # By default, the DataLoader would draw its seed from the generator of dropout, whose state resuming
-                # restores.
+                # By default, the DataLoader would draw its seed from the default generator of torch. Dropout also uses
+                # this generator, and a resume restores its state.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
             self._state = dataset.state_dict()
@@ -101,7 +101,7 @@ class EpochLoader:
         """Return the position in the data, from which `load_state_dict` resumes."""
         if not self._n_workers:
             return {"dataset": self.dataset.state_dict()}
-        # Workers take fetches in turns, so the rows yielded so far are not a prefix of the order of the epoch.
+        # Workers take fetches in turn, so the rows yielded so far are not a prefix of the order of the epoch.
         world = (self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers)
         state = {**self._state, "epoch": self.epoch, "consumed": []}
         return {"dataset": state, "n_taken": self._n_taken, "read_by": list(world)}
@@ -297,7 +297,7 @@ def _check_names(adata: Any, config: Config) -> None:
         "data.validation": _validation_columns(data),
     }
     if issubclass(find(data.strategy.name, STRATEGIES, what="data.strategy.name"), dasksc.CellSets):
-        del columns["data.strategy.weights"]  # "cells" or "sets", not a column
+        del columns["data.strategy.weights"]  # "cells", "groups" or a mapping, not a column
     wanted: list[tuple[str, str, list[Any]]] = [
         ("data.layers", "layers", data.layers),
         ("data.obsm", "obsm", data.obsm),

@@ -120,9 +120,9 @@ def launch(
     n_nodes, node_rank
         Number of nodes of the run, and rank of this node.
     address, port
-        Address and port of the first node, for several nodes. Each defaults to ``MASTER_ADDR`` or ``MASTER_PORT``,
-        then to the values derived from Slurm. If an address is given, the port defaults to 29500 unless one
-        Slurm step spans all nodes.
+        Address and port of the first node, for several nodes. Each defaults to ``MASTER_ADDR`` or ``MASTER_PORT``, then
+        to the values derived from Slurm. If an address is given, the port is derived from Slurm only within a Slurm
+        step that spans all nodes, and otherwise defaults to 29500.
     max_restarts
         Number of times that all processes are restarted after a failure.
 
@@ -144,7 +144,7 @@ def launch(
         given = dict(os.environ)
         if address is not None:
             given["MASTER_ADDR"] = address
-            if node_of(os.environ)[0] == 1:  # the other nodes may see no job, or another step
+            if node_of(os.environ)[0] == 1:  # other nodes may see no job, or another step, and derive another port
                 given.setdefault("MASTER_PORT", "29500")
         if port is not None:
             given["MASTER_PORT"] = str(port)

@@ -107,11 +107,11 @@ class RankContext:
         if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
         is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
-        is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__}, {error}"))
+        on_rank = " on rank 0" if self.world_size > 1 else ""
+        is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__}{on_rank}, {error}"))
         if error is not None and not is_of_storage:
             raise error
-        of_rank = " on rank 0" if self.world_size > 1 else ""
-        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason}{of_rank}") from error
+        raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason}") from error
 
 
 def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:

@@ -91,7 +91,7 @@ class Pace:
         self._since += perf_counter() - paused
 
     def reduce_and_reset(self, n_rows: int) -> dict[str, float]:
-        """Return the metrics since the last call. All ranks must call this method, with the rows of all ranks.
+        """Return the metrics since the last call. All ranks must call this method, with the row count of all ranks.
 
         Returns
         -------

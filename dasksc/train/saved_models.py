@@ -75,7 +75,7 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
         If the path does not exist.
     CorruptDataError, InputError
         If the file or checkpoint is damaged, or was not written by `dasksc.train`. For security, unpickling is
-        restricted, and only module classes are called.
+        restricted, and only subclasses of ``torch.nn.Module`` are created.
 
     Examples
     --------
@@ -131,7 +131,8 @@ def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
             f"{path} contains parameters of {name!r}, which is not a torch.nn.Module class, so it is not called. If "
-            "you trust the file, create the model, and load 'parameters' of torch.load(path, weights_only=True)"
+            "you trust the file, create the model yourself and call "
+            "model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
         )
     return build_model(name, saved["arguments"])
 

@@ -91,7 +91,7 @@ class _Augmentation:
         return same
 
     def refuse_beside(self, others: Sequence[Any]) -> None:
-        """Raise an error if another transform would draw the same random numbers.
+        """Raise an error if another transform would draw the same random numbers for the same matrix.
 
         Parameters
         ----------
@@ -236,7 +236,7 @@ class _Augmentation:
         Returns
         -------
         bool
-            False if `change` must do this instead, which supports more data types and reports invalid values.
+            False if the caller must use `change`, which supports more data types and reports invalid values.
         """
         if dense.dtype in _KERNEL_DTYPES:
             return False

@@ -129,8 +129,8 @@ class _Tokens:
         Returns
         -------
         Batch
-            In place of X and layers: ``input_ids``, int64, ``values``, float32, and ``attention_mask``, bool, True
-            for tokens and False for padding, each of shape (batch, length). If tokens are masked, ``labels``, int64, of
+            In place of X and layers: ``input_ids`` (int64), ``values`` (float32) and ``attention_mask`` (bool; True for
+            tokens, False for padding), each of shape (batch, length). If tokens are masked, also ``labels`` (int64), of
             the same shape. Other elements are those of `batch`, without copies.
 
         Raises

@@ -53,7 +53,7 @@ def main() -> None:
         )
         panel.set_title(title, loc="left", family="monospace", fontsize=10)
         panel.invert_yaxis()
-    panels[-1].set_xlabel("row, in storage order; grey lines part three classes of 40, 18 and 6 rows")
+    panels[-1].set_xlabel("row, in storage order; grey lines separate three classes of 40, 18 and 6 rows")
     figure.savefig(HERE / "sampling.png", dpi=100)
 
 

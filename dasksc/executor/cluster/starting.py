@@ -76,7 +76,7 @@ def start_cluster(
     security
         Secret that authenticates the ranks: a `distributed.Security`, or the path of a PEM file with a private key and
         its certificate. The file must be the same on every rank and readable only by its owner. If given, loopback
-        connections are encrypted as well. The secret is never written to the store. ::
+        connections are encrypted as well. The secret is never written to the store. To create such a file::
 
             openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem
     timeout_s

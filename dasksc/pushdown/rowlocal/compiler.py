@@ -59,8 +59,8 @@ class Compiler:
                 if node.n_rows != self._array.chunks[0][i]:
                     raise NotRowLocalError(
                         f"row chunk {i} has {self._array.chunks[0][i]} rows and is computed from {node.n_rows} stored "
-                        "rows, but each row must come from one stored row. Select or combine rows before opening the "
-                        "data set, or write the array to a file"
+                        "rows, but each row must come from one stored row. Select rows with adata[rows] or indices=, "
+                        "or write the array to a file"
                     )
             blocks.append(nodes)
         return blocks

@@ -34,8 +34,9 @@ logger = logging.getLogger("dasksc.lazy.rowlocal")
 # the next, but threads would return to Python more often and wait for each other, which costs more.
 N_COMPUTED = 4096
 
-# Number of rows computed together if functions are merely believed. Pieces of several chunks may add up to nearly
-# twice as many rows, which must not exceed the number of rows in the trial.
+# Number of rows computed together if functions are merely believed to treat rows independently
+# (`dasksc.pushdown.trust`). Pieces of several chunks may add up to nearly twice as many rows, which must not exceed the
+# number of rows in the trial.
 N_BELIEVED = N_TRIED[False] // 2
 
 # Number of rows that are made dense and compared at a time.
@@ -52,7 +53,7 @@ class RowLocalMatrix(DaskMatrix):
     label
         Name of the matrix in error messages. Default: the name of the array.
     strict
-        If True, believe no function that is neither known nor declared to treat every row independently.
+        If True, trust only functions that are known or declared to treat every row independently.
 
     Raises
     ------

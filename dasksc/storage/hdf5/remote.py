@@ -30,9 +30,9 @@ _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
 # Tables are read sequentially. Each sequential read requests twice as many blocks as the one before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, but their blocks are requested in no particular order. If more than _MOST_MISSED
-# blocks of a group have been missing, or a neighboring group was read whole, the group is read whole. That takes about
-# one round trip.
+# Names of cells lie in one region, but their blocks are requested in no particular order. Every _GROUP_BLOCKS
+# consecutive blocks are a group. If more than _MOST_MISSED blocks of a group have been missing, or a neighboring group
+# was read whole, the group is read whole. That takes about one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 _MOST_MISSED = 2
 

@@ -150,7 +150,7 @@ def _refusal_of(steps: Any) -> str | None:
         if name in (_NAME, _name_of(_BoundedV3)):
             return f"arrays that name the codec {_NAME!r}, which dasksc sets itself, are not read"
         if name in _ANY_OBJECTS:
-            return f"arrays that are decoded by {name!r} are not read; write them as AnnData does"
+            return f"arrays that are decoded by {name!r} are not read"
         if name == "lzma" and (config.get("format", lzma.FORMAT_XZ) != lzma.FORMAT_XZ or config.get("filters")):
             return "arrays that are compressed by LZMA without its header, or with filters, are not read"
         for key, value in config.items():
@@ -197,7 +197,7 @@ class _BoundedV2(numcodecs.abc.Codec):
     def decode(self, buf: Any, out: Any = None) -> Any:
         """Decode a chunk after a check of its decompressed size."""
         if self.refused:
-            raise StorageError(self.refused)
+            raise StorageError(f"{self.refused}. Write them as AnnData does")
         if self.codec is not None:
             _check_size(self.codec["id"], buf, tuple(self.chunks), _item_bytes(self.dtype))
             buf = self.inner.decode(buf, out)
@@ -261,7 +261,7 @@ class _BoundedV3(BytesBytesCodec):
     async def _decode_single(self, chunk_data: Buffer, chunk_spec: Any) -> Buffer:
         """Decode a chunk, with a check of the decompressed size before each codec."""
         if self.refused:
-            raise StorageError(self.refused)
+            raise StorageError(f"{self.refused}. Write them as AnnData does")
         data = chunk_data
         for codec in reversed(self.codecs):
             name = _name_of(type(codec))

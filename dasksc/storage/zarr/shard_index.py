@@ -24,7 +24,9 @@ def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> 
     """Return the byte range [start, stop) of the index in a shard."""
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
-        raise CorruptDataError(f"{identity.path} is truncated: it has no room for the index of its chunks")
+        raise CorruptDataError(
+            f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
+        )
     return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
 
 
@@ -36,7 +38,9 @@ def chunk_ranges(
         try:
             data = Crc32c().decode(data, len(data))
         except ValueError as error:
-            raise CorruptDataError(f"{identity.path}: the index of its chunks is corrupt: {error}") from error
+            raise CorruptDataError(
+                f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
+            ) from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
     # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
     ranges = np.minimum(table, identity.size + 1).astype(np.int64)

@@ -293,7 +293,7 @@ def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
         rank.join()
     for text in found.values():
         assert text.startswith("StorageError: the ")
-        assert text.endswith("cannot be written: OSError, [Errno 28] No space left on device on rank 0")
+        assert text.endswith("cannot be written: OSError on rank 0, [Errno 28] No space left on device")
 
 
 def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told: Any, done: Any) -> None:

@@ -213,7 +213,7 @@ def test_check_counts_sets_and_controls(path: Path) -> None:
     report = str(dasksc.check(dataset(path)))
     n_targets = int((screen().obs.gene != "ctrl").sum())
     assert f"sets     {-(-n_targets // 8)}, of 8 cells each, from 6 groups ({n_targets} cells)" in report
-    assert f"1 control cell per cell, drawn from {N - n_targets}" in report
+    assert f"1 control per target cell, drawn from {N - n_targets}" in report
     assert "fetches of 256 rows" in report
     adata = screen()
     adata.obs.loc[(adata.obs.gene == "ctrl") & (adata.obs.line == "K562"), "gene"] = "A"

@@ -299,7 +299,7 @@ def with_gap() -> pd.DataFrame:
 def test_unmatched_cells_are_refused_with_their_labels() -> None:
     obs = with_gap()
     n = int(((obs.line == "RPE1") & (obs.gene != "ctrl")).sum())
-    with pytest.raises(InputError, match=f"{n} cells .*agrees in line.*line='RPE1'.*unmatched='drop'"):
+    with pytest.raises(InputError, match=f"{n} of the cells .*with the same line.*line='RPE1'.*unmatched='drop'"):
         bound(obs, ["line", "gene"], 8, control=CONTROL)
 
 
