@@ -206,9 +206,9 @@ def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str
     credited = max(KINDS, key=lambda kind: rates["theirs"][kind]) if row.theirs.is_peer else "produced"
     ratio = rates["ours"]["produced"] / rates["theirs"][credited]
     by_round = [mine / other for mine, other in zip(ours.produced, getattr(theirs, credited), strict=True)]
-    known = [limit["cells_per_s"] for limit in limits.values()]
+    limit_rates = [limit["cells_per_s"] for limit in limits.values()]
     # The same cores do these operations one after the other, so their times per cell add up.
-    allowed = 1 / sum(1 / rate for rate in known) if known and None not in known else None
+    allowed = 1 / sum(1 / rate for rate in limit_rates) if limit_rates and None not in limit_rates else None
     return {
         "name": row.name,
         "ours": ours.name,

@@ -150,8 +150,8 @@ def table_of(report: dict[str, Any]) -> str:
     lines = [f"| {report['steps']} steps of {report['batch']} cells | shuffled | balanced |", "| --- | ---: | ---: |"]
     for measure, label in MEASURES.items():
         found = [report["scores"][measure][strategy] for strategy in STRATEGIES]
-        shown = [f"{one['median']:.1%} ({min(one['runs']):.1%} to {max(one['runs']):.1%})" for one in found]
-        lines.append(f"| {label} | {' | '.join(shown)} |")
+        texts = [f"{one['median']:.1%} ({min(one['runs']):.1%} to {max(one['runs']):.1%})" for one in found]
+        lines.append(f"| {label} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 

@@ -194,8 +194,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["| measure | dasksc | annbatch | ratio | target | |", "| --- | ---: | ---: | ---: | ---: | --- |"]
     for row in rows:
         ratio, met = (f"{row['ratio']:.2f}", "met" if row["met"] else "MISSED") if "ratio" in row else ("", "")
-        shown = [_shown(row[side], row["unit"]) for side in ("ours", "theirs")]
-        lines.append(f"| {row['what']} | {' | '.join(shown)} | {ratio} | {row['target']:.2f} | {met} |")
+        texts = [_shown(row[side], row["unit"]) for side in ("ours", "theirs")]
+        lines.append(f"| {row['what']} | {' | '.join(texts)} | {ratio} | {row['target']:.2f} | {met} |")
     return "\n".join(lines)
 
 

@@ -139,13 +139,13 @@ def loop_s(dataset: Any, n_epochs: int, *, step_s: float | None) -> tuple[float,
     """Return the seconds that epochs take with an optional step after each batch, and the seconds spent waiting."""
     start, waited = time.perf_counter(), 0.0
     for _ in range(n_epochs):
-        asked = time.perf_counter()
+        requested_at = time.perf_counter()
         for _ in dataset:
-            waited += time.perf_counter() - asked
+            waited += time.perf_counter() - requested_at
             if step_s is not None:
                 take_step(step_s)
-            asked = time.perf_counter()
-        waited += time.perf_counter() - asked
+            requested_at = time.perf_counter()
+        waited += time.perf_counter() - requested_at
     return time.perf_counter() - start, waited
 
 

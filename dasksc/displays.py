@@ -73,8 +73,8 @@ def constructor(value: Any, **texts: str) -> str:
     **texts
         Text of arguments, by name. It takes precedence over their values.
     """
-    shown = set_arguments(value, texts)
-    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in shown.items())})"
+    arguments = set_arguments(value, texts)
+    return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
 
 
 def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
@@ -87,15 +87,15 @@ def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool =
     with_defaults
         If True, include arguments that have their default value.
     """
-    shown = dict(texts)
+    arguments = dict(texts)
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         if not field.init or not field.repr or field.name in texts:
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         given = getattr(value, field.name)
         if with_defaults or not _is_default(given, default):
-            shown[field.name] = brief(given)
-    return shown
+            arguments[field.name] = brief(given)
+    return arguments
 
 
 def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:
@@ -192,9 +192,9 @@ def _collection(value: Any) -> str:
     if not value:
         return f"{type(value).__name__}()" if isinstance(value, set | frozenset) else f"{first}{last}"
     items: Sequence[Any] = list(value.items() if isinstance(value, dict) else value)
-    shown = items if len(items) <= _N_SHOWN + 1 else items[:_N_SHOWN]
-    texts = [f"{brief(one[0])}: {brief(one[1])}" if isinstance(value, dict) else brief(one) for one in shown]
-    if len(shown) < len(items):
+    displayed = items if len(items) <= _N_SHOWN + 1 else items[:_N_SHOWN]
+    texts = [f"{brief(one[0])}: {brief(one[1])}" if isinstance(value, dict) else brief(one) for one in displayed]
+    if len(displayed) < len(items):
         texts.append(f"... {len(items):,} in all")
     comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
     return f"{first}{', '.join(texts)}{comma}{last}"

@@ -37,8 +37,8 @@ def help_of(name: str) -> str:
 
 def _text(text: str) -> str:
     """Return help text in Markdown: without click's marks, and with literals where Markdown would read markup."""
-    for mark, shown in (("\b\n", ""), ("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("*", "\\*")):
-        text = text.replace(mark, shown)
+    for mark, replacement in (("\b\n", ""), ("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("*", "\\*")):
+        text = text.replace(mark, replacement)
     text = re.sub(r"(?<![\w`-])--[a-z][\w-]*", lambda option: f"`{option[0]}`", text)  # no dashes
     return "\n".join(line.strip() for line in text.splitlines())
 

@@ -33,8 +33,8 @@ def draw(theme: str) -> None:
     """Draw the consumed rates as bars, with the range over the rounds, on a transparent ground."""
     colors = THEMES[theme]
     found = {result["name"]: result for result in json.loads(RESULTS.read_text())["results"]}
-    shown = sorted(NAMES.keys() & found.keys(), key=lambda name: found[name]["consumed"])
-    rates = {name: found[name]["consumed"] for name in shown}
+    names = sorted(NAMES.keys() & found.keys(), key=lambda name: found[name]["consumed"])
+    rates = {name: found[name]["consumed"] for name in names}
     # A fixed salt: the same results are the same file.
     style = {"svg.hashsalt": theme, "font.size": 11, "text.color": colors["text"], "ytick.color": colors["text"]}
     with mpl.rc_context(style):

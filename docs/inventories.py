@@ -128,8 +128,8 @@ def write(folder: Path) -> dict[str, tuple[str, str]]:
                 known_as = [name, *(alias for alias, target in ALIASES.items() if target == name)]
                 anchor = f"module-{name}" if role == "module" else name
                 for one in known_as:
-                    shown = name if "." in one else "-"  # - is the name itself, such as Callable
-                    lines.append(f"{one} py:{role} 1 {page.format(name)}#{anchor} {shown}")
+                    display_name = name if "." in one else "-"  # - is the name itself, such as Callable
+                    lines.append(f"{one} py:{role} 1 {page.format(name)}#{anchor} {display_name}")
         header = f"# Sphinx inventory version 2\n# Project: {library}\n# Version: \n"
         header += "# The remainder of this file is compressed using zlib.\n"
         path = folder / f"{library}.inv"

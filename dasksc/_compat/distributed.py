@@ -219,10 +219,10 @@ def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_wai
     Before the first task of the prefix, the function adds nothing and returns False. Versions that compute the counts
     on access do not show the addition.
     """
-    known = _get(scheduler, "task_prefixes").get(prefix)
-    if known is None:
+    task_prefix = _get(scheduler, "task_prefixes").get(prefix)
+    if task_prefix is None:
         return False
-    states = _get(known, "states")
+    states = _get(task_prefix, "states")
     states["released"] += n_released
     states["waiting"] += n_waiting
     return True

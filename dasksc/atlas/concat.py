@@ -271,7 +271,7 @@ def _maps(
     positions = []
     for given in var_names:
         names = common[:0] if given is None else given
-        where = next((where for known, where in distinct if known is names or known.equals(names)), None)
+        where = next((where for index, where in distinct if index is names or index.equals(names)), None)
         if where is None:
             where = common.get_indexer(names)
             distinct.append((names, where))

@@ -109,8 +109,8 @@ def known_columns(
 def nothing_at(path: str) -> str:
     """Return the message for a path that does not exist, with similar names."""
     if url := _URL_WITH_ONE_SLASH.search(path):
-        meant = redact_url(f"{url[1]}//{url[2]}")
-        return f"there is nothing at {meant.replace('//', '/', 1)}; did you mean {meant}?"
+        suggested_url = redact_url(f"{url[1]}//{url[2]}")
+        return f"there is nothing at {suggested_url.replace('//', '/', 1)}; did you mean {suggested_url}?"
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
         return f"there is nothing at {path}: {folder} is not a directory"

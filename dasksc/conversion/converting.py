@@ -224,14 +224,14 @@ class Conversion:
         runs = 0.0
         for key, matrix in self._matrices.items():
             copy = self._copies.get(key)
-            left = 1.0
+            fraction_remaining = 1.0
             if copy is None:
                 # Row descriptions are written per task and again as one file, followed by the offsets.
                 total += n_obs * (2 * ROW.itemsize + 8)
             elif copy.n_tasks:
-                left = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
-            total += left * matrix.cost.row * n_obs
-            if key in self._staged and left == 1:
+                fraction_remaining = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks
+            total += fraction_remaining * matrix.cost.row * n_obs
+            if key in self._staged and fraction_remaining == 1:
                 # The disk holds the runs of one matrix at a time.
                 runs = max(runs, n_obs * (matrix.cost.row + 8 + 8 * (not self._places.exists())))
         return int(total + runs)

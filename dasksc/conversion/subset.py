@@ -148,10 +148,10 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
         table = var.set_axis(pd.RangeIndex(len(var))).reindex(first)
     names = var.index.to_numpy(dtype=object)[first]
     if match is not None and missing.any():
-        asked = np.array(match.names, dtype=object)
-        names = np.where(missing, asked, names)
+        requested = np.array(match.names, dtype=object)
+        names = np.where(missing, requested, names)
         if key is not None:
-            table = table.assign(**{key: np.where(missing, asked, table[key].astype(object))})
+            table = table.assign(**{key: np.where(missing, requested, table[key].astype(object))})
     return table.set_axis(pd.Index(names, name=var.index.name))
 
 

@@ -55,13 +55,13 @@ class TaskRunner:
             Number of cells by which all tasks together advance the progress bar.
         """
         share = n_cells / max(1, tasks.n_tasks)
-        left = [k for k in range(tasks.n_tasks) if not tasks.is_done(k)]
-        self._advance(n_cells - share * len(left), what)
-        if not left:
+        remaining = [k for k in range(tasks.n_tasks) if not tasks.is_done(k)]
+        self._advance(n_cells - share * len(remaining), what)
+        if not remaining:
             return
         window = Window(
             tasks,
-            left,
+            remaining,
             name=f"dasksc-convert-{what.replace(' ', '-')}",
             depth=2 * self.n_threads,
             scheduler=self._scheduler,

@@ -103,9 +103,9 @@ class LoaderPage(SchedulerPlugin):
         key = (client, figures["key"], figures["worker"])
         loader = self._loaders.get(key)
         if loader is None:
-            of_client = [known for known in self._loaders if known[0] == client]
+            of_client = [loader_key for loader_key in self._loaders if loader_key[0] == client]
             if len(of_client) >= _N_LOADERS:
-                del self._loaders[min(of_client, key=lambda known: self._loaders[known].at)]
+                del self._loaders[min(of_client, key=lambda loader_key: self._loaders[loader_key].at)]
             loader = self._loaders[key] = LoaderReports(figures=dict.fromkeys(figures, 0), at=monotonic())
         loader.update(figures, monotonic())
         self._update_panel()

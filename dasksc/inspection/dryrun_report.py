@@ -183,10 +183,10 @@ class Check:
             yield f"  {name}: {share}"
         yield f"  padded   {self.n_padded:,} rows over all ranks; dropped {self.n_dropped:,}"
         if self.classes:
-            shown = [f"{one.name} {one.drawn:.1%} ({one.stored:.1%} stored)" for one in self.classes[:_N_SHOWN]]
-            rest = len(self.classes) - len(shown)
+            texts = [f"{one.name} {one.drawn:.1%} ({one.stored:.1%} stored)" for one in self.classes[:_N_SHOWN]]
+            rest = len(self.classes) - len(texts)
             more = f" and {rest} more" if rest else ""
-            yield f"  {self.label_key or 'classes'}: {', '.join(shown)}{more}"
+            yield f"  {self.label_key or 'classes'}: {', '.join(texts)}{more}"
         for line in self.genes:
             yield f"  genes    {line}"
         yield f"  memory   {self._memory()}"

@@ -151,8 +151,8 @@ class DataModule:
         return scDataset(self._data_collection, strategy, self._batch_size, **options, **ranks)
 
     def __repr__(self) -> str:
-        shown = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
-        return constructor(self, **shown)
+        texts = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
+        return constructor(self, **texts)
 
     def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
         """Set a function that maps the data set of ``predict`` to its loader; with None, the data set is the loader."""

@@ -80,8 +80,8 @@ class GeneMatch:
     def __str__(self) -> str:
         text = f"{self.n_matched:,} of {self.n_wanted:,} genes matched by {self.matched_by} ({self.share:.1%})"
         if self.missing:
-            shown = ", ".join(self.missing[:_N_SHOWN]) + (", ..." if len(self.missing) > _N_SHOWN else "")
-            text += f"; {len(self.missing):,} missing, {'filled with zeros' if self.filled else 'left out'}: {shown}"
+            names = ", ".join(self.missing[:_N_SHOWN]) + (", ..." if len(self.missing) > _N_SHOWN else "")
+            text += f"; {len(self.missing):,} missing, {'filled with zeros' if self.filled else 'left out'}: {names}"
         if self.n_summed:
             text += f"; {self.n_summed:,} columns of repeated names are added up"
         return text

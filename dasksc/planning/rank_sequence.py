@@ -67,20 +67,20 @@ class RankSequence:
         piece = np.empty(self.sizes.n_piece(self.rank), dtype=np.int64)
         for done in range(0, len(piece), _COMPUTED_AT_ONCE):
             out = piece[done : done + _COMPUTED_AT_ONCE]
-            left = np.arange(start + done, start + done + len(out), dtype=np.int64)
-            out[:] = self._left_at(left % n_left)
+            leftover = np.arange(start + done, start + done + len(out), dtype=np.int64)
+            out[:] = self._left_at(leftover % n_left)
         return piece
 
-    def _left_at(self, left: _Int64s) -> _Int64s:
-        """Return the positions, in storage order, of the leftover units with the numbers `left`."""
+    def _left_at(self, leftover: _Int64s) -> _Int64s:
+        """Return the positions, in storage order, of the leftover units with the numbers `leftover`."""
         deal, block_size = self.deal, self.sizes.block_size
         n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
-        block, within = np.divmod(left, block_size)
+        block, within = np.divmod(leftover, block_size)
         is_full = block < n_full
-        found = np.empty_like(left)
+        found = np.empty_like(leftover)
         blocks = self.order.at(deal.first + deal.n_full - n_full + block[is_full])
         found[is_full] = blocks * block_size + within[is_full]
-        found[~is_full] = deal.rest[left[~is_full] - n_full * block_size]
+        found[~is_full] = deal.rest[leftover[~is_full] - n_full * block_size]
         return found
 
     def positions(self, start: int, stop: int) -> _Int64s:

@@ -206,9 +206,9 @@ class CellSets(BuiltInStrategy):
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `BuiltInStrategy.bind`."""
-        known: dict[str, CodedColumn] = {}
+        encoded: dict[str, CodedColumn] = {}
         candidates = Candidates.of(self.indices, n_obs)
-        by = columns_named("by=", self.by, labels_of, n_obs, known)
+        by = columns_named("by=", self.by, labels_of, n_obs, encoded)
         codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
         n_unlabelled = int(np.count_nonzero(codes < 0))
         if n_unlabelled:
@@ -217,7 +217,7 @@ class CellSets(BuiltInStrategy):
         if self.control is None:
             groups = group_rows(codes, n_codes)
         else:
-            is_control = self._is_control(n_obs, labels_of, known)
+            is_control = self._is_control(n_obs, labels_of, encoded)
             if not self.include_control:
                 codes[is_control[candidates.selector]] = -1
             control_candidates = candidates
@@ -230,7 +230,7 @@ class CellSets(BuiltInStrategy):
                 )
             request = MatchRequest(
                 by=self.by,
-                match=columns_named("match=", self._match(), labels_of, n_obs, known),
+                match=columns_named("match=", self._match(), labels_of, n_obs, encoded),
                 n_controls=self.n_controls,
                 block_size=self.block_size,
                 unmatched=self.unmatched,
@@ -367,7 +367,7 @@ class CellSets(BuiltInStrategy):
         return tuple(name for name in self.by if name not in self.control)
 
     def _is_control(
-        self, n_obs: int, labels_of: Callable[[str], Any], known: dict[str, CodedColumn]
+        self, n_obs: int, labels_of: Callable[[str], Any], encoded: dict[str, CodedColumn]
     ) -> NDArray[np.bool_]:
         control = self.control
         if isinstance(control, str):
@@ -378,7 +378,7 @@ class CellSets(BuiltInStrategy):
         if isinstance(control, Mapping):
             if not control:
                 raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
-            first, *others = columns_named("control=", control, labels_of, n_obs, known)
+            first, *others = columns_named("control=", control, labels_of, n_obs, encoded)
             result = first.where(control[first.name])
             for column in others:
                 result &= column.where(control[column.name])

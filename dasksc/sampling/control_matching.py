@@ -262,12 +262,12 @@ def _refuse_unmatched(
     def label(column: CodedColumn, code: int) -> Any:
         return column.labels[code] if code >= 0 else None
 
-    shown = "; ".join(
+    examples = "; ".join(
         ", ".join(f"{column.name}={label(column, code)!r}" for column, code in zip(request.match, one, strict=True))
         for one in codes[np.sort(firsts)[:_N_SHOWN]].tolist()
     )
     raise InputError(
         f"{int(cells[is_unmatched].sum())} of the cells to draw from have no control cell with the same {names}; "
-        f"examples are the cells of {shown}. Leave them out with unmatched='drop', match fewer columns with "
+        f"examples are the cells of {examples}. Leave them out with unmatched='drop', match fewer columns with "
         "unmatched='loosen' or match=, or add control cells with control_indices="
     )

@@ -71,8 +71,8 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
             codes, names = pd.factorize(cast(Any, chunk), sort=False)
         except (TypeError, ValueError) as error:
             raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
-        known = [position.setdefault(name, len(position)) for name in names]
-        seen = np.array([*known, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
+        places = [position.setdefault(name, len(position)) for name in names]
+        seen = np.array([*places, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
     n_labels = sum(map(len, encoded))
     table, classes = _classes(list(position), n_labels, negative_is_missing=not by_value)

@@ -113,12 +113,12 @@ class Deflate:
 def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> bytes:
     """Decompress consecutive gzip members or Zstandard frames, up to `limit` bytes."""
     decoded = []
-    rest, left = data, limit
-    while len(rest) and left > 0:
+    rest, n_remaining = data, limit
+    while len(rest) and n_remaining > 0:
         member = decompressor()
-        decoded.append(member.decompress(rest, left))
-        left -= len(decoded[-1])
-        if not member.eof and left > 0:
+        decoded.append(member.decompress(rest, n_remaining))
+        n_remaining -= len(decoded[-1])
+        if not member.eof and n_remaining > 0:
             raise ValueError("the compressed data of the chunk are truncated")
         rest = member.unused_data
     return b"".join(decoded)

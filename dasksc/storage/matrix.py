@@ -255,8 +255,8 @@ class ColumnMaps:
         # Every batch of an epoch requests the same two selections: `columns`, and the columns of `Sums`. Two results
         # are therefore kept. Replacing the tuple is atomic, so threads may race.
         kept = self._selected
-        for known, tables in kept:
-            if known is columns:
+        for selection, tables in kept:
+            if selection is columns:
                 return tables
         # Negative numbers mark dropped and refused columns, and do not change.
         to = self._all[0].to.copy()

@@ -235,12 +235,12 @@ class Checkpoints:
             If the checkpoint is damaged.
         """
         state = read_state(path)
-        known = _known_tensors(path)
+        known_tensors = _known_tensors(path)
         tensors = _tensors_of(model, optimizer)
-        _check_fits(path, state, made, tensors, known)
-        random = {name: value for name, value in _random_state(self.context).items() if name in known}
+        _check_fits(path, state, made, tensors, known_tensors)
+        random = {name: value for name, value in _random_state(self.context).items() if name in known_tensors}
         groups = tensors["optimizer"]["param_groups"]
-        states = _group_states(groups, hyperparameters_of(optimizer), known)
+        states = _group_states(groups, hyperparameters_of(optimizer), known_tensors)
         filled = {**tensors, "optimizer": {**tensors["optimizer"], "param_groups": states}}
         read_tensors(filled | random, path, no_dist=not dist.is_initialized())
         for group, values in zip(groups, states, strict=True):
@@ -347,40 +347,46 @@ def _known_tensors(path: Path) -> dict[str, Any]:
 
 
 def _group_states(
-    groups: list[dict[str, Any]], hyperparameters: Collection[str], known: Collection[str]
+    groups: list[dict[str, Any]], hyperparameters: Collection[str], known_tensors: Collection[str]
 ) -> list[dict[str, Any]]:
     """Return the entries of the parameter groups to load: those in the checkpoint, without hyperparameters."""
     return [
         {
             name: value
             for name, value in group.items()
-            if name not in hyperparameters and f"optimizer.param_groups.{i}.{name}" in known
+            if name not in hyperparameters and f"optimizer.param_groups.{i}.{name}" in known_tensors
         }
         for i, group in enumerate(groups)
     ]
 
 
 def _check_fits(
-    path: Path, state: Mapping[str, Any], made: Mapping[str, Any], tensors: Mapping[str, Any], known: Mapping[str, Any]
+    path: Path,
+    state: Mapping[str, Any],
+    made: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    known_tensors: Mapping[str, Any],
 ) -> None:
     """Raise an error if the tensors of a checkpoint do not match those of the run, or if the optimizers differ.
 
     Arguments that change no tensor, such as ``dropout``, may differ.
     """
-    mismatches = _tensor_mismatches("model.", tensors["model"], known, is_all=True)
+    mismatches = _tensor_mismatches("model.", tensors["model"], known_tensors, is_all=True)
     if mismatches:
         raise InputError(_mismatch_message(path, "model", state, made["model"], mismatches))
     # Additional optimizer state that this run does not use, such as momentum, is harmless.
-    mismatches = _tensor_mismatches("optimizer.state.", tensors["optimizer"]["state"], known, is_all=False)
+    mismatches = _tensor_mismatches("optimizer.state.", tensors["optimizer"]["state"], known_tensors, is_all=False)
     saved = state.get("optimizer", made["optimizer"])  # earlier versions wrote checkpoints without it
     if mismatches or saved["name"] != made["optimizer"]["name"]:
         raise InputError(_mismatch_message(path, "training.optimizer", state, made["optimizer"], mismatches))
 
 
-def _tensor_mismatches(prefix: str, tree: Mapping[str, Any], known: Mapping[str, Any], *, is_all: bool) -> list[str]:
+def _tensor_mismatches(
+    prefix: str, tree: Mapping[str, Any], known_tensors: Mapping[str, Any], *, is_all: bool
+) -> list[str]:
     """Describe each tensor that differs from the checkpoint; `is_all` includes tensors that only the checkpoint has."""
     current = {f"{prefix}{name}": value.size() for name, value in _tensors_in(tree)}
-    saved = {name: one.size for name, one in known.items() if name.startswith(prefix) and hasattr(one, "size")}
+    saved = {name: one.size for name, one in known_tensors.items() if name.startswith(prefix) and hasattr(one, "size")}
     mismatches = [f"{name} is not in the checkpoint" for name in current if name not in saved]
     if is_all:
         mismatches += [f"{name} is only in the checkpoint" for name in saved if name not in current]

@@ -353,14 +353,14 @@ def _same_genes(held: Any, adata: Any, genes: Any) -> Any:
 
 def _relabel(held: Any, categories: Mapping[str, list[Any]], *, warns: bool) -> None:
     """Convert obs columns of `held` to the categories of training; labels that training lacks become missing."""
-    for name, known in categories.items():
+    for name, known_labels in categories.items():
         if name not in held.obs:
             continue  # the data set reports it
         codes, labels = encode_column(held.obs[name])
         if labels is None:
             distinct, codes = np.unique(codes, return_inverse=True)
             labels = distinct.tolist()
-        position = {label: code for code, label in enumerate(known)}
+        position = {label: code for code, label in enumerate(known_labels)}
         # The last entry maps missing values, whose code is -1.
         new = np.array([*(position.get(label, -1) for label in labels), -1])[codes]
         unknown = [labels[code] for code in np.unique(codes[new < 0]) if code >= 0]
@@ -373,7 +373,7 @@ def _relabel(held: Any, categories: Mapping[str, list[Any]], *, warns: bool) -> 
                 _first(unknown),
                 int(((new < 0) & (codes >= 0)).sum()),
             )
-        held.obs[name] = pd.Categorical.from_codes(new, categories=known)
+        held.obs[name] = pd.Categorical.from_codes(new, categories=known_labels)
 
 
 def _first(names: list[Any]) -> str:

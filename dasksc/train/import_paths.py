@@ -62,10 +62,10 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
     return value
 
 
-def _completed(name: str, known: Iterable[str]) -> str:
+def _completed(name: str, available: Iterable[str]) -> str:
     """Return the known name whose first word is similar to `name`, such as mlp_classifier for mlp, or `name`."""
-    by_first_word = {one.partition("_")[0]: one for one in known}
-    near = [] if similar(name, known) else similar(name, by_first_word)
+    by_first_word = {one.partition("_")[0]: one for one in available}
+    near = [] if similar(name, available) else similar(name, by_first_word)
     return by_first_word[near[0]] if near else name
 
 
@@ -83,11 +83,11 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], *, w
     InputError
         If a name is unknown (the message has the nearest valid name), or a required argument is missing.
     """
-    known = arguments_of(function)
+    parameters = arguments_of(function)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     for name in given:
-        if name not in known and not takes_any:
-            raise InputError(f"{what}.{name} is not known; {nearest(name, known)}")
-    missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
+        if name not in parameters and not takes_any:
+            raise InputError(f"{what}.{name} is not known; {nearest(name, parameters)}")
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in given]
     if missing:
         raise InputError(f"{what} lacks required keys: {', '.join(missing)}. Add them to the section {what}")

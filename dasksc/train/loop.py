@@ -301,8 +301,8 @@ class _Run:
     def _record_monitored(self, figures: dict[str, Any], *, is_counted: bool) -> None:
         """Record the value of the monitored metric; None if nothing was counted."""
         if is_counted and self.monitor not in figures:
-            known = ", ".join(sorted(figures))
-            raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run; give one of {known}")
+            available = ", ".join(sorted(figures))
+            raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run; give one of {available}")
         self.monitored = figures.get(self.monitor)
 
     def _log(self, epoch: int, figures: dict[str, Any]) -> None:

@@ -54,8 +54,8 @@ def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
         return 1.0
     total = scheduler.total_steps or total_steps
     done = min(1.0, (step - scheduler.warmup_steps) / max(1, total - scheduler.warmup_steps))
-    left = 0.5 * (1 + math.cos(math.pi * done)) if scheduler.name == "cosine_warmup" else 1 - done
-    return scheduler.final + (1 - scheduler.final) * left
+    fraction_remaining = 0.5 * (1 + math.cos(math.pi * done)) if scheduler.name == "cosine_warmup" else 1 - done
+    return scheduler.final + (1 - scheduler.final) * fraction_remaining
 
 
 class LearningRate:

@@ -376,7 +376,7 @@ def draw_workers() -> None:
 
 def draw_draws() -> None:
     """Draw the first rows of epochs that differ in one setting."""
-    n, shown = 240, 32
+    n, n_shown = 240, 32
     common: dict[str, Any] = {"block_size": 4, "batch_size": 4, "fetch_factor": 4, "seed": 0, "epoch": 0}
     changes = [
         ({}, "seed=0, epoch 0, blocks of 4, fetches of 4 batches of 4"),
@@ -393,13 +393,13 @@ def draw_draws() -> None:
     for i, (change, text) in enumerate(changes):
         settings = common | change
         plan = plan_of(n, settings.pop("block_size"), **settings)
-        rows = [row for rows in batches_of(plan, 0) for row in rows][:shown]
+        rows = [row for rows in batches_of(plan, 0) for row in rows][:n_shown]
         first = first or rows
-        same = f"{sum(a == b for a, b in zip(rows, first, strict=True))} of {shown} rows in the same place"
+        same = f"{sum(a == b for a, b in zip(rows, first, strict=True))} of {n_shown} rows in the same place"
         y = 1.2 + 3.1 * i
         panel.text(0, y - 0.3, text if not i else f"{text}: {same}", va="bottom", fontsize=9.5)
         size = settings["batch_size"]
-        strip(panel, 0, y, [rows[at : at + size] for at in range(0, shown, size)], color, gap=0.7)
+        strip(panel, 0, y, [rows[at : at + size] for at in range(0, n_shown, size)], color, gap=0.7)
     save(figure, "draws")
 
 

@@ -63,13 +63,13 @@ def convert(source: str, target: Path) -> None:
         dasksc.convert(source, target, memory_limit="200kB", verify=True)
 
 
-def counting(work: Callable[[], Any], told: Callable[[int], Any]) -> Callable[[], None]:
+def counting(work: Callable[[], Any], report: Callable[[int], Any]) -> Callable[[], None]:
     """Do `work` and report the number of its file system steps."""
 
     def run() -> None:
         steps = watch(lambda taken: None, lambda taken: None)
         work()
-        told(next(steps) - 1)
+        report(next(steps) - 1)
 
     return run
 

@@ -252,23 +252,23 @@ def in_a_process(work: Callable[[], int]) -> tuple[int, str]:
     if pid == 0:
         os.close(reader)
         signal.alarm(TIMEOUT_S)
-        code, told = FOUND, ""
+        code, failure = FOUND, ""
         try:
             code = work()
         except DaskscError:
             code = REFUSED
         except BaseException:
-            told = traceback.format_exc()
-        os.write(writer, told.encode()[-4000:])
+            failure = traceback.format_exc()
+        os.write(writer, failure.encode()[-4000:])
         os._exit(code)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        told = pipe.read().decode(errors="replace")
+        failure = pipe.read().decode(errors="replace")
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return FOUND, "it hung" if number == signal.SIGALRM else f"killed by {signal.Signals(number).name}"
-    return os.WEXITSTATUS(status), told
+    return os.WEXITSTATUS(status), failure
 
 
 def h5py_fails_too(path: Path) -> bool:
@@ -317,13 +317,13 @@ def cases(folder: Path, first: int) -> Iterator[tuple[int, str, Counter[str], st
             damage(copy, rng, (file, 0, file.stat().st_size))
         use_mmap = rng.random() < 0.5
         reader = read_atlas if layout.is_atlas else read
-        code, told = in_a_process(lambda: reader(copy, expected, use_mmap=use_mmap))  # noqa: B023
+        code, finding = in_a_process(lambda: reader(copy, expected, use_mmap=use_mmap))  # noqa: B023
         if code == CHANGED and covered and layout.is_checked:
-            code, told = FOUND, "other values, past a checksum"
+            code, finding = FOUND, "other values, past a checksum"
         ended = ("same", "refused", "changed", "found")[code]
         if code == FOUND and not covered and copy.is_file() and h5py_fails_too(copy):
-            ended, told = "HDF5 itself fails", ""
-        yield seed, path.name, Counter([ended]), told
+            ended, finding = "HDF5 itself fails", ""
+        yield seed, path.name, Counter([ended]), finding
         (shutil.rmtree if copy.is_dir() else Path.unlink)(copy)
 
 
@@ -337,10 +337,10 @@ def main() -> int:
     ended: Counter[str] = Counter()
     found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for n, (seed, name, how, told) in enumerate(cases(Path(folder), options.seed), 1):
+        for n, (seed, name, how, finding) in enumerate(cases(Path(folder), options.seed), 1):
             ended += how
-            if told:
-                found.append(f"--- seed {seed}, {name}\n{told}")
+            if finding:
+                found.append(f"--- seed {seed}, {name}\n{finding}")
             if n >= options.cases or time.monotonic() > stop:
                 break
     print("\n".join(found[:20]))

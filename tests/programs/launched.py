@@ -12,11 +12,11 @@ import dasksc
 
 dataset = dasksc.scDataset(np.arange(103), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
 world = dasksc.World.detect()
-told = {
+report = {
     "rank": world.rank,
     "world_size": world.world_size,
     "local_world_size": world.local_world_size,
     "source": world.source,
     "batches": [batch.tolist() for batch in dataset],
 }
-(Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(told))
+(Path(sys.argv[1]) / f"{world.rank}.json").write_text(json.dumps(report))

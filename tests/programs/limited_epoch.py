@@ -23,19 +23,19 @@ from dasksc.memory.limits import own_bytes
 class Listener(logging.Handler):
     """Handler that keeps log messages."""
 
-    def __init__(self, told: list[str]) -> None:
+    def __init__(self, messages: list[str]) -> None:
         super().__init__()
-        self.told = told
+        self.told = messages
 
     def emit(self, record: logging.LogRecord) -> None:
         self.told.append(record.getMessage())
 
 
 def main(path: str, options: str) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     logger = logging.getLogger("dasksc.dataset")
     logger.setLevel(logging.INFO)
-    logger.addHandler(Listener(told))
+    logger.addHandler(Listener(messages))
     dataset = dasksc.scDataset(
         path, dasksc.BlockShuffling(64), 64, layout="csr", rank=0, world_size=1, seed=0, **json.loads(options)
     )
@@ -49,7 +49,7 @@ def main(path: str, options: str) -> None:
             print("ready", flush=True)
             sys.stdin.readline()
     found = {"digest": digest.hexdigest(), "n_rows": n_rows, "read": read_bytes() - before, "anon": own_bytes()}
-    print(json.dumps(found | {"is_mapped": not any("rather than mapped" in one for one in told)}))
+    print(json.dumps(found | {"is_mapped": not any("rather than mapped" in one for one in messages)}))
 
 
 def read_bytes() -> int:

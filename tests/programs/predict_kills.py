@@ -93,7 +93,7 @@ def main(source: str, out: str, key: str) -> None:
     expected = (torch.from_numpy(x)[:, :6] * 3 + torch.from_numpy(x).sum(dim=1, keepdim=True)).numpy()
     n_batches = -(-len(x) // BATCH)
     n_kills = n_looks = 0
-    left = []
+    units_after_kills = []
     while n_kills < 10:
         world_size = rng.choice([1, 2, 3])
         pids = started(source, out, key, world_size)
@@ -111,7 +111,7 @@ def main(source: str, out: str, key: str) -> None:
                 raise SystemExit("a rank failed")
         n_kills += 1
         markers = list(Path(out).parent.glob(f"{Path(out).name}*.partial/*/done/*.json"))
-        left.append(len(markers))
+        units_after_kills.append(len(markers))
         if seen(Path(out), key) is not None:
             raise SystemExit(f"done after {n_kills} kills: nothing is left to kill")
     for pid in started(source, out, key, 2):
@@ -120,7 +120,7 @@ def main(source: str, out: str, key: str) -> None:
     found = seen(Path(out), key)
     if found is None or not np.array_equal(found, expected):
         raise SystemExit("the predictions are not those of the plain loop")
-    print(json.dumps({"n_kills": n_kills, "n_looks": n_looks, "units_after_kills": left}))
+    print(json.dumps({"n_kills": n_kills, "n_looks": n_looks, "units_after_kills": units_after_kills}))
 
 
 if __name__ == "__main__":

@@ -484,17 +484,17 @@ def test_a_contender_that_fails_is_dropped_and_reported(tmp_path):
 
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('no such loader')")
-    said = []
+    messages = []
     results = compete(
         [lambda: Contender("broken", python=sys.executable, script=script, spec={}, log=tmp_path / "broken.log")],
         rounds=1,
         seconds=1,
         warm_up_s=0,
-        say=said.append,
+        say=messages.append,
     )
     assert results == []
-    assert "broken ended" in said[0]
-    assert "no such loader" in said[0]
+    assert "broken ended" in messages[0]
+    assert "no such loader" in messages[0]
 
 
 def test_the_machine_is_measured(tmp_path):

@@ -41,11 +41,11 @@ def test_commands_print_what_the_page_shows(tmp_path):
     differing, names = [], []
     with contextlib.chdir(tmp_path):
         for block in blocks(PAGE, "console"):
-            line, _, shown = block[2].partition("\n")
+            line, _, documented = block[2].partition("\n")
             name, *arguments = shlex.split(line.removeprefix("$ dasksc "))
             printed = printed_by(name, *arguments).replace(str(tmp_path), "/data")
             same = without_figures if name in MEASURED else comparable
-            if same(printed.rstrip()) != same(shown.rstrip()):
+            if same(printed.rstrip()) != same(documented.rstrip()):
                 differing.append(f"{line}\n{printed}")
             names.append(name)
     assert len(names) == 9

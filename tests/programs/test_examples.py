@@ -150,8 +150,8 @@ def test_incremental_fit_learns_from_the_chunks_of_an_epoch(atlas, options):
 
 def test_the_train_extra_installs_everything_that_training_imports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["train"]]
-    brought = {re.match(r"[\w-]+", requirement)[0] for requirement in asked}
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+    brought = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
     brought = {{"pyyaml": "yaml"}.get(name, name) for name in brought} | set(sys.stdlib_module_names)
     brought |= {"dasksc", "h5py", "pandas", "scipy"}  # dasksc itself and the dependencies of anndata
     for path in (ROOT / "dasksc" / "train").glob("*.py"):

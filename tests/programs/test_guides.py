@@ -123,7 +123,7 @@ def test_what_differs_is_written_into_the_page(page):
 
 
 @pytest.mark.parametrize(
-    ("printed", "shown"),
+    ("printed", "documented"),
     [
         ("all.zarr: 600 cells, 83.35 kiB, in 5.0 s", "all.zarr: 600 cells, 9 MiB, in 812 ms"),
         ("  dense batches    27,489 cells/s", "  dense batches     7,489 cells/s"),
@@ -132,12 +132,12 @@ def test_what_differs_is_written_into_the_page(page):
         ("  block_size       4", "  block_size     256"),
     ],
 )
-def test_figures_of_the_machine_are_not_compared(printed, shown):
-    assert guides.comparable(printed) == guides.comparable(shown)
+def test_figures_of_the_machine_are_not_compared(printed, documented):
+    assert guides.comparable(printed) == guides.comparable(documented)
 
 
 @pytest.mark.parametrize(
-    ("printed", "shown"),
+    ("printed", "documented"),
     [
         ("600 cells in 5 s", "601 cells in 5 s"),
         ("torch.Size([64, 300])", "torch.Size([64, 3])"),
@@ -146,5 +146,5 @@ def test_figures_of_the_machine_are_not_compared(printed, shown):
         ("a  b", "a b"),
     ],
 )
-def test_other_figures_are_compared(printed, shown):
-    assert guides.comparable(printed) != guides.comparable(shown)
+def test_other_figures_are_compared(printed, documented):
+    assert guides.comparable(printed) != guides.comparable(documented)

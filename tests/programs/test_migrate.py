@@ -120,10 +120,10 @@ def test_hooks_are_given_the_same_things_in_the_same_order():
     libraries = [dasksc] + ([importlib.import_module("scdataset")] if importlib.util.find_spec("scdataset") else [])
     seen: dict[str, list] = {}
     for library in libraries:
-        told = seen[library.__name__] = []
+        calls = seen[library.__name__] = []
 
-        def hook(name, result, told=told):
-            return lambda *given: (told.append((name, [type(one).__name__ for one in given])), result(*given))[1]
+        def hook(name, result, calls=calls):
+            return lambda *given: (calls.append((name, [type(one).__name__ for one in given])), result(*given))[1]
 
         dataset = library.scDataset(
             np.arange(N_OBS),
@@ -137,8 +137,8 @@ def test_hooks_are_given_the_same_things_in_the_same_order():
             seed=0,
         )
         assert sorted(chain(*dataset)) == [2 * i + 1 for i in range(N_OBS)]
-        assert len(told) == N_OBS // 16 * 2 + N_OBS // 8 * 2
-    assert len({tuple(map(str, sorted(map(str, told)))) for told in seen.values()}) == 1
+        assert len(calls) == N_OBS // 16 * 2 + N_OBS // 8 * 2
+    assert len({tuple(map(str, sorted(map(str, calls)))) for calls in seen.values()}) == 1
 
 
 @row("scDataset 0.3", "fetch_transform=fetch_transform_adata")

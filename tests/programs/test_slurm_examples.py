@@ -44,9 +44,9 @@ def submit(slurm, script: str, folder: Path, *arguments: object, nodes: int = 1,
     while (state := ask(slurm, "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")) in UNFINISHED:
         assert time.monotonic() < end, f"job {job} is still {state}"
         time.sleep(0.2)
-    said = (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
-    assert state == "COMPLETED", f"{state}: {said[-4000:]}"
-    return said
+    output = (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
+    assert state == "COMPLETED", f"{state}: {output[-4000:]}"
+    return output
 
 
 def test_torchrun_on_each_node_trains_and_a_requeued_job_goes_on(slurm, atlas, tmp_path):
@@ -89,10 +89,10 @@ def test_job_scripts_ask_for_what_their_command_uses():
         named = re.findall(r"(examples/\S+\.(?:py|sbatch|yaml))", text)
         assert named
         assert all((ROOT / name).is_file() for name in named)
-        asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
-        assert {"nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "output"} <= set(asked)
+        requested = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+        assert {"nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "output"} <= set(requested)
         # One torchrun per node, or one task per GPU.
-        assert asked["ntasks-per-node"] == ("1" if "torch.distributed.run" in text else asked["gpus-per-node"])
+        assert requested["ntasks-per-node"] == ("1" if "torch.distributed.run" in text else requested["gpus-per-node"])
 
 
 def test_dask_workers_that_slurm_starts_read_an_epoch(slurm, atlas, tmp_path):

@@ -89,8 +89,8 @@ def names() -> dict[str, Any]:
     from lightning.pytorch.profilers import PyTorchProfiler
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    known = (CSVLogger, ModelCheckpoint, ModelParallelStrategy, PyTorchProfiler)
-    return {"pl": pl, "torch": torch, **{one.__name__: one for one in known}}
+    classes = (CSVLogger, ModelCheckpoint, ModelParallelStrategy, PyTorchProfiler)
+    return {"pl": pl, "torch": torch, **{one.__name__: one for one in classes}}
 
 
 def arguments(code: list[str], **changes: object) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def test_lightning_accumulates_and_clips_as_the_table_says(pl):
 @on_lightning
 def test_lightning_follows_the_table_in_precision_duration_and_validation_interval(pl):
     model, training, validation = small_model()
-    told = arguments(code_for("max_epochs: 2")) | arguments(code_for("validate_every: 2"))
-    trainer = small_trainer(**told, **arguments(code_for("precision: bf16-mixed")))
+    options = arguments(code_for("max_epochs: 2")) | arguments(code_for("validate_every: 2"))
+    trainer = small_trainer(**options, **arguments(code_for("precision: bf16-mixed")))
     trainer.fit(model, training, validation)
     assert model.dtypes == {torch.bfloat16}
     assert model.layer.weight.dtype == torch.float32
@@ -238,8 +238,8 @@ def test_lightning_follows_the_table_in_precision_duration_and_validation_interv
 def test_lightning_logs_and_profiles_what_the_table_says(pl, tmp_path):
     model, training, _ = small_model()
     logs, often = code_for("logger: csv"), code_for("log_every_n_steps: 50")
-    told = arguments(logs) | arguments(often) | arguments(code_for("profile"))
-    small_trainer(max_epochs=6, **told).fit(model, training)
+    options = arguments(logs) | arguments(often) | arguments(code_for("profile"))
+    small_trainer(max_epochs=6, **options).fit(model, training)
     (table,) = (tmp_path / "runs").rglob("metrics.csv")
     header, *lines = table.read_text().splitlines()
     assert [line.split(",")[header.split(",").index("step")] for line in lines] == ["49", "99"]

@@ -143,8 +143,8 @@ def wait_until(ready: Callable[[], bool], folder: Path, timeout_s: float = 60) -
     end = time.monotonic() + timeout_s
     while not ready():
         if time.monotonic() > end:
-            said = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.output")))
-            raise TimeoutError(f"Slurm did not come up in {timeout_s:.0f} s.\n{said}")
+            output = "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(folder.glob("*.output")))
+            raise TimeoutError(f"Slurm did not come up in {timeout_s:.0f} s.\n{output}")
         time.sleep(0.1)
 
 

@@ -109,9 +109,9 @@ def test_a_recorded_tutorial_has_the_programs_of_its_record_and_shows_all_of_the
     )
     programs = [block[2] for block in BLOCK.finditer(text) if block[1] in ("bash", "python")]
     assert programs == [program for _, program, _ in record], "run make tutorials-record"
-    shown = re.findall(r'^:start-after: "--- output (\d+)"\n:end-before: "--- (?:block|end)', text, re.MULTILINE)
-    assert shown == [number for number, _, output in record if output.strip()]
-    assert shown
+    numbers = re.findall(r'^:start-after: "--- output (\d+)"\n:end-before: "--- (?:block|end)', text, re.MULTILINE)
+    assert numbers == [number for number, _, output in record if output.strip()]
+    assert numbers
     pictures = {path.name for path in RECORDS[page].parent.glob(f"{page.stem}-*.png")}
     assert pictures == set(re.findall(r"\]\(recorded/(\S+\.png)\)", text))
 

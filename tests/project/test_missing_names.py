@@ -353,11 +353,11 @@ def test_a_missing_name_used_for_speed_is_reported_once_and_rows_stay_right(
     assert [one for one in complete if one not in found] == (
         [*complete] if gone else [getattr(importlib.import_module(module), name)]
     )
-    said = [message for message in warnings_in(caplog) if name in message or gone]
-    assert len(said) == len({*said})
-    assert f"dask {importlib.metadata.version('dask')} has no " in said[0]
-    assert f"{module}{'' if gone else '.' + name}" in said[0]
-    assert said[0].endswith("Until then, array code that selects or shuffles rows is computed on whole chunks.")
+    messages = [message for message in warnings_in(caplog) if name in message or gone]
+    assert len(messages) == len({*messages})
+    assert f"dask {importlib.metadata.version('dask')} has no " in messages[0]
+    assert f"{module}{'' if gone else '.' + name}" in messages[0]
+    assert messages[0].endswith("Until then, array code that selects or shuffles rows is computed on whole chunks.")
     monkeypatch.setattr(compiler, "GETITEMS", (*compiler.GETITEMS[:2], *getters))
     monkeypatch.setattr(compiler, "CONCATENATE", concatenation)
     for at, function in zip(("shuffle_getitem", "concatenate_arrays"), shuffle, strict=True):
@@ -380,9 +380,9 @@ def test_without_anndatas_types_of_columns_tables_are_joined_as_they_are(
     monkeypatch.delattr("anndata._core.merge.unify_dtypes")
     assert anndata.unified_dtypes(tables) is None
     assert anndata.unified_dtypes(tables) is None
-    (said,) = warnings_in(caplog)
-    assert "has no anndata._core.merge.unify_dtypes, which dasksc needs" in said
-    assert "takes 8 more bytes per cell" in said
+    (warning,) = warnings_in(caplog)
+    assert "has no anndata._core.merge.unify_dtypes, which dasksc needs" in warning
+    assert "takes 8 more bytes per cell" in warning
 
 
 def test_without_numbas_cache_kernels_are_compiled_anew(
@@ -392,9 +392,9 @@ def test_without_numbas_cache_kernels_are_compiled_anew(
     monkeypatch.delattr(numba.core.caching, "FunctionCache")
     assert not executed("numba").can_cache()
     executed("numba")
-    (said,) = warnings_in(caplog)
-    assert "has no numba.core.caching.FunctionCache" in said
-    assert said.endswith("Until then, kernels are compiled again in every process.")
+    (warning,) = warnings_in(caplog)
+    assert "has no numba.core.caching.FunctionCache" in warning
+    assert warning.endswith("Until then, kernels are compiled again in every process.")
     monkeypatch.setattr(compiled, "can_cache", lambda: False)
     assert compiled.kernel(lambda n: n + 1)(1) == 2
 
@@ -412,9 +412,9 @@ def test_kernels_whose_cache_has_another_form_are_compiled_anew(name: str, caplo
     for _ in range(2):
         numba_.set_cache(dispatcher, lambda: numba_.cache_location(cache))
     assert vars(dispatcher).get("_cache") == before
-    (said,) = warnings_in(caplog)
-    assert f".{name}, which dasksc needs" in said
-    assert said.endswith("Until then, kernels are compiled again in every process.")
+    (warning,) = warnings_in(caplog)
+    assert f".{name}, which dasksc needs" in warning
+    assert warning.endswith("Until then, kernels are compiled again in every process.")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its wheels do not export the function")
@@ -424,9 +424,9 @@ def test_without_bloscs_function_chunks_are_decoded_whole(
     monkeypatch.setattr(numcodecs.ctypes, "CDLL", lambda path: Stub())
     assert numcodecs.blosc_getitem_address() is None
     assert numcodecs.blosc_getitem_address() is None
-    (said,) = warnings_in(caplog)
-    assert "has no function blosc_getitem in numcodecs.blosc" in said
-    assert said.endswith("Until then, Blosc chunks are decoded whole.")
+    (warning,) = warnings_in(caplog)
+    assert "has no function blosc_getitem in numcodecs.blosc" in warning
+    assert warning.endswith("Until then, Blosc chunks are decoded whole.")
 
 
 @pytest.mark.parametrize("name", ["_has_sorted_indices", "_has_canonical_format"])
@@ -444,9 +444,9 @@ def test_without_scipys_flags_column_numbers_are_looked_at_each_time(
     monkeypatch.setattr(sp, "csr_matrix", Other)
     for _ in range(2):
         copy = executed("scipy").copy_flags
-    (said,) = warnings_in(caplog)
-    assert f"has no csr_matrix.{name}, which dasksc needs" in said
-    assert said.endswith("Until then, every step of array code on sparse X checks all column indices.")
+    (warning,) = warnings_in(caplog)
+    assert f"has no csr_matrix.{name}, which dasksc needs" in warning
+    assert warning.endswith("Until then, every step of array code on sparse X checks all column indices.")
     copy(Other((1, 1)), to := sp.csr_array((1, 1)))
     assert name not in vars(to)
 
@@ -455,9 +455,9 @@ def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCa
     assert distributed.known_n_threads(Stub(_scheduler_identity={"total_threads": 3})) == 3
     for _ in range(2):
         assert distributed.known_n_threads(Stub()) == 0
-    (said,) = warnings_in(caplog)
-    assert "._scheduler_identity, which dasksc needs" in said
-    assert said.endswith("Until then, the number of fetches in flight does not adapt to the number of workers.")
+    (warning,) = warnings_in(caplog)
+    assert "._scheduler_identity, which dasksc needs" in warning
+    assert warning.endswith("Until then, the number of fetches in flight does not adapt to the number of workers.")
 
 
 # Adapters used only to display figures: the place of use, and the consequence in the warning.
@@ -495,8 +495,8 @@ def test_batches_stay_the_same_without_what_shows_figures(
     assert warnings_in(caplog) == []
     for batch, same in zip(batches(), expected, strict=True):
         np.testing.assert_array_equal(batch, same)
-    (said,) = warnings_in(caplog)
-    assert said.endswith(f"Until then, {consequence}.")
+    (warning,) = warnings_in(caplog)
+    assert warning.endswith(f"Until then, {consequence}.")
 
 
 @pytest.mark.parametrize("name", ["http_application", "handlers", "task_metadata"])
@@ -510,9 +510,9 @@ def test_a_scheduler_starts_without_the_loader_page(name: str, caplog: pytest.Lo
     delattr(of_another_version, name)
     for _ in range(2):
         dask_setup(of_another_version)
-    (said,) = warnings_in(caplog)
-    assert f".{name}, which dasksc needs" in said
-    assert said.endswith("Until then, there is no loader page.")
+    (warning,) = warnings_in(caplog)
+    assert f".{name}, which dasksc needs" in warning
+    assert warning.endswith("Until then, there is no loader page.")
 
 
 def names_read(source: str) -> Iterator[str]:

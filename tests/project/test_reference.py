@@ -104,8 +104,8 @@ def test_every_key_of_the_configuration_is_listed_with_its_default():
     rows = {row[0]: row for row in tables_of(REFERENCE / "configuration.md")["Keys"]}
     assert set(rows) == {f"`{key}`" for key in keys}
     for key, default in keys.items():
-        _, _, shown, variable, meaning = rows[f"`{key}`"]
-        assert shown == f"`{yaml.safe_dump(default).splitlines()[0]}`"
+        _, _, documented, variable, meaning = rows[f"`{key}`"]
+        assert documented == f"`{yaml.safe_dump(default).splitlines()[0]}`"
         assert variable == f"`DASK_DASKSC__{key.upper().replace('-', '_')}`"
         assert len(meaning) > 10
 
@@ -174,11 +174,11 @@ def test_the_site_shows_every_option_of_a_command():
     commands = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(commands)
     for name in group.list_commands(click.Context(group)):
-        shown = commands.help_of(name)
-        assert shown.startswith(f"```console\n$ dasksc {name} [OPTIONS]")
+        text = commands.help_of(name)
+        assert text.startswith(f"```console\n$ dasksc {name} [OPTIONS]")
         for parameter in group.get_command(click.Context(group), name).params:
             if isinstance(parameter, click.Option):
-                assert all(option in shown for option in parameter.opts), (name, parameter.opts)
+                assert all(option in text for option in parameter.opts), (name, parameter.opts)
     with pytest.raises(ValueError, match="no command 'sing'"):
         commands.help_of("sing")
 

@@ -125,9 +125,9 @@ def test_ranks_share_a_secret_that_never_goes_through_the_store(
     secret = secret_of(kind, tmp_path)
     cluster = dasksc.start_cluster(1, processes=False, host=host, security=secret)
     try:
-        said = store.get("address").decode()
-        assert "PRIVATE KEY" not in said
-        assert "CERTIFICATE" not in said
+        stored = store.get("address").decode()
+        assert "PRIVATE KEY" not in stored
+        assert "CERTIFICATE" not in stored
         assert cluster.address.startswith(f"tls://{host}:")
         with rendezvous.join_cluster(store, security=secured(secret), timeout_s=60) as joined:
             assert joined.address == cluster.address

@@ -227,8 +227,8 @@ def test_arrays_that_are_too_large_together_are_refused(
 ) -> None:
     memory_of(2**30, monkeypatch)
     path = store_of_many_arrays(tmp_path, format, where)
-    told = f"bytes.* of them in {where.partition('/')[0]}\\), but"
-    with opener(tmp_path, place) as opened, bounded(), pytest.raises(StorageError, match=told):
+    message = f"bytes.* of them in {where.partition('/')[0]}\\), but"
+    with opener(tmp_path, place) as opened, bounded(), pytest.raises(StorageError, match=message):
         opened(path.name)
 
 

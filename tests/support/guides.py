@@ -69,8 +69,8 @@ def blocks_of(text: str) -> list[Block]:
     found = []
     for match in FENCE.finditer(text):
         below = TEXT.match(text, match.end())
-        shown = below[1] if below else None
-        found.append(Block(language=match[1], code=match[2], start=match.start(), end=match.end(), shown=shown))
+        output = below[1] if below else None
+        found.append(Block(language=match[1], code=match[2], start=match.start(), end=match.end(), shown=output))
     owned = {block.end + 1 for block in found if block.runs and block.shown is not None}
     return [block for block in found if block.start not in owned]
 

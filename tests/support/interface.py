@@ -93,10 +93,12 @@ def _fields(thing: type) -> str:
     """Return the arguments of a pydantic model, whose signature differs between versions of pydantic."""
     if not hasattr(thing, "model_fields"):
         return ""
-    shown = []
+    arguments = []
     for name, one in thing.model_fields.items():
-        shown.append(f"{name}" if one.is_required() else f"{name}={_value(one.get_default(call_default_factory=True))}")
-    return f"({', '.join(shown)})"
+        arguments.append(
+            f"{name}" if one.is_required() else f"{name}={_value(one.get_default(call_default_factory=True))}"
+        )
+    return f"({', '.join(arguments)})"
 
 
 def _signature(thing: Any) -> str:
@@ -105,22 +107,22 @@ def _signature(thing: Any) -> str:
     except ValueError:  # compiled functions have no signature
         return ""
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    shown: list[str] = []
+    parameters: list[str] = []
     is_named_only = False
     for one in signature.parameters.values():
         if one.kind is one.KEYWORD_ONLY and not is_named_only:
-            shown.append("*")
+            parameters.append("*")
         is_named_only = is_named_only or one.kind in (one.KEYWORD_ONLY, one.VAR_POSITIONAL)
         text = marks.get(one.kind, "") + one.name
         if isinstance(one.annotation, str):
             text += f": {one.annotation}"
         if one.default is not one.empty:
             text += f" = {_value(one.default)}"
-        shown.append(text)
+        parameters.append(text)
         if one.kind is one.POSITIONAL_ONLY:
-            shown.append("/")
+            parameters.append("/")
     returned = signature.return_annotation
-    return f"({', '.join(shown)})" + (f" -> {returned}" if isinstance(returned, str) else "")
+    return f"({', '.join(parameters)})" + (f" -> {returned}" if isinstance(returned, str) else "")
 
 
 def _value(value: Any) -> str:

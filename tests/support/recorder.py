@@ -345,12 +345,12 @@ def pairs_of(case: Case) -> set[tuple[Any, ...]]:
 
 def covering() -> list[Case]:
     """Return cases that cover all pairs, chosen greedily by the number of missing pairs."""
-    left = {case: pairs_of(case) for case in cases()}
-    missing = set().union(*left.values())
+    remaining = {case: pairs_of(case) for case in cases()}
+    missing = set().union(*remaining.values())
     chosen = []
     while missing:
-        best = max(left, key=lambda case: len(left[case] & missing))
-        missing -= left.pop(best)
+        best = max(remaining, key=lambda case: len(remaining[case] & missing))
+        missing -= remaining.pop(best)
         chosen.append(best)
     return chosen
 
@@ -635,8 +635,8 @@ def loss_of(model: Path) -> float:
     """Return the loss of a saved model over a fixed set of cells."""
     X = torch.from_numpy(scattered(20, N_VARS, 9).astype(np.float32))
     with torch.no_grad():
-        told = load_model(model)({"X": X, "obs": {"kind": torch.arange(20) % 3}})
-    return float(told["loss"])
+        outputs = load_model(model)({"X": X, "obs": {"kind": torch.arange(20) % 3}})
+    return float(outputs["loss"])
 
 
 # --- Files --------------------------------------------------------------------------------------------

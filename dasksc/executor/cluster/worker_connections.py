@@ -49,15 +49,15 @@ _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = wea
 
 async def _workers_are_reachable(client: Any) -> bool:
     """Return True if this process can connect to all workers, so that results can bypass the scheduler."""
-    known = _reachable.setdefault(client, {})
+    reachability = _reachable.setdefault(client, {})
     workers = await workers_of(client)
-    unknown = [address for address in workers if address not in known]
+    unknown = [address for address in workers if address not in reachability]
 
     async def probe(address: str) -> None:
         try:
             await asyncio.wait_for(worker_identity(client, address), _CONNECT_S)
         except (OSError, TimeoutError) as error:
-            known[address] = False
+            reachability[address] = False
             logger.warning(
                 "The Dask worker at %s cannot be reached from here (%s: %s), so results pass through the "
                 "scheduler, which is slower. Open the workers' ports to this machine.",
@@ -66,7 +66,7 @@ async def _workers_are_reachable(client: Any) -> bool:
                 error,
             )
         else:
-            known[address] = True
+            reachability[address] = True
 
     await asyncio.gather(*(probe(address) for address in unknown))
-    return all(known.get(address, True) for address in workers)
+    return all(reachability.get(address, True) for address in workers)

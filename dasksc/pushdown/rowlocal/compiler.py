@@ -150,8 +150,8 @@ class Compiler:
                 "expected. Use X[10:20] or X[np.array([...])]"
             )
         whole = not rest or (isinstance(rest[0], slice) and rest[0] == slice(None))
-        known = isinstance(rest[0], slice | list | np.ndarray) if rest else True
-        if not isinstance(child, Read) or len(rest) > 1 or not known:
+        is_known_type = isinstance(rest[0], slice | list | np.ndarray) if rest else True
+        if not isinstance(child, Read) or len(rest) > 1 or not is_known_type:
             return Take(child, rows, tuple(rest))
         rows = child.rows[first] if isinstance(first, slice) else chosen_rows(child.rows, np.asarray(rows))
         if whole:

@@ -145,15 +145,15 @@ class Cache:
                 raise NotADirectoryError("it is not a folder")
             _refuse_exposed(status, f"chmod 700 {self.folder}")
             place = status.st_dev, status.st_ino
-            known = _keys.get(self.folder)
-            if known is None or known[0] != place:
-                known = _keys[self.folder] = place, _key_in(self.folder)
+            entry = _keys.get(self.folder)
+            if entry is None or entry[0] != place:
+                entry = _keys[self.folder] = place, _key_in(self.folder)
         except OSError as error:
             if (self.folder, str(error)) not in _warned:
                 _warned.add((self.folder, str(error)))
                 logger.warning("blocks cannot be kept in the cache %s: %s", self.folder, error)
             return None
-        return known[1]
+        return entry[1]
 
     def _block(self, key: bytes, identity: ObjectIdentity, base: int) -> _BlockFile:
         words = (identity.path, str(identity.size), identity.etag or "", identity.modified, str(base))

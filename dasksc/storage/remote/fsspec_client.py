@@ -78,9 +78,9 @@ def _class_of(url: str) -> Any:
             f"{redact_url(url)!r} is a chain of URLs, which is not supported. Give the URL of an atlas, and settings "
             "of its file system as storage_options"
         )
-    known = {*known_implementations, *registry}
-    if scheme not in known:
-        others = sorted(known.difference(SCHEMES))
+    known_schemes = {*known_implementations, *registry}
+    if scheme not in known_schemes:
+        others = sorted(known_schemes.difference(SCHEMES))
         raise InputError(
             f"{redact_url(url)!r} begins with {scheme}://; supported are {', '.join(SCHEMES)}, and through fsspec "
             f"{', '.join(others)}"

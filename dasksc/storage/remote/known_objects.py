@@ -70,8 +70,8 @@ class ObjectCache(Generic[K, V]):
         with _lock:
             entry = _kept.get((self._mark, key))
             if entry is not None:
-                known: V = entry[0]
-                return known
+                cached: V = entry[0]
+                return cached
             _kept[self._mark, key] = value, n_bytes
             _n_bytes += n_bytes
             while _n_bytes > LIMIT_BYTES:

@@ -177,12 +177,12 @@ class _Shards:
 
     def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
         """Return the indexes of shards, cached after the first read; None for a shard that was never written."""
-        known = {at: self._seen.get(at) for at in ats}
-        unknown = [at for at, shard in known.items() if shard is None]
+        cached = {at: self._seen.get(at) for at in ats}
+        unknown = [at for at, shard in cached.items() if shard is None]
         for at, shard in zip(unknown, self._objects.indexed(unknown, self._indexed), strict=True):
             n_bytes = 0 if shard is None else shard.offsets.nbytes + shard.sizes.nbytes
-            known[at] = self._seen.keep(at, (shard,), n_bytes=n_bytes)
-        return {at: shard and shard[0] for at, shard in known.items()}
+            cached[at] = self._seen.keep(at, (shard,), n_bytes=n_bytes)
+        return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
         start, stop = index_bytes(self._layout, file.identity)

@@ -136,24 +136,24 @@ def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
 
 def test_a_cluster_without_workers_is_told_and_waited_for(atlas: Path, caplog: pytest.LogCaptureFixture) -> None:
     with local(0, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        told = "Fetch 0 waits: the Dask cluster at tcp://"
+        message = "Fetch 0 waits: the Dask cluster at tcp://"
 
         def help_when_told() -> None:
-            if eventually(lambda: told in caplog.text):
+            if eventually(lambda: message in caplog.text):
                 cluster.scale(1)
 
         helper = threading.Thread(target=help_when_told)
         helper.start()
         assert identical(list(dataset(atlas, client)), epoch_of(atlas))
         helper.join()
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(message) == 1
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "inproc"])
 def test_workers_that_are_all_paused_are_told_and_waited_for(
     protocol: str, atlas: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = "has no running workers (1 paused at the memory limit)"
+    message = "has no running workers (1 paused at the memory limit)"
 
     def pause(dask_worker: Any, is_paused: bool) -> None:
         dask_worker.status = distributed.Status.paused if is_paused else distributed.Status.running
@@ -167,14 +167,14 @@ def test_workers_that_are_all_paused_are_told_and_waited_for(
         client.run(pause, is_paused=True)
 
         def help_when_told() -> None:
-            if eventually(lambda: told in caplog.text):
+            if eventually(lambda: message in caplog.text):
                 client.run(pause, is_paused=False)
 
         helper = threading.Thread(target=help_when_told)
         helper.start()
         assert identical(list(dataset(atlas, client)), epoch_of(atlas))
         helper.join()
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(message) == 1
 
 
 def test_a_worker_that_joins_works_too_and_goes_unnoticed(atlas: Path) -> None:
@@ -308,12 +308,12 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mark = tmp_path / "mark"
-    told = "sent no heartbeat for"
+    message = "sent no heartbeat for"
     with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         was_told = []
 
         def thaw_when_told() -> None:
-            was_told.append(eventually(lambda: told in caplog.text))
+            was_told.append(eventually(lambda: message in caplog.text))
             thaw(mark)
 
         helper = threading.Thread(target=thaw_when_told)
@@ -324,7 +324,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
         assert was_told == [True]
         assert "No other worker is running" in caplog.text
         assert eventually(lambda: nothing_is_left(client))
-    assert caplog.text.count(told) == 1
+    assert caplog.text.count(message) == 1
 
 
 class Slow:

@@ -30,9 +30,9 @@ def test_ranks_of_torchrun_share_the_cluster_of_rank_0_or_receive_its_error(atla
     whats = ("port", "dashboard", "127.0.0.1", NOT_LOOPBACK)
     torchrun(2, "shared_cluster.py", atlas, tmp_path / "seen.json", secret, *whats)
     *wrong, plain, encrypted = zip(*json.loads((tmp_path / "seen.json").read_text()), strict=True)
-    for (mine, told), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
+    for (mine, received), expected in zip(wrong, ["InputError: port=-5", "RuntimeError: Cluster failed"], strict=True):
         assert mine.startswith(expected)
-        assert told.startswith("StartError: rank 0 could not start the Dask cluster")
+        assert received.startswith("StartError: rank 0 could not start the Dask cluster")
     for ranks, kind in ((plain, "tcp://127.0.0.1:"), (encrypted, f"tls://{NOT_LOOPBACK}:")):
         assert [rank["starts"] for rank in ranks] == [True, False]
         assert len({rank["address"] for rank in ranks}) == 1

@@ -332,10 +332,10 @@ def hide(path: str) -> None:
 
     of = file_visibility.Fingerprint.of
 
-    def hidden(asked: str) -> Any:
-        if asked == path:
+    def hidden(requested: str) -> Any:
+        if requested == path:
             raise FileNotFoundError(2, "No such file or directory", path)
-        return of(asked)
+        return of(requested)
 
     file_visibility.Fingerprint.of = hidden
     file_visibility.Fingerprint._of = of

@@ -37,13 +37,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("raise", r"ZeroDivisionError: mine\s+(\[rank1\]: )?in batch 3 of 63 \(epoch 0, rank 1 of 2\), rows \d+, \d+"),
         ("SIGKILL", r"Signal 9 \(SIGKILL\) received by PID"),
     ],
 )
-def test_a_fault_that_ends_one_rank_ends_all_and_is_reported(how, told):
+def test_a_fault_that_ends_one_rank_ends_all_and_is_reported(how, message):
     done = subprocess.run(
         [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"), PROGRAM, how, "1"],
         env=environment(),
@@ -53,7 +53,7 @@ def test_a_fault_that_ends_one_rank_ends_all_and_is_reported(how, told):
     )
     assert done.returncode != 0
     assert "finished" not in done.stdout
-    assert re.search(told, done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
     for pid in re.findall(r"is process (\d+)", done.stdout):
         assert not os.path.exists(f"/proc/{pid}")
 

@@ -58,8 +58,8 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
     rows = np.concatenate([row for one in found for row in one["epochs"]]).astype(int)
     assert sum(one["sum"] for one in found) == pytest.approx(adata.X[rows].sum(dtype=np.float64), rel=1e-5)
     # One process reads its four batches; the process that compares epochs second raises the error.
-    told = [one["apart"] for one in found]
-    assert 4 in told
-    (complaint,) = [one for one in told if isinstance(one, str)]
+    outcomes = [one["apart"] for one in found]
+    assert 4 in outcomes
+    (complaint,) = [one for one in outcomes if isinstance(one, str)]
     assert "rank 0 reads epoch 0" in complaint
     assert "rank 1 reads epoch 1" in complaint

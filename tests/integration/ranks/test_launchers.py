@@ -140,8 +140,8 @@ def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monk
     monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path)])
     monkeypatch.setitem(sys.modules, "horovod.torch", None)  # removed again at the end
     for rank in range(2):
-        told = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
-        for name, value in {**told, "HOROVOD_LOCAL_SIZE": "2"}.items():
+        environment = {"HOROVOD_RANK": str(rank), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": str(rank)}
+        for name, value in {**environment, "HOROVOD_LOCAL_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
         runpy.run_path(str(program), run_name="__main__")
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

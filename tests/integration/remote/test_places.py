@@ -118,9 +118,9 @@ def test_patterns_folders_and_collections_are_those_of_local_paths(
     folder: Path, places: dict[str, Any], kind: str, what: str, n_parts: int
 ) -> None:
     root, options = places[kind]
-    told: dict[str, Any] = {"label": "part", "index_unique": "-"}
-    remote = dasksc.open(f"{root}/{what}", storage_options=options, **told)
-    same(remote, dasksc.open(str(folder / what), **told))
+    join_options: dict[str, Any] = {"label": "part", "index_unique": "-"}
+    remote = dasksc.open(f"{root}/{what}", storage_options=options, **join_options)
+    same(remote, dasksc.open(str(folder / what), **join_options))
     assert remote.obs["part"].nunique() == n_parts
 
 
@@ -249,8 +249,8 @@ def test_a_small_useful_share_of_network_reads_causes_a_warning(tmp_path: Path) 
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
         # The mean over twelve fetches deviates by half a percentage point.
-        told = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
-        assert told == pytest.approx(n_obs / sum(read), abs=0.02)
+        share = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
+        assert share == pytest.approx(n_obs / sum(read), abs=0.02)
         assert dasksc.check(dataset(url, 200)).warnings == ()
         assert dasksc.check(dataset(url, 8, 90)).warnings == ()
     assert dasksc.check(dataset(tmp_path / "atlas.zarr", 8)).warnings == ()
@@ -469,8 +469,8 @@ def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
             dasksc.open(url, label="part")
         with pytest.raises(dasksc.DaskscError) as raw:
             dasksc.open(url.replace("part0", "part2"), raw=True)
-    shown = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
-    assert not [text for text in shown if SECRET in text]
+    texts = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
+    assert not [text for text in texts if SECRET in text]
 
 
 def test_the_times_of_the_last_checks_are_kept_for_a_limited_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_credentials_are_shown_nowhere(s3_stores: Bucket, name: str, caplog: pyt
     url = f"s3://{s3_stores.name}/{name}"
     data = dasksc.open(url, storage_options=s3_stores.options)
     matrix = matrix_of(data.X)
-    shown = [repr(data), repr(data.X), repr(matrix), str(data.X.dask), matrix.label, repr(vars(matrix))]
+    texts = [repr(data), repr(data.X), repr(matrix), str(data.X.dask), matrix.label, repr(vars(matrix))]
     assert SECRET in pickle.dumps(matrix).decode("latin1")  # workers need it
     with pytest.raises(StorageError) as missing:
         dasksc.open(f"s3://{s3_stores.name}/nothing.h5ad", storage_options=s3_stores.options)
@@ -81,21 +81,21 @@ def test_credentials_are_shown_nowhere(s3_stores: Bucket, name: str, caplog: pyt
     with pytest.raises(InputError, match="no_such_option") as unknown:
         dasksc.open(url, storage_options=wrong)
     for error in (missing.value, unknown.value):
-        shown += ["".join(traceback.format_exception(error)), repr(error)]
-    shown.append(caplog.text)
-    assert not [text for text in shown if SECRET in text]
+        texts += ["".join(traceback.format_exception(error)), repr(error)]
+    texts.append(caplog.text)
+    assert not [text for text in texts if SECRET in text]
 
 
 def test_tokens_in_urls_are_sent_and_not_shown(web_stores: HTTPServer) -> None:
     url = web_stores.url.replace("://", f"://user:{SECRET}@")
     data = dasksc.open(f"{url}/csr.h5ad?token={SECRET}")
     assert len(batches(data)) == 13
-    shown = [repr(data), str(data.X.dask), matrix_of(data.X).label]
+    texts = [repr(data), str(data.X.dask), matrix_of(data.X).label]
     web_stores.faults.status = lambda number: 403
     with pytest.raises(dasksc.DaskscError) as caught:
         batches(data)
-    shown.append("".join(traceback.format_exception(caught.value)))
-    assert not [text for text in shown if SECRET in text]
+    texts.append("".join(traceback.format_exception(caught.value)))
+    assert not [text for text in texts if SECRET in text]
     assert web_stores.url in matrix_of(data.X).label
 
 

@@ -282,9 +282,9 @@ def test_looking_at_the_module_reads_nothing(path):
     assert "train=BlockShuffling(" in str(looked), "also before there are data sets"
     looked.setup()
     before = looked.datasets["train"].state_dict()
-    for shown in (str(looked), f"{looked}", repr(looked)):
-        assert "train=scDataset(" in shown
-        assert "validate=scDataset(" in shown
+    for text in (str(looked), f"{looked}", repr(looked)):
+        assert "train=scDataset(" in text
+        assert "validate=scDataset(" in text
     assert looked.datasets["train"].state_dict() == before
     other = module()
     other.setup()

@@ -136,13 +136,13 @@ def first_two(batch: Any) -> Any:
 def test_a_function_is_imported_and_ranks_without_a_process_group_finish_independently(atlas, tmp_path, monkeypatch):
     name = f"{__name__}:first_two"
     arguments = [atlas, "--model", name, "--out", tmp_path / "emb.zarr", "--json", "--no-progress"]
-    told = []
+    reports = []
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
-        told.append(json.loads(embed(*arguments, "--batch-size", 8)))
-    assert [one["is_complete"] for one in told] == [False, True] or told[0]["n_predicted"] == 0
-    assert sum(one["n_predicted"] for one in told) == N_OBS
+        reports.append(json.loads(embed(*arguments, "--batch-size", 8)))
+    assert [one["is_complete"] for one in reports] == [False, True] or reports[0]["n_predicted"] == 0
+    assert sum(one["n_predicted"] for one in reports) == N_OBS
     assert np.array_equal(read(tmp_path / "emb.zarr").obsm["X_emb"], read(atlas).X[:, :2].todense())
 
 

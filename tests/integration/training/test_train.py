@@ -387,19 +387,19 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
     table = loaders.split_table
     assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
     assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
-    told: list[str] = []
-    fit(Config.of(raw, changes=["training.max_steps=1"]), say=told.append)
-    (line,) = [line for line in told if "held out" in line]
+    messages: list[str] = []
+    fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
+    (line,) = [line for line in messages if "held out" in line]
     assert f"{len(held)}" in line.splitlines()[-1]
     assert line.splitlines()[-1].startswith("all ")
 
 
 def test_the_table_of_one_column_names_it_and_validation_passes_are_labelled(raw, caplog):
     raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
-    told: list[str] = []
+    messages: list[str] = []
     with caplog.at_level(logging.INFO, "dasksc.dataset"):
-        fit(Config.of(raw, changes=["training.max_epochs=2"]), say=told.append)
-    (table,) = [line for line in told if "held out" in line]
+        fit(Config.of(raw, changes=["training.max_epochs=2"]), say=messages.append)
+    (table,) = [line for line in messages if "held out" in line]
     header = table.splitlines()[1].split()
     assert header == ["train", "plate", "train", "cells", "test", "plate", "test", "cells"]
     lines = [record.getMessage() for record in caplog.records if " rows in " in record.getMessage()]
@@ -469,11 +469,11 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
         assert torch.equal(found["obs"]["cell_type"], codes)
         n_new += int(is_new.sum())
     assert loaders[other].dataset.categories == loaders[atlas].dataset.categories
-    (told,) = [
+    (text,) = [
         record.getMessage() for record in caplog.records if "that data.path does not have" in record.getMessage()
     ]
-    assert "'cell_type'] of data.validation.path has 1 labels that data.path does not have: 'a type of its own'" in told
-    assert f"Their {n_new} cells" in told
+    assert "'cell_type'] of data.validation.path has 1 labels that data.path does not have: 'a type of its own'" in text
+    assert f"Their {n_new} cells" in text
 
 
 def test_another_atlas_is_filtered_by_its_own_labels(raw, atlas, other):
@@ -524,7 +524,7 @@ def test_the_profiler_records_its_window(raw, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("window", "told"),
+    ("window", "message"),
     [
         ({}, "10 steps (wait 5 + warmup 2 + active 3), and this run had 3: 0 of the 3 active steps were recorded"),
         (
@@ -533,9 +533,9 @@ def test_the_profiler_records_its_window(raw, tmp_path):
         ),
     ],
 )
-def test_a_run_too_short_for_the_profiler_says_so_and_leaves_no_folder(window, told, raw, tmp_path, caplog):
+def test_a_run_too_short_for_the_profiler_says_so_and_leaves_no_folder(window, message, raw, tmp_path, caplog):
     train(raw, training__profile=window, training__max_steps=3)
-    assert told in caplog.text
+    assert message in caplog.text
     assert not (tmp_path / "run" / "profile").exists()
 
 
@@ -581,12 +581,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(raw):
 
 
 def test_loggers_are_told_the_figures(raw, monkeypatch):
-    told: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     started: dict[str, Any] = {}
 
     def init(**options: Any) -> Any:
         started.update(options)
-        return SimpleNamespace(log=lambda figures, step: told.append({"step": step, **figures}), finish=lambda: None)
+        return SimpleNamespace(log=lambda figures, step: records.append({"step": step, **figures}), finish=lambda: None)
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     raw["training"] |= {"logger": ["wandb", "stdout"], "wandb_project": "cells", "max_epochs": 1}
@@ -594,7 +594,7 @@ def test_loggers_are_told_the_figures(raw, monkeypatch):
     fit(Config.of(raw), say=lines.append)
     assert started["project"] == "cells"
     assert started["config"]["data"]["batch_size"] == 16
-    assert [figures["step"] for figures in told] == list(range(1, 14))
+    assert [figures["step"] for figures in records] == list(range(1, 14))
     assert len(lines) == 14
     assert lines[0].startswith("writing checkpoints, metrics.csv, training.png and model.pt to /")
     assert lines[1].startswith("training    step 1  epoch 0  accuracy ")

@@ -34,9 +34,9 @@ def test_auto_goes_on_with_the_branch_that_was_trained_last(raw, folder, tmp_pat
     train(raw, training__resume_from=str(folder / "step-00000002"), training__max_steps=5, **other)
     assert checkpoints(folder) == [2, 4, 5]
     assert checkpoints(folder / "abandoned-1") == [4, 6]
-    (told,) = [record for record in caplog.records if "abandoned-1" in record.getMessage()]
-    assert told.levelno == logging.WARNING
-    assert "step-00000004, step-00000006" in told.getMessage()
+    (warning,) = [record for record in caplog.records if "abandoned-1" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "step-00000004, step-00000006" in warning.getMessage()
     report = train(raw, training__resume_from="auto", training__max_steps=8, **other)
     assert (report.n_steps, checkpoints(folder)) == (8, [2, 4, 5, 6, 8])
     named = str(tmp_path / "before" / "step-00000002")

@@ -264,10 +264,12 @@ def test_four_ranks_go_on_where_two_stopped_without_repeating_or_losing_rows(two
     # Two epochs; padding adds at most one row per rank and segment.
     assert 2 * N_CELLS <= seen.total() <= 2 * N_CELLS + 2 + 4 + 4
     n_before = 5 * 2 * 8
-    left = Counter(row for batches in second for batch in batches[: -(-(N_CELLS - n_before) // 32)] for row in batch)
+    remaining = Counter(
+        row for batches in second for batch in batches[: -(-(N_CELLS - n_before) // 32)] for row in batch
+    )
     before = Counter(row for batches in first for batch in batches for row in batch)
-    assert set(before) | set(left) == set(range(N_CELLS))
-    assert len(set(before) & set(left)) <= 2
+    assert set(before) | set(remaining) == set(range(N_CELLS))
+    assert len(set(before) & set(remaining)) <= 2
     folder = json.loads((four_ranks / "trainings.json").read_text())["part"]["training"]["checkpoint_dir"]
     steps = [int(step) for step in figures(Path(folder), "step")]
     assert steps == list(range(1, len(steps) + 1))
@@ -280,14 +282,14 @@ def rows_of(file: Path) -> list[list[int]]:
 @pytest.mark.parametrize("moment", ["begin", "complete", "model", "table", "figures", "plot"])
 def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
     context = get_context("spawn")
-    told, done = context.Queue(), context.Event()
+    reports, done = context.Queue(), context.Event()
     ranks = [
-        context.Process(target=_save_without_space, args=(rank, moment, atlas, tmp_path, told, done))
+        context.Process(target=_save_without_space, args=(rank, moment, atlas, tmp_path, reports, done))
         for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
-    found = dict(told.get(timeout=120) for _ in ranks)
+    found = dict(reports.get(timeout=120) for _ in ranks)
     done.set()
     for rank in ranks:
         rank.join()
@@ -296,7 +298,7 @@ def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
         assert text.endswith("cannot be written: OSError on rank 0, [Errno 28] No space left on device")
 
 
-def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told: Any, done: Any) -> None:
+def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, reports: Any, done: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     context = RankContext(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
@@ -320,9 +322,9 @@ def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, told:
                 fit(Config.of(training(atlas, folder / "run", training__max_steps=3)), say=lambda line: None)
             else:
                 checkpoints.save(1, model, torch.optim.SGD(model.parameters()), {}, None)
-        told.put((rank, "nothing"))
+        reports.put((rank, "nothing"))
     except Exception as error:
-        told.put((rank, f"{type(error).__name__}: {error}"))
+        reports.put((rank, f"{type(error).__name__}: {error}"))
     # If one rank exited, the other would stop waiting as well.
     done.wait(120)
     dist.destroy_process_group()

@@ -133,7 +133,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"hidden_dim": 32}, r"model\.hidden_dim is 32 and was 16.* has shape \[32, 40\] and had \[16, 40\]"),
         (
@@ -148,10 +148,10 @@ class Wide(nn.Module):
     ],
     ids=str,
 )
-def test_a_checkpoint_of_another_model_is_refused(change, told, raw, folder):
+def test_a_checkpoint_of_another_model_is_refused(change, message, raw, folder):
     train(raw)
     raw["model"] = {name: value for name, value in (raw["model"] | change).items() if value is not None}
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         train(raw, training__resume_from="auto")
     assert str(folder / "step-00000006") in str(caught.value)
     assert "another training.checkpoint_dir" in str(caught.value)
@@ -190,8 +190,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(before, after, raw):
 
 def test_an_optimizer_whose_state_the_checkpoint_lacks_is_refused(raw):
     train(raw, training__optimizer={"name": "sgd"})
-    told = r"training\.optimizer\.momentum is 0\.9 in this run and is not.*momentum_buffer is not in the checkpoint"
-    with pytest.raises(InputError, match=told):
+    message = r"training\.optimizer\.momentum is 0\.9 in this run and is not.*momentum_buffer is not in the checkpoint"
+    with pytest.raises(InputError, match=message):
         train(raw, training__optimizer={"name": "sgd", "momentum": 0.9}, training__resume_from="auto")
 
 

@@ -730,11 +730,11 @@ def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Pat
     alone, found = dasksc.open(path), dasksc.open(f"{tmp_path}/{what}")
     assert_same(found, to_memory(alone))
     assert found.uns["about"] == "it"
-    told = dasksc.open(f"{tmp_path}/{what}", label="batch", index_unique="-")
-    assert told.obs["batch"].tolist() == ["part"] * 6
-    assert told.obs_names.tolist() == [f"{name}-part" for name in alone.obs_names]
-    assert told.raw.obs_names.equals(told.obs_names)
-    assert list(told.var) == ["length"]
+    labelled = dasksc.open(f"{tmp_path}/{what}", label="batch", index_unique="-")
+    assert labelled.obs["batch"].tolist() == ["part"] * 6
+    assert labelled.obs_names.tolist() == [f"{name}-part" for name in alone.obs_names]
+    assert labelled.raw.obs_names.equals(labelled.obs_names)
+    assert list(labelled.var) == ["length"]
     assert dasksc.open(f"{tmp_path}/{what}", label="batch", keys=["k"]).obs["batch"].tolist() == ["k"] * 6
     with pytest.raises(MissingKeyError, match=r"'cell_typ'; did you mean 'cell_type'"):
         dasksc.open(f"{tmp_path}/{what}", obs=["cell_typ"])
@@ -769,9 +769,9 @@ def test_repeated_cell_names_are_reported_once_with_the_remedy(
         warnings.filterwarnings("error", "Observation names")
         dasksc.open(paths)
         dasksc.open([*paths, atlas(0, 5, GENES)], raw=False, join="outer")
-    said = [record.getMessage() for record in caplog.records if "obs_names repeat" in record.getMessage()]
-    assert len(said) == 2
-    assert all("index_unique='-'" in one for one in said)
+    messages = [record.getMessage() for record in caplog.records if "obs_names repeat" in record.getMessage()]
+    assert len(messages) == 2
+    assert all("index_unique='-'" in one for one in messages)
     caplog.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Observation names")

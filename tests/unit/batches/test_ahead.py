@@ -79,17 +79,17 @@ def test_no_more_is_computed_than_was_requested() -> None:
 
 
 def test_a_job_that_is_not_ready_is_requested_only_when_no_other_remains() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def jobs() -> Iterator[Callable[[], int]]:
         for i in range(5):
-            asked.append(i)
+            requested.append(i)
             yield lambda i=i: i
 
     results = run_ahead(jobs(), is_ready=lambda: False, n_ahead=5, n_threads=2)
     for i, result in enumerate(results):
         assert result == i
-        assert asked == list(range(i + 1))
+        assert requested == list(range(i + 1))
 
 
 @pytest.mark.parametrize("n_threads", [1, 2])

@@ -28,8 +28,8 @@ def test_parts_are_items_and_attributes() -> None:
 
 
 def test_an_unknown_attribute_says_what_to_request() -> None:
-    known = r"this batch has no 'donor'; expected one of X, index, layers, obs, obsm\. "
-    with pytest.raises(AttributeError, match=known + r".* scDataset\(\.\.\., obs=\['donor'\]"):
+    message = r"this batch has no 'donor'; expected one of X, index, layers, obs, obsm\. "
+    with pytest.raises(AttributeError, match=message + r".* scDataset\(\.\.\., obs=\['donor'\]"):
         make_batch().donor  # noqa: B018
     with pytest.raises(MissingKeyError, match="this batch has no 'layer'; did you mean 'layers'"):
         make_batch()["layer"]

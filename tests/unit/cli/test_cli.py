@@ -26,11 +26,11 @@ pytestmark = pytest.mark.core
 
 def test_help_lists_every_subcommand_and_each_has_examples() -> None:
     runner = CliRunner()
-    shown = runner.invoke(cli.group, ["--help"])
-    assert shown.exit_code == 0
+    result = runner.invoke(cli.group, ["--help"])
+    assert result.exit_code == 0
     commands = cli.group.list_commands(click.Context(cli.group))
     for name in commands:
-        assert name in shown.output
+        assert name in result.output
         assert_examples_are_on_lines_of_their_own(runner, name)
     assert_examples_are_on_lines_of_their_own(runner)
 
@@ -52,9 +52,9 @@ def assert_examples_are_on_lines_of_their_own(runner: CliRunner, *command: str) 
 
 
 def test_an_unknown_subcommand_is_told_with_exit_code_2() -> None:
-    shown = CliRunner().invoke(cli.group, ["sing"])
-    assert shown.exit_code == 2
-    assert "sing" in shown.output
+    result = CliRunner().invoke(cli.group, ["sing"])
+    assert result.exit_code == 2
+    assert "sing" in result.output
 
 
 def test_errors_of_dasksc_are_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -81,17 +81,17 @@ def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None
         try:
             assert run.stderr.readline().startswith("round 1")
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-            _, told = run.communicate(timeout=120)
+            _, stderr = run.communicate(timeout=120)
         finally:
             run.kill()
     assert run.returncode == 130
-    assert told.splitlines()[-1] == "dasksc: stopped by Ctrl-C."
+    assert stderr.splitlines()[-1] == "dasksc: stopped by Ctrl-C."
 
 
 def test_the_command_prints_its_version() -> None:
-    shown = CliRunner().invoke(cli.group, ["--version"])
-    assert shown.exit_code == 0
-    assert shown.output.startswith("dasksc, version ")
+    result = CliRunner().invoke(cli.group, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith("dasksc, version ")
 
 
 def every_command() -> list[tuple[str, click.Command]]:
@@ -130,9 +130,9 @@ def reads(**given: object) -> None:
 
 
 def test_one_warning_stands_for_all_files_in_terms_of_the_command_line() -> None:
-    shown = CliRunner(env={"COLUMNS": "200"}).invoke(reads, ["plates", "a b.h5ad"])
-    assert shown.exit_code == 0
-    assert shown.stderr.splitlines() == [
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(reads, ["plates", "a b.h5ad"])
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
         "dasksc: warning: p0.h5ad is slow. Store it by rows once: dasksc convert plates 'a b.h5ad' NEW.zarr "
         "(and 3 more like it)",
         "dasksc: warning: raise --fetch-factor",
@@ -194,12 +194,12 @@ def calls_with_errors(folder: Path) -> list[tuple[list[str], str]]:
 
 def test_errors_are_in_terms_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo_data(tmp_path / "demo")
-    for args, told in calls_with_errors(tmp_path):
+    for args, expected in calls_with_errors(tmp_path):
         with pytest.raises(SystemExit) as stopped:
             cli.main(args)
         message = capsys.readouterr().err
         assert stopped.value.code == 1, message
-        assert told in message
+        assert expected in message
         assert not re.search(r"(?<!-)\b\w+=", message), message
         assert not re.search(r"(--[\w-]+) \(\1\)", message), message
 

@@ -438,11 +438,11 @@ def test_conversion_is_recommended_for_matrices_stored_by_columns(tmp_path, capl
 
 def test_check_names_the_file_and_what_to_request_from_a_scheduler(folder: Path) -> None:
     path = folder / "plain.h5ad"
-    shown = run("check", path, "--world-size", 3, "--batch-size", 16).output
-    assert shown.startswith(f"{path} by BlockShuffling, epoch 0, 3 ranks\n")
+    output = run("check", path, "--world-size", 3, "--batch-size", 16).output
+    assert output.startswith(f"{path} by BlockShuffling, epoch 0, 3 ranks\n")
     mebibytes = recommended_bytes(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
-    assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in shown
-    assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in shown
+    assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in output
+    assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in output
     assert "--cpus-per-task=5 " in run("check", path, "--batch-size", 16, "--num-workers", 4).output
 
 
@@ -469,8 +469,8 @@ def test_several_files_that_are_stored_by_columns_are_one_warning(folder: Path, 
 def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
     given = [folder / "plain.h5ad", folder / "gzip.h5ad"]
     for paths, n_vars in ((given[:1], GENES), (given, GENES - 5 if join == "inner" else GENES)):
-        shown = run("suggest", *paths, "--batch-size", 16, "--join", join).stdout
-        code = shown.partition("Code to paste:\n\n")[2]
+        output = run("suggest", *paths, "--batch-size", 16, "--join", join).stdout
+        code = output.partition("Code to paste:\n\n")[2]
         named: dict[str, Any] = {}
         exec(compile(code, "suggested", "exec"), named)  # its loop reads an epoch
         dataset = named["dataset"]

@@ -461,9 +461,9 @@ def test_a_conversion_runs_on_workers_in_other_processes(tmp_path, monkeypatch, 
     same(read(tmp_path / "active.zarr"), source)
     address = two_process_client.scheduler.address
     command = ["convert", str(path), str(tmp_path / "cli.zarr"), "--scheduler", address, "--verify"]
-    shown = CliRunner().invoke(cli.group, [*command, "--seed", "3", "--memory-limit", "20kB"])
+    result = CliRunner().invoke(cli.group, [*command, "--seed", "3", "--memory-limit", "20kB"])
     schedulers._close_clients()
-    assert shown.exit_code == 0, (shown.output, shown.exception)
+    assert result.exit_code == 0, (result.output, result.exception)
     assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "threads.zarr")
 
 
@@ -496,8 +496,8 @@ def test_atlases_at_urls_are_read_in_runs(tmp_path, monkeypatch, with_cache, s3)
     assert needs_runs(matrix)
     if not with_cache:
         options = [f"--storage-option={name}={value}" for name, value in bucket.options.items()]
-        shown = CliRunner().invoke(cli.group, ["convert", url, str(tmp_path / "cli.zarr"), *options])
-        assert shown.exit_code == 0, shown.output
+        result = CliRunner().invoke(cli.group, ["convert", url, str(tmp_path / "cli.zarr"), *options])
+        assert result.exit_code == 0, result.output
         assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "out.zarr")
     same(read(tmp_path / "out.zarr"), source)
     assert (tmp_path / "cache").exists() == with_cache
@@ -524,10 +524,10 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
 
     before = gzipped.read_bytes()
     monkeypatch.setattr(shards.ShardWriter, "_write_chunk", full)
-    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
+    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as caught:
         dasksc.convert(gzipped, tmp_path / "out.zarr")
-    assert told.value.errno == errno.ENOSPC
-    assert "run the same conversion again to resume it" in str(told.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert "run the same conversion again to resume it" in str(caught.value)
     assert gzipped.read_bytes() == before
     assert not (tmp_path / "out.zarr").exists()
     with pytest.raises(StorageError):
@@ -547,11 +547,11 @@ def test_ctrl_c_says_how_to_resume(tmp_path, gzipped, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(converting, "write_tables", interrupted)
-        shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
-    assert shown.exit_code == 130
-    assert "out.zarr.partial. Run the same command again to resume." in shown.stderr
-    shown = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
-    assert shown.exit_code == 0
+        result = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
+    assert result.exit_code == 130
+    assert "out.zarr.partial. Run the same command again to resume." in result.stderr
+    result = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
+    assert result.exit_code == 0
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
 
 
@@ -821,7 +821,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"seed": -1}, r"seed must be a whole number in \[0, 2\*\*64\); got -1"),
         ({"seed": 2**64}, "seed must be a whole number"),
@@ -848,10 +848,10 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"cache": 3}, "cache"),
     ],
 )
-def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypatch, arguments, told):
+def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypatch, arguments, message):
     for name in "ab":
         small(3, cell_type=list("xyz")).write_h5ad(tmp_path / f"{name}.h5ad")
-    with dask.config.set({"distributed.comm.timeouts.connect": "1s"}), pytest.raises(InputError, match=told):
+    with dask.config.set({"distributed.comm.timeouts.connect": "1s"}), pytest.raises(InputError, match=message):
         dasksc.convert([tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr", **arguments)
     assert sorted(os.listdir(tmp_path)) == ["a.h5ad", "b.h5ad"]
 
@@ -1059,9 +1059,9 @@ def test_the_command_converts_and_reports_as_json(tmp_path):
     source = few_columns(60, 17)
     path = write_store(source, tmp_path, "h5ad")
     target = tmp_path / "out.zarr"
-    shown = CliRunner().invoke(cli.group, ["convert", str(path), str(target), "--verify", "--json", "--no-progress"])
-    assert shown.exit_code == 0, shown.output
-    report = json.loads(shown.stdout)
+    result = CliRunner().invoke(cli.group, ["convert", str(path), str(target), "--verify", "--json", "--no-progress"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
     assert (report["n_obs"], report["n_vars"], report["is_verified"]) == (60, 17, True)
     assert report["n_bytes"] == sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     same(read(target), source)
@@ -1070,12 +1070,12 @@ def test_the_command_converts_and_reports_as_json(tmp_path):
 def test_the_command_shows_progress_and_says_what_it_left_out(tmp_path):
     pytest.importorskip("tqdm")
     path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    shown = CliRunner().invoke(cli.group, ["convert", str(path), str(tmp_path / "out.zarr"), "--progress"])
-    assert shown.exit_code == 0, shown.output
-    assert "writing" in shown.stderr
-    assert "100%" in shown.stderr
-    assert "60 cells x 17 genes" in shown.stdout
-    assert "left out: obsp/neighbours" in shown.stdout
+    result = CliRunner().invoke(cli.group, ["convert", str(path), str(tmp_path / "out.zarr"), "--progress"])
+    assert result.exit_code == 0, result.output
+    assert "writing" in result.stderr
+    assert "100%" in result.stderr
+    assert "60 cells x 17 genes" in result.stdout
+    assert "left out: obsp/neighbours" in result.stdout
 
 
 def test_the_command_keeps_what_describes_genes_as_merge_says(tmp_path):
@@ -1088,14 +1088,14 @@ def test_the_command_keeps_what_describes_genes_as_merge_says(tmp_path):
     for merge, kept in ((None, []), ("same", ["symbol"]), ("first", ["symbol", "mean"])):
         target = tmp_path / f"{merge}.zarr"
         more = [] if merge is None else ["--merge", merge]
-        shown = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), *more])
-        assert shown.exit_code == 0, shown.output
+        result = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), *more])
+        assert result.exit_code == 0, result.output
         assert list(read(target).var) == kept
-        assert [name for name in ("symbol", "mean") if f"var/{name}" in shown.stdout] == [
+        assert [name for name in ("symbol", "mean") if f"var/{name}" in result.stdout] == [
             name for name in ("symbol", "mean") if name not in kept
         ]
-    shown = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), "--merge", "all"])
-    assert shown.exit_code == 2
+    result = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), "--merge", "all"])
+    assert result.exit_code == 2
 
 
 @pytest.mark.parametrize("pattern", ["plates", "plates/*.h5ad"])
@@ -1115,9 +1115,9 @@ def test_a_folder_or_pattern_of_one_file_is_that_file(tmp_path, pattern):
 def test_the_command_refuses_an_invalid_seed_and_leaves_nothing_behind(tmp_path):
     small(3).write_h5ad(tmp_path / "a.h5ad")
     command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "out.zarr")]
-    shown = CliRunner().invoke(cli.group, [*command, "--seed", "-1"])
-    assert shown.exit_code == 2
-    assert "--seed" in shown.stderr
+    result = CliRunner().invoke(cli.group, [*command, "--seed", "-1"])
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
     assert os.listdir(tmp_path) == ["a.h5ad"]
     assert CliRunner().invoke(cli.group, [*command, "--seed", "1"]).exit_code == 0
 
@@ -1127,14 +1127,14 @@ def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):
         small(3).write_h5ad(tmp_path / f"{name}.h5ad")
     command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "b.h5ad"), str(tmp_path / "out.zarr")]
     named = ["--label", "of", "--keys", "one,two", "--index-unique", "_"]
-    shown = CliRunner().invoke(cli.group, [*command, *named])
-    assert shown.exit_code == 0, shown.output
+    result = CliRunner().invoke(cli.group, [*command, *named])
+    assert result.exit_code == 0, result.output
     obs = read(tmp_path / "out.zarr").obs
     assert set(obs.index) == {f"c{i}_{key}" for i in range(3) for key in ("one", "two")}
     assert set(obs["of"]) == {"one", "two"}
-    shown = CliRunner().invoke(cli.group, [*command, "--storage-option", "region"])
-    assert shown.exit_code == 2
-    assert "--storage-option region has no value; give it as NAME=VALUE" in shown.stderr
+    result = CliRunner().invoke(cli.group, [*command, "--storage-option", "region"])
+    assert result.exit_code == 2
+    assert "--storage-option region has no value; give it as NAME=VALUE" in result.stderr
 
 
 def test_headers_of_arrays_are_parsed_one_at_a_time(tmp_path, monkeypatch):

@@ -60,10 +60,10 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
     disk, resize = small_disk
     before = gzipped.read_bytes()
     out = disk / "out.zarr"
-    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as told:
+    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as caught:
         dasksc.convert(gzipped, out)
-    assert told.value.errno == errno.ENOSPC
-    assert "run the same conversion again to resume it" in str(told.value)
+    assert caught.value.errno == errno.ENOSPC
+    assert "run the same conversion again to resume it" in str(caught.value)
     assert shutil.disk_usage(disk).free < 2**14
     assert gzipped.read_bytes() == before
     assert not out.exists()
@@ -88,9 +88,9 @@ def test_space_is_reserved_before_a_file_is_mapped(small_disk, monkeypatch, how)
         monkeypatch.setattr(os, "posix_fallocate", refused)
     elif how == "missing":
         monkeypatch.delattr(os, "posix_fallocate")
-    with pytest.raises(OSError, match="No space left") as told, atomic_array(disk / "large.npy", np.int64, 30_000):
+    with pytest.raises(OSError, match="No space left") as caught, atomic_array(disk / "large.npy", np.int64, 30_000):
         pytest.fail("an array was mapped for which there is no space")
-    assert told.value.errno == errno.ENOSPC
+    assert caught.value.errno == errno.ENOSPC
     assert os.listdir(disk) == []
     before = shutil.disk_usage(disk).free
     with atomic_array(disk / "small.npy", np.int64, 10_000) as out:
@@ -150,12 +150,12 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
             continue
         assert first.returncode == 3, (kilobytes, first.returncode, first.stderr)
         words = r"no space is left for (\S+): about ([\d.]+ \w+) more will be needed, and [\d.]+ \w+ are free"
-        told = re.search(words, first.stdout)
-        assert told is not None, first.stdout
-        assert told[1] == str(out)
+        match = re.search(words, first.stdout)
+        assert match is not None, first.stdout
+        assert match[1] == str(out)
         assert contents(out) == old
         # The space requested in the error is sufficient.
-        assert resize(str(shutil.disk_usage(disk).used + parse_bytes(told[2]) + 2**16)).returncode == 0
+        assert resize(str(shutil.disk_usage(disk).used + parse_bytes(match[2]) + 2**16)).returncode == 0
         again = convert()
         assert again.returncode == 0, (kilobytes, again.stdout, again.stderr)
         assert contents(out) == whole

@@ -213,10 +213,10 @@ def test_reports_can_be_turned_off(cluster, client, atlas):
 
 
 def test_dasks_own_configuration_installs_the_page(atlas):
-    known = dask.config.get("distributed.scheduler.http.routes")
+    routes = dask.config.get("distributed.scheduler.http.routes")
     with (
         dask.config.set(
-            {"distributed.scheduler.http.routes": [*known, "dasksc.dashboard"], "dasksc.report-interval": "50ms"}
+            {"distributed.scheduler.http.routes": [*routes, "dasksc.dashboard"], "dasksc.report-interval": "50ms"}
         ),
         distributed.LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0") as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
@@ -405,9 +405,9 @@ def test_a_running_epoch_is_diagnosed_from_its_last_reports_and_one_that_has_end
         page.report("here", report_of("a", **figures, n_rows=int(clock_s), clock_s=clock_s, waited_s=1.0))
     (loader,) = page.loaders
     assert (loader.wait_share, loader.diagnosis) == (0.0, "healthy: the trainer never waited")
-    (shown,) = page.figures()["loaders"]
-    assert (shown["wait_share_now"], shown["diagnosis"]) == (0.0, "healthy: the trainer never waited")
-    assert [round(age_s, 3) >= 0 for _, _, age_s in shown["recent"]] == [True] * 4
+    (loader_figures,) = page.figures()["loaders"]
+    assert (loader_figures["wait_share_now"], loader_figures["diagnosis"]) == (0.0, "healthy: the trainer never waited")
+    assert [round(age_s, 3) >= 0 for _, _, age_s in loader_figures["recent"]] == [True] * 4
     page.report("here", report_of("a", **figures | {"has_ended": True}, n_rows=4, clock_s=4.0, waited_s=1.0))
     assert loader.diagnosis == "limited by decoding: 50% waiting; raise block_size, or use more cores"
 

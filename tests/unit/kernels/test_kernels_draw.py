@@ -304,14 +304,14 @@ def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
 def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None:
     counts = [codes.count(c) for c in range(4)]
     quotas = [data.draw(st.integers(0, count)) for count in counts]
-    expected, left, wanted = [], counts.copy(), quotas.copy()
+    expected, remaining, wanted = [], counts.copy(), quotas.copy()
     for i, code in enumerate(codes):
         if code < 0:
             continue
-        if wanted[code] and twins.below(key, i, left[code]) < wanted[code]:
+        if wanted[code] and twins.below(key, i, remaining[code]) < wanted[code]:
             expected.append(i)
             wanted[code] -= 1
-        left[code] -= 1
+        remaining[code] -= 1
     out = np.empty(sum(quotas), dtype=np.int64)
     array = np.array(codes, dtype=np.int8)
     chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)

@@ -459,11 +459,11 @@ def test_stats_add_up(path):
 def test_progress_shows_a_bar_that_counts_batches(path, capfd):
     one = dataset(path, progress=True)
     list(one)
-    shown = capfd.readouterr().err
-    assert "epoch 0" in shown
-    assert "13/13" in shown
+    text = capfd.readouterr().err
+    assert "epoch 0" in text
+    assert "13/13" in text
     stats = one.stats()
-    assert shown.rstrip().endswith(f"{stats['rows_per_s']:,.0f} cells/s, waited {stats['wait_share']:.0%}]")
+    assert text.rstrip().endswith(f"{stats['rows_per_s']:,.0f} cells/s, waited {stats['wait_share']:.0%}]")
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
@@ -503,12 +503,12 @@ def test_batches_made_by_indexing_are_timed_too(path):
 
 def test_dasks_own_diagnostics_see_the_fetches_of_an_epoch(path):
     one = dataset(path, scheduler="threads")
-    shown = io.StringIO()
-    with Profiler() as profiler, ProgressBar(dt=0.001, out=shown):
+    output = io.StringIO()
+    with Profiler() as profiler, ProgressBar(dt=0.001, out=output):
         list(one)
     assert len(profiler.results) == one.plan(0).n_fetches
     assert {entry.key[0] for entry in profiler.results} == {f"epoch 0: dasksc-fetch-{path.stem}-r0"}
-    assert "100% Completed" in shown.getvalue()
+    assert "100% Completed" in output.getvalue()
 
 
 @pytest.mark.parametrize("layout", ["dense", "csr"])

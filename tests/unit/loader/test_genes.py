@@ -240,8 +240,8 @@ def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "dasksc.dataset"):
         batch(atlas("csr"), genes=["c", "x", "y"], genes_missing="drop")
         batch(atlas("csr"), genes=["c", "d"])
-    said = [record.levelname for record in caplog.records if "matched" in record.message]
-    assert said == ["WARNING", "INFO"]
+    levels = [record.levelname for record in caplog.records if "matched" in record.message]
+    assert levels == ["WARNING", "INFO"]
     assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Give names of the same" in caplog.text
 
 

@@ -54,8 +54,8 @@ def test_a_hook_that_raises_is_reported_with_its_batch_and_rows(hook, num_worker
     rows = ", ".join(map(str, rows_of_batch(one, wrong)))
     with pytest.raises(ZeroDivisionError) as caught:
         list(DataLoader(one, batch_size=None, num_workers=num_workers))
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in told
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert f"in batch {wrong} of 13 (epoch 0, rank 0 of 1), rows {rows}" in message
 
 
 def test_the_error_lists_the_first_rows_of_a_large_batch():

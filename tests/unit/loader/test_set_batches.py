@@ -138,12 +138,12 @@ def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Pat
         later = [
             one for batch in other for one in zip(batch.sets.tolist(), batch.index.reshape(-1, 8).tolist(), strict=True)
         ]
-        left = [
+        remaining = [
             (s, r)
             for one in expected[n_done:]
             for s, r in zip(one[0], np.reshape(one[1], (-1, 8)).tolist(), strict=True)
         ]
-        assert sorted(later) == sorted(left)
+        assert sorted(later) == sorted(remaining)
     with pytest.raises(
         InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set. .* such as 24"
     ):

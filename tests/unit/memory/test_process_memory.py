@@ -28,9 +28,9 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def version_1(root: Path, groups: dict[str, int], *, own: str, shown: str = "/") -> None:
+def version_1(root: Path, groups: dict[str, int], *, own: str, mount_root: str = "/") -> None:
     write(root / "proc/self/cgroup", f"5:cpu:/elsewhere\n4:memory:{own}\n0::/\n")
-    write(root / "proc/self/mountinfo", f"35 31 0:32 {shown} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
+    write(root / "proc/self/mountinfo", f"35 31 0:32 {mount_root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
     for group, limit in groups.items():
         folder = root / "sys/fs/cgroup/memory" / group
         write(folder / "memory.limit_in_bytes", f"{limit}\n")
@@ -65,13 +65,13 @@ def test_in_version_1_every_ancestor_counts(tmp_path: Path, narrowest: str) -> N
 
 def test_in_a_container_the_mount_shows_the_group_as_its_root(tmp_path: Path) -> None:
     machine(tmp_path)
-    version_1(tmp_path, {"": 4 * GIB}, own="/docker/abc", shown="/docker/abc")
+    version_1(tmp_path, {"": 4 * GIB}, own="/docker/abc", mount_root="/docker/abc")
     assert memory_limit(tmp_path).n_bytes == 4 * GIB
 
 
 def test_a_group_whose_name_begins_like_that_of_the_mount_is_no_part_of_it(tmp_path: Path) -> None:
     machine(tmp_path)
-    version_1(tmp_path, {"": 4 * GIB, "../abcdef": GIB}, own="/docker/abcdef", shown="/docker/abc")
+    version_1(tmp_path, {"": 4 * GIB, "../abcdef": GIB}, own="/docker/abcdef", mount_root="/docker/abc")
     assert memory_limit(tmp_path).n_bytes == 4 * GIB
 
 

@@ -346,13 +346,13 @@ def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
 def test_single_rows_are_dealt_round_robin(n: int, world_size: int) -> None:
     order = BlockOrder.shuffled(n, seed=5, epoch=2).at(np.arange(n))
     n_rounds, n_left = divmod(n, world_size)
-    left = set(order[n_rounds * world_size :].tolist())
+    remaining = set(order[n_rounds * world_size :].tolist())
     for rank in ranks_of(plan_of(dasksc.BlockShuffling(1), n, seed=5, epoch=2, world_size=world_size)):
         dealt = set(order[rank.rank : n_rounds * world_size : world_size].tolist())
         rows = set(yielded_by(rank).tolist())
         assert dealt <= rows
         assert len(rows - dealt) == (n_left > 0)
-        assert rows - dealt <= left
+        assert rows - dealt <= remaining
 
 
 def test_full_blocks_stay_whole() -> None:

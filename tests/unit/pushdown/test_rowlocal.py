@@ -617,10 +617,10 @@ def test_code_that_makes_another_shape_than_it_declares_is_refused_by_name(
     with pytest.raises(dasksc.FetchError) as caught:
         next(iter(one))
     assert isinstance(caught.value.__cause__, InputError)
-    told = str(caught.value)
-    assert f"array {lazy.X.name!r}" in told
-    assert "map_blocks(f, chunks=" in told
-    assert "corrupt" not in told
+    message = str(caught.value)
+    assert f"array {lazy.X.name!r}" in message
+    assert "map_blocks(f, chunks=" in message
+    assert "corrupt" not in message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -761,6 +761,6 @@ def test_a_dask_whose_layers_lack_a_field_computes_whole_chunks_and_says_so_once
     monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.output_indices", lacking)
     for _ in range(2):
         assert type(matrix_of(da.log1p(leaf("dense")))) is DaskMatrix
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "dasksc.compat"]
-    assert said.startswith("dask 2")
-    assert "Blockwise.axes_of_another_version" in said
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "dasksc.compat"]
+    assert warning.startswith("dask 2")
+    assert "Blockwise.axes_of_another_version" in warning

@@ -220,10 +220,10 @@ def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     """Return the exact probability of each row to be among `size` successive draws without replacement."""
     chances = np.zeros(len(weights))
     for order in permutations(np.flatnonzero(weights), size):
-        chance, left = 1.0, weights.sum()
+        chance, remaining = 1.0, weights.sum()
         for row in order:
-            chance *= weights[row] / left
-            left -= weights[row]
+            chance *= weights[row] / remaining
+            remaining -= weights[row]
         chances[list(order)] += chance
     return chances
 

@@ -309,9 +309,9 @@ def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, l
                 blocks = array.map_blocks(dense, dtype=array.dtype, meta=np.empty((0, 0), array.dtype))
                 total = blocks.sum(axis=0).compute(scheduler="synchronous")
             np.testing.assert_allclose(total, of.sum(axis=0), rtol=1e-5, err_msg=f"{format}, {key}, sum")
-        for asked in ("float32", None):
-            batch = next(iter(dasksc.scDataset(path, dasksc.Streaming(), batch_size=23, dtype=asked)))
-            np.testing.assert_allclose(batch.numpy(), expected.astype(asked or adata.X.dtype), rtol=0)
+        for requested in ("float32", None):
+            batch = next(iter(dasksc.scDataset(path, dasksc.Streaming(), batch_size=23, dtype=requested)))
+            np.testing.assert_allclose(batch.numpy(), expected.astype(requested or adata.X.dtype), rtol=0)
 
 
 def test_joined_stores_of_several_stored_types_compute_in_a_type_that_holds_all(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
 @pytest.mark.parametrize("tensors", ["dense", "csr"])
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize(
-    ("stored", "value", "asked", "would"),
+    ("stored", "value", "requested", "would"),
     [
         ("float32", -1.0, "uint8", "255"),
         ("float32", 300.0, "uint8", "44"),
@@ -371,16 +371,16 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
     ],
 )
 def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
-    stored: str, value: float, asked: str, would: str, layout: str, tensors: str, tmp_path: Path
+    stored: str, value: float, requested: str, would: str, layout: str, tensors: str, tmp_path: Path
 ) -> None:
     X = np.array([[0, 1, 2], [3, 0, 4], [5, 6, value]], dtype=object).astype(stored)
     path = write_store(ad.AnnData(X=sp.csr_matrix(X) if layout == "csr" else X), tmp_path, "h5ad")
-    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=3, dtype=asked, layout=tensors)
-    expected = rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{asked}' cannot hold: it would become {would}.*float"
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=3, dtype=requested, layout=tensors)
+    expected = rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{requested}' cannot hold: it would become {would}.*float"
     with pytest.raises(InputError, match=expected):
         list(dataset)
     # The other rows fit, and are returned unchanged.
-    fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=asked, layout=tensors)
+    fitting = dasksc.scDataset(path, dasksc.Streaming(indices=[0, 1]), batch_size=2, dtype=requested, layout=tensors)
     (batch,) = fitting
     if tensors == "csr":
         parts = batch.values().numpy(), batch.col_indices().numpy(), batch.crow_indices().numpy()
@@ -389,11 +389,11 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     np.testing.assert_array_equal(batch.numpy(), X[:2])
 
 
-@pytest.mark.parametrize(("asked", "fits"), [("uint8", False), ("int16", True), ("float32", True), (None, True)])
-def test_duplicates_are_summed_before_they_are_fitted(asked: str | None, fits: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("requested", "fits"), [("uint8", False), ("int16", True), ("float32", True), (None, True)])
+def test_duplicates_are_summed_before_they_are_fitted(requested: str | None, fits: bool, tmp_path: Path) -> None:
     X = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 3))
     path = write_store(ad.AnnData(X=X), tmp_path, "h5ad")
-    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=2, dtype=asked)
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=2, dtype=requested)
     if fits:
         np.testing.assert_array_equal(next(iter(dataset)).numpy(), [[0, 300, 0], [7, 0, 0]])
     else:

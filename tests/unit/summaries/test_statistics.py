@@ -202,15 +202,15 @@ def test_cells_without_a_label_belong_to_no_group_and_count_over_all():
 
 def test_groups_that_need_more_memory_than_there_may_be_are_refused():
     adata = make_adata(60, 17)
-    said = r"60 groups of cells x 17 genes need .*memory-limit is .* Group by fewer"
-    with dask.config.set({"dasksc.memory-limit": "20kB"}), pytest.raises(InputError, match=said):
+    message = r"60 groups of cells x 17 genes need .*memory-limit is .* Group by fewer"
+    with dask.config.set({"dasksc.memory-limit": "20kB"}), pytest.raises(InputError, match=message):
         dasksc.statistics(adata, by=["int64", "uint16", "text", "float32"])
 
 
 def test_results_per_cell_that_exceed_the_memory_limit_are_refused():
     adata = make_adata(600, 17)
-    said = r"statistics of 600 cells need .*\(33600 bytes\), and reading .*30000 bytes.* filter="
-    with dask.config.set({"dasksc.memory-limit": "30kB"}), pytest.raises(InputError, match=said):
+    message = r"statistics of 600 cells need .*\(33600 bytes\), and reading .*30000 bytes.* filter="
+    with dask.config.set({"dasksc.memory-limit": "30kB"}), pytest.raises(InputError, match=message):
         dasksc.statistics(adata, qc={"first": list(adata.var_names[:3])})
     with dask.config.set({"dasksc.memory-limit": "19kB"}):
         with pytest.raises(InputError, match=r"totals of 600 cells need .*\(19800 bytes\).* Give target_sum="):
@@ -271,7 +271,7 @@ def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "said"),
+    ("options", "error", "message"),
     [
         ({"by": "nothing"}, MissingKeyError, "nothing"),
         ({"by": []}, InputError, r"by=\[\] is empty"),
@@ -283,8 +283,8 @@ def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(tmp_path):
         ({"qc": {"mito": ["nothing"]}}, MissingKeyError, "nothing"),
     ],
 )
-def test_what_does_not_fit_the_atlas_is_refused(options, error, said):
-    with pytest.raises(error, match=said):
+def test_what_does_not_fit_the_atlas_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
         dasksc.statistics(make_adata(60, 17), **options)
 
 
@@ -300,10 +300,10 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
     path = write_store(adata, tmp_path, "h5ad")
     expected = dasksc.statistics(path, by="cell_type", qc={"some": ["gene1", *[f"gene1{i}" for i in range(7)]]})
     out = tmp_path / "stats.h5ad"
-    shown = run(path, "--by", "cell_type", "--qc", "some=gene1", "--out", out, "--json")
-    assert shown.exit_code == 0, shown.output
-    told = json.loads(shown.output)
-    assert (told["n_cells"], told["n_genes"], told["n_groups"]) == (60, 17, 3)
+    result = run(path, "--by", "cell_type", "--qc", "some=gene1", "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert (report["n_cells"], report["n_genes"], report["n_groups"]) == (60, 17, 3)
     found = ad.read_h5ad(out)
     for name in NAMES:
         np.testing.assert_array_equal(found.layers[name], expected.groups.layers[name])
@@ -322,11 +322,11 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
 def test_the_command_shows_progress(tmp_path):
     pytest.importorskip("tqdm")
     path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    shown = run(path, "--by", "cell_type", "--progress")
-    assert shown.exit_code == 0, shown.output
-    assert "100%" in shown.stderr
-    assert "cells/s" in shown.stderr
-    assert "60 cells" in shown.stdout
+    result = run(path, "--by", "cell_type", "--progress")
+    assert result.exit_code == 0, result.output
+    assert "100%" in result.stderr
+    assert "cells/s" in result.stderr
+    assert "60 cells" in result.stdout
     for arguments in ([], ["--no-progress"]):  # the default shows a bar only on a terminal
         assert "%" not in run(path, *arguments).stderr
 
@@ -367,8 +367,10 @@ def test_results_and_fetches_together_stay_within_the_memory_limit():
     # Fetches take more memory if more is left.
     assert projected == sorted(projected)
     assert projected[-1] > projected[0] + reading._FETCH_BYTES
-    said = rf"results need 200.00 MiB of memory \({n_bytes} bytes\), and reading the cells needs at least .* Use less"
-    with dask.config.set({"dasksc.memory-limit": n_bytes + least - 1}), pytest.raises(InputError, match=said):
+    message = (
+        rf"results need 200.00 MiB of memory \({n_bytes} bytes\), and reading the cells needs at least .* Use less"
+    )
+    with dask.config.set({"dasksc.memory-limit": n_bytes + least - 1}), pytest.raises(InputError, match=message):
         a_pass(n_bytes)
 
 

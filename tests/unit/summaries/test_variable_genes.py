@@ -273,8 +273,8 @@ def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pa
     adata = made_up()
     # Sufficient for the first pass, which needs 64 bytes per gene and batch.
     n_bytes = adata.obs["batch"].nunique() * adata.n_vars * 80
-    said = r"groups of cells x .* genes need .*memory-limit is .* Group by fewer"
-    with dask.config.set({"dasksc.memory-limit": n_bytes}), pytest.raises(InputError, match=said):
+    message = r"groups of cells x .* genes need .*memory-limit is .* Group by fewer"
+    with dask.config.set({"dasksc.memory-limit": n_bytes}), pytest.raises(InputError, match=message):
         dasksc.highly_variable_genes(adata, 50, flavor, "batch")
 
 

@@ -59,7 +59,7 @@ def test_configurations_that_some_data_satisfy_pass(tmp_path, sections):
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"model": {**CLASSIFIER, "hiden_dim": 8}}, "model.hiden_dim is not known; did you mean 'hidden_dim'?"),
         (
@@ -92,8 +92,8 @@ def test_configurations_that_some_data_satisfy_pass(tmp_path, sections):
         ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is not a directory"),
     ],
 )
-def test_settings_that_no_data_can_satisfy_are_refused(tmp_path, sections, told):
-    with pytest.raises(DaskscError, match=told):
+def test_settings_that_no_data_can_satisfy_are_refused(tmp_path, sections, message):
+    with pytest.raises(DaskscError, match=message):
         check_config(config(tmp_path, **sections))
 
 
@@ -139,13 +139,13 @@ def test_missing_paths_are_reported_with_the_other_mistakes_before_anything_is_w
         load_config(str(path))
     first, *lines = str(error.value).splitlines()
     assert first == f"{path} has 4 mistakes:"
-    for said in (
+    for mistake in (
         f"data.path: there is nothing at {tmp_path}/a.h5ad",
         f"data.validation.path: there is nothing at {tmp_path}/held.h5ad",
         f"training.resume_from='{run}/step-00000001' is not a checkpoint",
         "model.name='vea' is not known",
     ):
-        assert sum(said in line for line in lines) == 1, said
+        assert sum(mistake in line for line in lines) == 1, mistake
     with pytest.raises(InputError, match=r"has 5 mistakes(?s:.*)training\.sed"):
         load_config(str(path), changes=["training.sed=3"])
     assert not run.exists()

@@ -48,7 +48,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"modle": "vae"}, "modle is not known; did you mean 'model'?"),
         (
@@ -105,8 +105,8 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ({"training": {"lr": 0.1}}, "training.lr is not known; did you mean 'training.optimizer.lr'?"),
     ],
 )
-def test_mistakes_are_reported_with_the_nearest_name(sections, told):
-    assert told in refused(**sections)
+def test_mistakes_are_reported_with_the_nearest_name(sections, message):
+    assert message in refused(**sections)
 
 
 def test_all_mistakes_are_reported_at_once():
@@ -271,7 +271,7 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"data.streaming": "maybe"}, "data.streaming='maybe' must be true or false"),
         ({"data.streaming_shuffle_buffer": "true"}, r"must be numbers of rows; got \[1024, True\]"),
@@ -286,8 +286,8 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
         ({"data.fetch_factor": 3}, "data.streaming_shuffle_buffer=256 and data.fetch_factor=3 are the same setting"),
     ],
 )
-def test_the_layouts_must_not_contradict_each_other_and_sizes_are_numbers(changes, told):
-    with pytest.raises(InputError, match=told):
+def test_the_layouts_must_not_contradict_each_other_and_sizes_are_numbers(changes, message):
+    with pytest.raises(InputError, match=message):
         Config.of(yaml.safe_load(GUIDE), changes=[f"{name}={value}" for name, value in changes.items()])
 
 
@@ -310,12 +310,12 @@ def test_the_strategy_follows_from_the_other_settings(training, world_size, expe
 
 
 def test_a_run_on_another_number_of_nodes_than_configured_is_refused():
-    said = Training(num_gpus=4, num_nodes=2)
-    assert strategy_of(said, 4, 2) == strategy_of(said, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
+    configured = Training(num_gpus=4, num_nodes=2)
+    assert strategy_of(configured, 4, 2) == strategy_of(configured, 4, None) == strategy_of(Training(), 4, 3) == "ddp"
     with pytest.raises(
         InputError, match="num_nodes=2, but the number of nodes of this run is 1. .* --set training.num_nodes=1"
     ):
-        strategy_of(said, 4, 1)
+        strategy_of(configured, 4, 1)
     with pytest.raises(InputError, match="num_nodes=2, but the number of nodes of this run is 1"):
         strategy_of(Training(strategy="dp", num_gpus=4, num_nodes=2), 1, 1)
 
@@ -348,7 +348,7 @@ def test_impossible_shard_sizes_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "starts"),
     [
         ({}, []),
         ({"data": {"prefetch_factor": 4}}, ["data.prefetch_factor=4 is not used: data.num_workers is 0"]),
@@ -372,10 +372,10 @@ def test_impossible_shard_sizes_are_refused():
         ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "shard_size": 2}}}, []),
     ],
 )
-def test_settings_without_effect_are_reported(sections, told):
+def test_settings_without_effect_are_reported(sections, starts):
     config = Config.of({**SMALL, **sections, "data": {**SMALL["data"], **sections.get("data", {})}})
     lines = unused_of(config, place_of(config, 4, local_world_size=4))
-    assert [line[: len(start)] for line, start in zip(lines, told, strict=True)] == told
+    assert [line[: len(start)] for line, start in zip(lines, starts, strict=True)] == starts
 
 
 def place_of(config: Config, world_size: int, local_world_size: int, device: str = "cpu") -> RankContext:
@@ -451,9 +451,9 @@ def test_one_task_of_srun_on_each_node_starts_the_ranks_there(monkeypatch):
 def test_packages_that_are_missing_are_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "dasksc.train.config")
     monkeypatch.setitem(sys.modules, "pydantic", None)
-    shown = CliRunner().invoke(cli.group, ["train", "--config", "c.yaml"])
-    assert isinstance(shown.exception, InputError)
-    assert "pip install 'dasksc[train]'" in str(shown.exception)
+    result = CliRunner().invoke(cli.group, ["train", "--config", "c.yaml"])
+    assert isinstance(result.exception, InputError)
+    assert "pip install 'dasksc[train]'" in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -668,16 +668,16 @@ def test_a_gradient_that_overflowed_is_read_again_from_the_table(tmp_path):
 def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("data: {path: a.h5ad}\nmodel: vae\n")
-    shown = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.group, ["train", "--config", str(path), "--set", "training.seed=3", "--check", "--json"]
     )
-    assert shown.exit_code == 0
-    config = json.loads(shown.output)
+    assert result.exit_code == 0
+    config = json.loads(result.output)
     assert (config["data"]["path"], config["training"]["seed"], config["model"]["name"]) == ("a.h5ad", 3, "vae")
     assert Config.of(config) == Config.load(path, changes=["training.seed=3"])
-    shown = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
-    assert isinstance(shown.exception, InputError)
-    assert "did you mean 'seed'" in str(shown.exception)
+    result = CliRunner().invoke(cli.group, ["train", "--config", str(path), "--set", "training.sed=3"])
+    assert isinstance(result.exception, InputError)
+    assert "did you mean 'seed'" in str(result.exception)
 
 
 def test_an_import_that_fails_on_access_is_an_error_of_the_path(tmp_path, monkeypatch):

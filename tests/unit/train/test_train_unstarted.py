@@ -39,7 +39,7 @@ def write(folder: Path, **training: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("exit_codes", "told"),
+    ("exit_codes", "message"),
     [
         # Rank 0 has reported its error, and the launcher has ended rank 1.
         ({0: 1, 1: -15}, None),
@@ -51,12 +51,12 @@ def write(folder: Path, **training: Any) -> Path:
         ({0: 3, 1: -15}, "rank 0 ended with exit code 3"),
     ],
 )
-def test_the_launcher_reports_how_ranks_ended_if_they_could_not(exit_codes, told, monkeypatch):
+def test_the_launcher_reports_how_ranks_ended_if_they_could_not(exit_codes, message, monkeypatch):
     failures = {r: ProcessFailure(local_rank=r, pid=1, exitcode=code, error_file="") for r, code in exit_codes.items()}
     monkeypatch.setattr("dasksc.train.launch._torchrun", raising(ChildFailedError("dasksc", failures)))
-    with pytest.raises(SystemExit if told is None else DaskscError) as error:
+    with pytest.raises(SystemExit if message is None else DaskscError) as error:
         launch(["train"], n_processes=2)
-    assert str(error.value).split(" (")[0] == ("1" if told is None else told)
+    assert str(error.value).split(" (")[0] == ("1" if message is None else message)
 
 
 def test_a_launcher_that_is_stopped_says_so(monkeypatch):
@@ -79,7 +79,7 @@ def raising(error: BaseException) -> Any:
 def test_each_error_is_reported_once_per_start(monkeypatch, capsys):
     monkeypatch.setattr("dasksc.train.launch._GRACE_S", 0.0)
     log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    told: list[str] = []
+    reports: list[str] = []
 
     def fail(error: Exception) -> None:
         raise error
@@ -99,18 +99,18 @@ def test_each_error_is_reported_once_per_start(monkeypatch, capsys):
                             as_rank(partial(fail, error))
                         assert end.value.code == 1
                 log.error("failed (exitcode: %s)", 1)
-                told.append(capsys.readouterr().err)
+                reports.append(capsys.readouterr().err)
             failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
             raise ChildFailedError("dasksc", {0: failure})
 
         return run
 
     def of(*attempts: list[Exception | None], node_rank: int = 0) -> list[str]:
-        told.clear()
+        reports.clear()
         monkeypatch.setattr("dasksc.train.launch._torchrun", starts(*attempts))
         with pytest.raises(SystemExit):
             launch(["train"], n_processes=4, node_rank=node_rank)
-        return [*told, capsys.readouterr().err]
+        return [*reports, capsys.readouterr().err]
 
     lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
     (alone, at_end) = of([None, lost])  # connection closed by a rank of another node
@@ -138,7 +138,7 @@ def test_errors_are_raised_unchanged_if_the_command_has_not_started_the_ranks(mo
 
 
 @pytest.mark.parametrize(
-    ("options", "changes", "told"),
+    ("options", "changes", "message"),
     [
         (["--nproc", 2], {"num_gpus": 8}, "num_gpus=8 is the total over all nodes, and this run has 2"),
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 1], {"num_gpus": 2}, "and this run has 4"),
@@ -168,7 +168,7 @@ def test_errors_are_raised_unchanged_if_the_command_has_not_started_the_ranks(mo
         (["--nproc", 2], {"logger": "tensorboard"}, "training.logger=tensorboard needs the package tensorboard"),
     ],
 )
-def test_errors_that_need_no_ranks_are_reported_before_ranks_start(options, changes, told, tmp_path, monkeypatch):
+def test_errors_that_need_no_ranks_are_reported_before_ranks_start(options, changes, message, tmp_path, monkeypatch):
     monkeypatch.setattr("dasksc.train.launch._torchrun", raising(AssertionError("ranks were started")))
     for name in ("wandb", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -177,19 +177,19 @@ def test_errors_that_need_no_ranks_are_reported_before_ranks_start(options, chan
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     config = write(tmp_path, **changes)
-    shown = CliRunner().invoke(cli.group, [*map(str, ["train", "--config", config, *options])])
-    assert isinstance(shown.exception, InputError), shown.exception
-    assert told in str(shown.exception)
+    result = CliRunner().invoke(cli.group, [*map(str, ["train", "--config", config, *options])])
+    assert isinstance(result.exception, InputError), result.exception
+    assert message in str(result.exception)
 
 
 def test_a_configuration_for_two_nodes_is_refused_under_torchrun_on_one_node(tmp_path, monkeypatch):
     # Variables that torchrun sets for a single rank on a single node.
-    told = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
-    for name, value in {**told, "TORCHELASTIC_RUN_ID": "one"}.items():
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
+    for name, value in {**environment, "TORCHELASTIC_RUN_ID": "one"}.items():
         monkeypatch.setenv(name, value)
-    shown = CliRunner().invoke(cli.group, ["train", "--config", str(write(tmp_path, num_nodes=2))])
-    assert isinstance(shown.exception, InputError), shown.exception
-    assert "training.num_nodes=2, but the number of nodes of this run is 1" in str(shown.exception)
+    result = CliRunner().invoke(cli.group, ["train", "--config", str(write(tmp_path, num_nodes=2))])
+    assert isinstance(result.exception, InputError), result.exception
+    assert "training.num_nodes=2, but the number of nodes of this run is 1" in str(result.exception)
 
 
 def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):
@@ -197,8 +197,8 @@ def test_nodes_may_have_unequally_many_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr("dasksc.train.launch._torchrun", started.extend)
     config = write(tmp_path, num_gpus=10_001, num_nodes=2)
     options = ["--nproc", "auto", "--node-rank", "0", "--master-addr", "127.0.0.1"]
-    shown = CliRunner().invoke(cli.group, ["train", "--config", str(config), *options])
-    assert shown.exception is None
+    result = CliRunner().invoke(cli.group, ["train", "--config", str(config), *options])
+    assert result.exception is None
     assert {"--nnodes=2", "--node-rank=0"} <= set(started)
 
 

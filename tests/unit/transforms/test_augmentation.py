@@ -163,7 +163,7 @@ def test_objects_other_than_batches_of_X_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: Downsample(), "either fraction= or target_counts="),
         (lambda: Downsample(0.5, target_counts=5), "either fraction= or target_counts="),
@@ -182,8 +182,8 @@ def test_objects_other_than_batches_of_X_are_refused():
         (lambda: MaskGenes(None), "got None"),
     ],
 )
-def test_arguments_out_of_range_are_refused(make, said):
-    with pytest.raises(InputError, match=said):
+def test_arguments_out_of_range_are_refused(make, message):
+    with pytest.raises(InputError, match=message):
         make()
 
 
@@ -329,8 +329,8 @@ def test_tokens_are_made_of_the_remaining_counts(adata):
     tokens = RankTokens(adata.var_names, mask_ratio=0.2)
     dataset = epoch_of(adata, [Downsample(0.3), tokens], layout="csr")
     batch = next(iter(dataset))
-    left = next(iter(epoch_of(adata, Downsample(0.3), layout="csr")))
-    assert batch.attention_mask.sum(dim=1).tolist() == (dense(left.X) != 0).sum(dim=1).tolist()
+    downsampled = next(iter(epoch_of(adata, Downsample(0.3), layout="csr")))
+    assert batch.attention_mask.sum(dim=1).tolist() == (dense(downsampled.X) != 0).sum(dim=1).tolist()
     labels = batch.labels
     assert not labels.equal(next(iter(dataset)).labels)  # the next epoch
 
