@@ -348,7 +348,7 @@ def test_cells_without_a_label_to_match_by_are_unmatched() -> None:
     obs = screen()
     obs["batch"] = obs.batch.where(obs.index % 10 != 0)
     n = int(((obs.gene != "ctrl") & obs.batch.isna()).sum())
-    with pytest.raises(InputError, match=f"{n} cells"):
+    with pytest.raises(InputError, match=f"{n} of the cells"):
         bound(obs, "gene", 8, control=CONTROL, match="batch")
     dropped = bound(obs, "gene", 8, control=CONTROL, match="batch", unmatched="drop")
     assert dropped.accounts.n_unmatched_cells == n
