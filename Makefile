@@ -33,7 +33,7 @@ CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
 
 env: $(VENV)/.dev
 
-# `make demo` needs the extra `demo`, `make test` the extra `test`, and all other targets the extra `dev`.
+# `make demo` needs the extra `demo`, `make test` the extra `test`, and most other targets the extra `dev`.
 $(VENV)/.demo: PACKAGES := .[demo]
 $(VENV)/.test: PACKAGES := .[test]
 $(VENV)/.dev: PACKAGES := .[dev]
@@ -94,8 +94,8 @@ docs: $(VENV)/.dev
 tutorials-record: $(VENV)/.dev
 	$(BIN)/python docs/tutorials/record.py
 
-# Run the core tests with the lowest versions that pyproject.toml allows, except for torch, whose other builds take
-# gigabytes. Old versions warn about newer dependencies.
+# Run the core tests with the lowest versions that pyproject.toml allows. The version of torch is that of constraints.txt,
+# since each further build takes gigabytes. Old versions warn about newer dependencies.
 lowest:
 	test -x .venv-lowest/bin/uv || { $(PYTHON) -m venv .venv-lowest && .venv-lowest/bin/python -m pip install --quiet --no-deps uv "$$(grep '^torch==' constraints.txt)"; }
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct --editable '.[test]' "$$(grep '^torch==' constraints.txt)"

@@ -1,4 +1,4 @@
-"""Private parts of numba's cache of compiled functions on disk, which is disabled if one is missing."""
+"""Private parts of numba's on-disk cache of compiled functions. If a part is missing, the cache is disabled."""
 
 from __future__ import annotations
 

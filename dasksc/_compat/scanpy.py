@@ -1,6 +1,7 @@
 """Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-A function that another version renames is trusted only after a trial, and its results copy the column indices.
+If another version renames a function, dasksc trusts it only after a trial, and its CSR results hold copies of the
+column indices instead of sharing those of the input.
 """
 
 from __future__ import annotations

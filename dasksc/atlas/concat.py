@@ -105,7 +105,7 @@ def concatenated(
         layout: Layout = (
             "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
         )
-        # With a fill value, the data type need not support NaN.
+        # Data type of a missing matrix. With a fill value, it need not support NaN.
         types = [array.dtype for array in arrays if array is not None] if fill_value is not None else [np.float64]
         absent = np.result_type(*types)
         parts = [

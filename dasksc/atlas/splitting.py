@@ -364,7 +364,7 @@ def _classes(
         for piece in _pieces(n):
             classes[piece] = lookup[classes[piece]]
         counts = counted[1:][present] if len(present) else np.array([0])
-        # Rows without a label in all columns so far.
+        # Rows that have no label in any of the columns so far.
         found = np.flatnonzero(present == unlabelled * n_codes)
         unlabelled = int(found[0]) if len(found) else -1
     return classes, counts, unlabelled

@@ -41,8 +41,8 @@ _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
 def as_options(text: str) -> str:
     """Return a message with the Python arguments replaced by the options of the current command.
 
-    If the command has no option for an argument, the advice in `_WITHOUT_OPTION` leaves the argument out. Other
-    arguments without an option stay as they are.
+    Arguments in `_WITHOUT_OPTION` are left out of the advice if the command has no option for them. Other arguments
+    without an option stay as they are.
     """
     context = click.get_current_context(silent=True)
     text = text.replace(*_SKIP_SIGNATURE)

@@ -28,7 +28,7 @@ Examples:
     "--qc",
     multiple=True,
     metavar="NAME[=PREFIX]",
-    help="Share of these genes in each cell; repeatable.",
+    help="Share of counts in these genes; repeatable.",
 )
 @click.option("--out", metavar="PATH", help="Write all statistics to this .h5ad file.")
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.  [default: on a terminal]")

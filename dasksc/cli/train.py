@@ -32,7 +32,7 @@ Examples:
 @click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of the file; repeatable.")
 @click.option("--nproc", metavar="N|auto", help="Processes of this node (default: num_gpus).")
 @click.option("--nnodes", type=click.IntRange(1), metavar="N", help="Nodes of the run (default: num_nodes).")
-@click.option("--node-rank", type=click.IntRange(0), metavar="N", help="Number of this node (default: from srun).")
+@click.option("--node-rank", type=click.IntRange(0), metavar="N", help="Rank of this node (default: from srun).")
 @click.option("--master-addr", metavar="HOST", help="First node (default: MASTER_ADDR or Slurm).")
 @click.option(
     "--master-port",

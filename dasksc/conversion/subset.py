@@ -135,7 +135,10 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
-    """Return var of the kept genes; it has the first row of summed columns, and only the name of a missing gene."""
+    """Return var of the kept genes.
+
+    A gene summed from several columns has the row of the first of them; a missing gene has only its name.
+    """
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
     # If several positions are mapped to one column, the last assignment takes effect.

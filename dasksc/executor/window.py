@@ -1,8 +1,8 @@
 """Bounded, ordered window of fetches in flight.
 
-A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fetches ahead of the
-consumer. It returns the results in order, and holds them only until they are consumed. At most `depth`
-fetches and `max_bytes` bytes are in flight, or finished but not consumed.
+A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fetches ahead of the consumer. It returns
+the results in order, and holds them only until they are consumed. At most `depth` fetches and `max_bytes` bytes are in
+flight, including finished fetches that are not yet consumed.
 
 However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the
 window leaves no thread, task, future or key behind.
@@ -190,8 +190,8 @@ class Window(Generic[T]):
     name
         Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
     depth
-        Maximum number of fetches in flight, or finished but not consumed; or a function that returns the current
-        maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
+        Maximum number of fetches in flight, including finished ones not yet consumed; or a function that returns the
+        current maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
         With the ``"synchronous"`` scheduler, no fetch runs ahead.
     scheduler
         Scheduler that runs the fetches, as for `resolve_scheduler`.
@@ -199,8 +199,8 @@ class Window(Generic[T]):
         Function of k that returns the argument of `task`; default: k itself. It is called in this process, so
         a fetch sent through a Client carries only its rows, not the plan.
     max_bytes
-        Maximum number of bytes in flight, or finished but not consumed. An unfinished fetch counts as the
-        largest result so far. One fetch is always admitted, and only one until a size is known.
+        Maximum number of bytes in flight, including finished fetches not yet consumed. An unfinished fetch counts as
+        the largest result so far. One fetch is always admitted, and only one until a size is known.
     describe
         Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
     n_threads

@@ -417,7 +417,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Name the folder with complete units in errors, and the missing disk space if the disk is full."""
+        """In errors, name the folder with the complete units and, if the disk is full, the missing disk space."""
         work = self.work
         try:
             yield

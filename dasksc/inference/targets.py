@@ -161,8 +161,8 @@ def _check_cells(where: Path, root: Any, n_obs: int, names: Names, *, is_source:
     pieces, digest = names(), names_digest_of(root, str(where))
     if pieces is not None and digest is not None and digest_names(pieces) != digest:
         raise InputError(
-            f"{where} has as many cells as the atlas, but their names or their order differ. Give {where} as the "
-            "atlas, or give another out="
+            f"{where} has as many cells as the atlas, but their names or their order differ. To predict "
+            f"the cells of {where}, give it as the atlas; otherwise, give another out="
         )
 
 

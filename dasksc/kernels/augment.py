@@ -12,9 +12,9 @@ probability, which leaves about the target number. Given its size, such a sample
 the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the removed
 ones. The result is multivariate hypergeometric.
 
-A random word has 53 bits. The first 32 bits come from a hash of 32-bit operations, which processors compute for many
-elements at a time. These 32 bits decide a comparison with a step, except with probability 2**-32. The other bits are
-drawn only if the first 32 equal those of the step.
+A random word has 53 bits. The first 32 bits come from a hash that uses only 32-bit operations, which processors compute
+for many elements at a time. These 32 bits decide a comparison with a step, except with probability 2**-32. The other
+bits are drawn only if the first 32 equal those of the step.
 
 .. [1] Hörmann: The generation of binomial random variates, Journal of Statistical Computation and Simulation 46
    (1993), algorithm BTRS.

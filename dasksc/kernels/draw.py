@@ -1,9 +1,9 @@
 """Weighted and balanced draws, computed one segment of rows at a time.
 
-Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty,
-`values` holds the weights. Otherwise `values` holds integer codes, and ``table[c + 1]`` is the weight of
-code c, starting with -1 (no label). `lookup` holds the position in `values` of each candidate; if it is
-empty, the entry of candidate i is at position i.
+Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty, `values` holds the
+weights. Otherwise `values` holds integer codes, and ``table[c + 1]`` is the weight of code c, starting with -1 (no
+label). `lookup` holds the position in `values` of each candidate; if it is empty, the entry of candidate i is at
+position i. A heap is a binary tree of sums in one array: the children of node i are nodes 2 i and 2 i + 1.
 """
 
 from __future__ import annotations

@@ -173,11 +173,12 @@ def deal(start, block_size, rank, world_size, first, piece_round, piece, n_block
     first
         Order position of the first full block to deal.
     piece_round, piece
-        Round before which the piece is inserted, and positions in the piece, shape (n_piece,), int64.
+        Round before which the piece is inserted, and storage positions of the piece, shape (n_piece,), int64. The piece
+        is the rank's share of the rows outside full blocks (`dasksc.planning.plan`).
     n_blocks, table, half_bits, round_keys
         Order of the blocks, see `permuted` and `shuffle`.
     out
-        Output: positions in storage order, shape (n,), int64.
+        Output: storage positions in the order of the sequence, shape (n,), int64.
     """
     before = piece_round * block_size
     n_piece = piece.shape[0]

@@ -127,7 +127,7 @@ def draw_groups(key, positions, cumulative, out):
 
 @kernel
 def set_keys(key, numbers, out):
-    """Write the key of the stream of each number under `key` into `out`; both shape (n,)."""
+    """Write the key of the stream of each number under `key` into `out`; `numbers` and `out` have shape (n,)."""
     for i in range(numbers.shape[0]):
         out[i] = stream(key, numbers[i])
 

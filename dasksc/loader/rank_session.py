@@ -46,7 +46,7 @@ class RankSession:
         self._world: World | None = None
         self.agreement: Agreement | None = None
         self._is_random = is_random
-        # Drawn on creation rather than on use, so that forked DataLoader workers share the same seed.
+        # The seed is drawn on creation rather than on use, so that forked DataLoader workers share the same seed.
         self.seed_is_given = seed is not None
         if seed is None:
             self._seed = secrets.randbits(63) if is_random else 0

@@ -88,7 +88,7 @@ def _of_strategy(
         )
         return
     names = [name for name in {**settings, **settings_then} if settings.get(name) != settings_then.get(name)]
-    if not names and has_same_rows:  # a changed number of rows would explain it
+    if not names and has_same_rows:  # a changed number of rows would explain the difference
         yield _SAME_TEXT.format(strategy=strategy)
     for name in names:
         yield f"{name} is {settings.get(name, 'not set')} and was {settings_then.get(name, 'not set')}"

@@ -34,7 +34,7 @@ class AdaptiveReadingMode:
         Name of the data set, for log messages.
     needed_bytes
         Function that returns the memory needed to read at full speed, in bytes. If less is available, a warning states
-        the result.
+        the consequences.
     """
 
     def __init__(self, decide: Callable[..., ReadingMode], name: str, needed_bytes: Callable[[], int]) -> None:

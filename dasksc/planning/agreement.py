@@ -26,7 +26,7 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Prefix of settings that hold a number of genes. A rank that selects no genes lacks them.
+# Prefix of settings that hold a number of genes. A rank without a selection of genes lacks these settings.
 _GENES = "genes of "
 
 
@@ -83,8 +83,9 @@ def _unless_gone() -> Iterator[None]:
 
 _Ordinals = defaultdict[tuple[int, str], Iterator[int]]
 
-# Number of data sets that each rank of each group has made. The store of the run has one counter, because torch may
-# replace the store object by another with the same keys. Each store that the user passes has a counter of its own.
+# Number of data sets that each rank of each group has created. The numbers for the store of the run do not depend on
+# the store object, because torch may replace it by another with the same keys. Each store that the user passes has
+# numbers of its own.
 _ordinals: _Ordinals = defaultdict(itertools.count)
 _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
 
@@ -211,7 +212,7 @@ class Agreement:
         """
         left = self._abandoned_by(iteration)
         if left is not None and left[1] <= n_batches:
-            raise self._shifted(iteration, *left, f"continued after {n_batches}")
+            raise self._shifted(iteration, *left, f"continued after batch {n_batches}")
 
     def record_abandoned(self, iteration: int, n_batches: int) -> None:
         """Record that this rank abandons its iteration after `n_batches` batches.
@@ -243,8 +244,8 @@ class Agreement:
 
     def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
         return RankMismatchError(
-            f"rank {rank} stopped iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}: "
-            "the epochs of these ranks no longer match. Read the same number of batches on every rank. To inspect a "
+            f"rank {rank} stopped iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}. "
+            "The epochs of these ranks no longer match. Read the same number of batches on every rank. To inspect a "
             "batch on one rank only, create another data set with rank=0, world_size=1"
         )
 

@@ -24,8 +24,9 @@ An epoch may be read in several segments, with different numbers of ranks or bat
 segment leaves unread are dealt again in the next. The untouched full blocks form a range of the order,
 as at the start; all other unread rows join the leftover rows.
 
-A plan deals units of the sampler. A unit is a row or, with `CellSets`, a set of rows. Positions and the
-sizes of blocks, pieces and padding are in units; public sizes are in rows.
+A plan deals units of the sampler. A unit is a row or, with `CellSets`, a set of rows. The storage position of a unit is
+its number in storage order. Positions and the sizes of blocks, pieces and padding are in units; public sizes are in
+rows.
 """
 
 from __future__ import annotations
@@ -343,7 +344,7 @@ class EpochPlan:
         return FetchPlan(number=k, rows=rows, order=order, batch_size=self.batch_size)
 
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
-        """Return the positions, in storage order, of the units of a fetch, and the order in which they are yielded."""
+        """Return the storage positions of the units of a fetch, and the order in which they are yielded."""
         start = k * self._fetch_units
         # The last fetch includes its dropped units, so that the permutation drops a random subset.
         stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
@@ -436,8 +437,8 @@ class EpochPlan:
         start, stop
             Range of the sequence covered by fetches that have not begun.
         loose
-            Positions, in storage order, of unread units in other fetches: the partly read fetch, and the
-            last fetch if some of its units are dropped.
+            Storage positions of unread units in other fetches: the partly read fetch, and the last fetch if some of its
+            units are dropped.
         """
         k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
         start, stop = k * self._fetch_units, self._n_rank_units

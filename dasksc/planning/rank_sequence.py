@@ -60,7 +60,7 @@ class RankSequence:
 
     @cached_property
     def piece(self) -> _Int64s:
-        """Positions, in storage order, of this rank's piece of the leftover units."""
+        """Storage positions of this rank's piece of the leftover units."""
         n_left = self.sizes.n_left
         size, n_larger = divmod(n_left, self.sizes.world_size)
         start = self.left_from + self.rank * size + min(self.rank, n_larger)
@@ -72,7 +72,7 @@ class RankSequence:
         return piece
 
     def _left_at(self, leftover: _Int64s) -> _Int64s:
-        """Return the positions, in storage order, of the leftover units with the numbers `leftover`."""
+        """Return the storage positions of the leftover units with the numbers `leftover`."""
         deal, block_size = self.deal, self.sizes.block_size
         n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
         block, within = np.divmod(leftover, block_size)
@@ -84,7 +84,7 @@ class RankSequence:
         return found
 
     def positions(self, start: int, stop: int) -> _Int64s:
-        """Return the positions, in storage order, of the range ``[start, stop)`` of the sequence."""
+        """Return the storage positions of the range ``[start, stop)`` of the sequence, in the order of the sequence."""
         out = np.empty(stop - start, dtype=np.int64)
         permute.deal(
             start,

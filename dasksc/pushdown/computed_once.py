@@ -27,7 +27,7 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of intermediate results that most row chunks use directly, in tasks of their own.
+    """Return the keys of intermediate results that tasks of most row chunks use directly.
 
     The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
     such as the chunks before a rechunk, since caching these would amount to caching the whole array.

@@ -149,9 +149,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} has one value per entry of indices=, but the filter leaves exactly as many entries as the "
-                    f"collection has rows, so the two forms cannot be told apart. Give {name} one value per row of the "
-                    "collection"
+                    f"{name} may have one value per row of the collection, or one per entry of indices=. After the "
+                    "filter, indices= has as many entries as the collection has rows, so these cannot be told apart. "
+                    "Give one value per row"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -50,7 +50,7 @@ class MatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Pools of control cells, and the pool of each key: each combination of labels to match, or each group.
+    """Pools of control cells, and the pool of each key. A key is a combination of labels to match, or a group.
 
     Parameters
     ----------

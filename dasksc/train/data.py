@@ -259,7 +259,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
             if match is None or (data.genes_missing, data.genes_key, data.genes_repeated) == ("error", None, "error"):
                 common["genes"] = _same_genes(held, adata, common["genes"])
             elif data.genes_missing == "drop":
-                common["genes_missing"] = "error"  # the validation atlas may lack other genes
+                common["genes_missing"] = "error"  # dropping genes would change the columns
             common["filter"] = None
             _relabel(held, training.categories, warns=rank == 0)
         validation = scDataset(

@@ -6,8 +6,8 @@ Most keys are the same in both layouts. The others are translated as follows:
 
     data.source                    removed: the type of an atlas follows from its path
     data.paths                     data.path
-    data.gene_vocab                tokenizer.vocabulary, if there is such a file; otherwise it names a list of genes,
-                                   and the genes of the atlas are numbered instead
+    data.gene_vocab                tokenizer.vocabulary; for a name instead of a path, the genes of the atlas are
+                                   numbered
     data.max_genes                 tokenizer.max_genes
     data.streaming                 removed: atlases are always streamed
     data.streaming_shuffle_buffer  data.fetch_factor: the rows of a fetch, which are shuffled together

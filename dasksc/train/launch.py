@@ -131,7 +131,8 @@ def launch(
     InputError
         If the address or port of the first node is unknown.
     DaskscError
-        If a rank ended without reporting an error, such as by a signal; or if this process received a signal to stop.
+        If a rank ended without reporting an error, for example because of a signal; or if this process received a
+        signal to stop.
     SystemExit
         With exit code 1, if ranks failed and their errors have been reported.
     """
@@ -309,14 +310,14 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     Raises
     ------
     InputError
-        If the rank is out of range or unknown. Otherwise, every node would act as the first one, and wait.
+        If the rank is out of range or unknown. Without this error, every node would act as the first one and wait.
     """
     node = given if given is not None else 0 if n_nodes == 1 else _node_from_environment(n_nodes, environment)
     if node is None:
         raise InputError(
-            f"the number of this node among the {n_nodes} nodes of the run (--nnodes, training.num_nodes) is unknown. "
-            "Give --node-rank 0 on the first, 1 on the next; or start it with srun, one task on each node; or on this "
-            "node alone: --nnodes 1 --set training.num_nodes=1"
+            f"the run has {n_nodes} nodes (--nnodes, training.num_nodes), but the rank of this node is unknown. Give "
+            "--node-rank 0 on the first node, 1 on the next; or start the run with srun, one task on each node; or on "
+            "this node alone: --nnodes 1 --set training.num_nodes=1"
         )
     if node >= n_nodes:
         raise InputError(

@@ -59,7 +59,7 @@ def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
 
 
 class LearningRate:
-    """Learning rate schedule that depends only on the step, so a checkpoint needs no state of it.
+    """Learning rate schedule that depends only on the step, so checkpoints need not store its state.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ class WorkerConnections:
         self._direct: asyncio.Task[bool] | None = None
 
     async def are_direct(self) -> bool:
-        """Return True if this process can connect to all workers; test this only once."""
+        """Return True if this process can connect to all workers. The connections are tested only once."""
         if self._in_process:
             return True
         if self._direct is None:

@@ -204,7 +204,7 @@ class RowLocalMatrix(DaskMatrix):
         )
 
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
-        """Compare rows of a block with the same rows of the whole block; return a description of a difference."""
+        """Compare rows computed separately with those of the whole block; return a description of a difference."""
         whole = self._block(number, need)
         # All rows of a small block, computed together, would be the whole block itself, so even and odd rows are
         # computed separately.

@@ -51,7 +51,9 @@ def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str,
     if isinstance(file, LocalFile):  # remote files are checked when they are opened
         check_item(stored, file.path, folder=os.path.dirname(file.path))
     if not isinstance(stored, h5py.Dataset) or stored.shape != (2,) or stored.dtype.kind not in "iu":
-        raise CorruptDataError(f"{label} must be two integers, features and cells. Copy or download the file again.")
+        raise CorruptDataError(
+            f"{label} must be two integers, the numbers of features and cells. Copy or download the file again."
+        )
     if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > ROOM_BYTES:
         raise CorruptDataError(
             f"{label} holds two integers, but in chunks of {stored.chunks[0]} values. The file is corrupt or malicious."

@@ -56,7 +56,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     if not dataset.id.get_type().equal(h5py.h5t.py_create(dtype, logical=True)):
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
-    # Remote files have no links to other files, since such files are refused when they are opened.
+    # Remote files have no links to other files, since remote files with such links are refused when they are opened.
     if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("it is a link to another file")
     if dataset.is_virtual or plist.get_external_count():

@@ -34,8 +34,8 @@ T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# Largest object that is read whole. Only metadata have an unknown size; consolidated metadata of thousands of arrays
-# take a few MB.
+# Maximum size of an object that is read whole, without knowing its size. Only metadata are read in this way;
+# consolidated metadata of thousands of arrays take a few MB.
 WHOLE_BYTES = 2**28
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
 

@@ -37,7 +37,7 @@ T = TypeVar("T")
 # Text of the error for a response that breaks off. obstore retries such a request only if it knows the version of the
 # object.
 _BROKEN_OFF = "body error"
-# Beginning of the error of a failed request. Its URL is in the message of this package.
+# Beginning of the message of a failed request. It is removed, since the message of this package already has the URL.
 _FAILED = re.compile(
     r"^Generic \w+ error: Error performing [A-Z]+ \S+ in ([\d.]+)(\w+)"
     r"(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?\s+- (.+)$"

@@ -55,7 +55,7 @@ class ZarrLayout:
         if self.separator not in (".", "/"):
             raise UnknownLayoutError(f"its keys are separated by {self.separator!r}")
         if len(self.shape) not in (1, 2) or len(self.chunk_shape) != len(self.shape) or min(self.chunk_shape) < 1:
-            raise UnknownLayoutError(f"its shape is {self.shape} in chunks of {self.chunk_shape}")
+            raise UnknownLayoutError(f"its shape {self.shape}, in chunks of {self.chunk_shape}, is not supported")
 
     @property
     def grid(self) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
             next(batches)
 
     error = raised(on_ranks(2, act))
-    assert "rank 0 stopped iteration 0 after 1 batches; rank 1 continued after 1" in str(error)
+    assert "rank 0 stopped iteration 0 after 1 batches; rank 1 continued after batch 1" in str(error)
 
 
 @pytest.mark.parametrize(("n_batches", "expected"), [(3, "stopped it after 3"), (None, "read it to the end")])

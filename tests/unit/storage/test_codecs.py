@@ -292,7 +292,9 @@ def test_a_corrupt_blosc_chunk_is_named(tmp_path: Any, shards: Any) -> None:
     status = file.stat()
     file.write_bytes(stored)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(CorruptDataError, match=r"x\.zarr:/X: rows 0 to 9 .*the Blosc header.*Copy or download the data again"):
+    with pytest.raises(
+        CorruptDataError, match=r"x\.zarr:/X: rows 0 to 9 .*the Blosc header.*Copy or download the data again"
+    ):
         matrix.fetch(np.arange(10))
 
 

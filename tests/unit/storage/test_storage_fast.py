@@ -431,7 +431,9 @@ def test_a_checksum_that_does_not_match_is_an_error(random: Random, tmp_path: Pa
     damaged = bytearray(file.read_bytes())
     damaged[5] ^= 1
     file.write_bytes(damaged)
-    with pytest.raises(CorruptDataError, match=r"X/data: rows 0 to \d+ cannot be read.*CRC32C.*Copy or download the data again"):
+    with pytest.raises(
+        CorruptDataError, match=r"X/data: rows 0 to \d+ cannot be read.*CRC32C.*Copy or download the data again"
+    ):
         open_matrix(path, "X").fetch(np.arange(60))
 
 

@@ -158,8 +158,8 @@ def test_errors_are_raised_unchanged_if_the_command_has_not_started_the_ranks(mo
         (["--nproc", 2, "--nnodes", 2, "--node-rank", 2], {}, "node 2 is not one of the 2 nodes"),
         (["--nproc", 2, "--node-rank", 1], {}, "node 1 is not one of the 1 node"),
         (["--node-rank", 1], {}, "node 1 is not one of the 1 node"),
-        (["--nproc", 2, "--nnodes", 2], {}, "the number of this node among the 2 nodes"),
-        ([], {"num_nodes": 2}, "the number of this node among the 2 nodes"),
+        (["--nproc", 2, "--nnodes", 2], {}, "the run has 2 nodes"),
+        ([], {"num_nodes": 2}, "the run has 2 nodes"),
         (
             ["--nproc", 2],
             {"logger": ["csv", "wandb"]},
@@ -233,7 +233,7 @@ def test_which_node_this_is_follows_from_flag_and_environment(given, n_nodes, en
     ],
 )
 def test_nodes_that_are_started_alike_are_not_all_the_first(environment):
-    with pytest.raises(InputError, match="the number of this node among the 2 nodes .* --node-rank"):
+    with pytest.raises(InputError, match="the run has 2 nodes .* --node-rank"):
         node_rank_of(None, 2, environment)
     with pytest.raises(InputError, match="node 2 is not one of the 2 nodes of this run, which are numbered from 0"):
         node_rank_of(2, 2, environment)
