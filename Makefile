@@ -2,9 +2,9 @@
 #
 #   make demo           train a classifier on a 100,000-cell atlas with two processes
 #   make test           run the core tests
-#   make test-programs  run every program, example, launcher, trainer and benchmark
+#   make test-programs  run the programs of the documentation, examples, launchers, trainers and small benchmarks
 #   make test-faults    run the tests of faults, memory and hostile files, and the property tests with more examples
-#   make test-all       run all three
+#   make test-all       run all three kinds of tests
 #   make docs           build the site into .cache/site, and execute its tutorials
 #   make tutorials-record  run the tutorials that need a memory limit or a browser, and record their output
 #   make lowest         run the core tests with the lowest versions of the dependencies
@@ -89,7 +89,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/prose.py
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
-# Record the output and pictures of the tutorials that the site does not execute. Control groups need root, and pictures
+# Record the output and pictures of the tutorials that the site does not execute. Memory limits (cgroups) need root, and pictures
 # need chromium.
 tutorials-record: $(VENV)/.dev
 	$(BIN)/python docs/tutorials/record.py

@@ -92,7 +92,7 @@ def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
     """
     index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
     if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
-        index = index["values"]  # No name is missing, so the mask is empty.
+        index = index["values"]  # No name is missing, so the mask is False everywhere.
     if isinstance(index, h5py.Dataset) and h5py.check_string_dtype(index.dtype) is not None:
         return _pieces_of_hdf5(index, path)
     if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":

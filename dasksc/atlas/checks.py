@@ -68,7 +68,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
             "should be smaller, it is corrupt."
         )
     if n_bytes > _ROOM_BYTES:
-        # Sizes are compared in total, since a single column may hold one value a billion times.
+        # Only the totals are compared: a valid column that repeats one value a billion times takes almost no stored
+        # bytes.
         needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:

@@ -259,7 +259,7 @@ def _groups_of(location: RemoteLocation) -> list[str] | None:
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
     """Return the distinct matches of a pattern: atlases, and the atlases in matching folders.
 
-    A folder without atlases is kept, so that opening it raises an error, unless the pattern is recursive.
+    Unless the pattern is recursive, a folder without atlases is kept, so that opening it raises an error.
     """
     inside = ([one] if paths is None or not (paths or is_recursive(pattern)) else paths for one, paths in found)
     return list(dict.fromkeys(path for paths in inside for path in paths))

@@ -183,8 +183,8 @@ class _ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
         for thread in self._threads:
-            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded: an iterator may be
-            # garbage-collected while its thread holds a lock that a job waits for.
+            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded: garbage collection
+            # may close an iterator in a thread that holds a lock that a job waits for.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 

@@ -33,8 +33,8 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     requested_in
         Frame in which the iterator is requested.
     n_hook_rows
-        Number of rows in a batch if hooks yield the items. Such items need not be batches; for example, one number per
-        batch may be stacked. None if all items are batches.
+        Number of rows in a batch if hooks yield the items; None if all items are batches. Items of hooks need not be
+        batches: stacking one number per batch, for example, is allowed.
 
     Raises
     ------

@@ -65,7 +65,7 @@ Examples:
 )
 @click.option("--label", metavar="COLUMN", help="New obs column with the input of each cell.")
 @click.option("--keys", metavar="NAME,...", help="Values of --label.  [default: file names]")
-@click.option("--index-unique", metavar="TEXT", help="Separator of cell and input names.")
+@click.option("--index-unique", metavar="TEXT", help="Join cell and input names with TEXT.")
 @click.option(
     "--merge",
     type=click.Choice(["same", "unique", "first", "only"]),

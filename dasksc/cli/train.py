@@ -30,7 +30,7 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.option("--config", "path", required=True, metavar="FILE", help="YAML file; see the YAML schema in the docs.")
 @click.option("--set", "changes", multiple=True, metavar="A.B=C", help="Replace a value of the file; repeatable.")
-@click.option("--nproc", metavar="N|auto", help="Processes of this node (default: num_gpus).")
+@click.option("--nproc", metavar="N|auto", help="Processes of this node (default: num_gpus / nodes).")
 @click.option("--nnodes", type=click.IntRange(1), metavar="N", help="Nodes of the run (default: num_nodes).")
 @click.option("--node-rank", type=click.IntRange(0), metavar="N", help="Rank of this node (default: from srun).")
 @click.option("--master-addr", metavar="HOST", help="First node (default: MASTER_ADDR or Slurm).")
@@ -61,8 +61,8 @@ def command(
     that --nproc or training.num_gpus request. Under torchrun, srun or mpirun, it is one of the processes that the
     launcher started.
 
-    The keys num_gpus and num_nodes are those of the section `training`. --master-port defaults to MASTER_PORT if it is
-    set, else to a port derived from the Slurm job, else to 29500.
+    In the options below, num_gpus and num_nodes are keys of the section `training`. --master-port defaults to
+    MASTER_PORT if it is set, else to a port derived from the Slurm job, else to 29500.
     """
     try:
         import_module("dasksc.train.config")

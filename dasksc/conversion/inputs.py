@@ -95,7 +95,7 @@ def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: R
         "n_obs": adata.n_obs,
         "genes": tokenize(list(adata.var_names)),
         "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
-        # The order depends only on the columns to group by, not on the names of the cells.
+        # The columns of obs to group by affect the order; the names of the cells do not.
         "groups": tokenize(*groups) if groups else None,
         **recipe.as_plan(data),
     }

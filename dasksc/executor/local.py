@@ -207,8 +207,8 @@ class _SharedThreadPool:
     """
 
     _current: _SharedThreadPool | None = None
-    # Reentrant: garbage collection may finalize a window, which leaves the pool, while its thread holds
-    # the lock.
+    # Reentrant: a thread that holds the lock may run garbage collection, which may finalize a window and make it leave
+    # the pool.
     _registry = threading.RLock()
     _numbers = itertools.count()
 

@@ -86,8 +86,8 @@ class MemoryAdmission:
     def _try_begin(self, reserved: int, *, is_known: bool) -> bool:
         with self._lock:
             now = time.monotonic()
-            # A rank that takes no results must not block the other ranks on its workers forever, so one fetch starts
-            # whenever `_PATIENCE_S` seconds have passed.
+            # A rank that takes no results must not block the other ranks on its workers forever, so a fetch starts once
+            # `_PATIENCE_S` seconds have passed since the last one began.
             if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
                 return False
             self._last_begun = now

@@ -21,7 +21,7 @@ _MIN_USED_SHARE = 0.5
 
 
 def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
-    """Yield warnings about sizes that leave rows or ranks unused, or most of the data that is read."""
+    """Yield warnings about sizes that leave rows or ranks unused, or that use little of the data read."""
     if not plan.n_rows:
         yield "there are no rows to read: indices= selects none"
         return

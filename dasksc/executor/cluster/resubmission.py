@@ -92,8 +92,9 @@ class SentFetches:
         """Wait until fetch `k` has finished, failed or been cancelled; return its future.
 
         Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
-        process is frozen, may keep its fetches forever, because Dask moves fetches only from workers that are slow. The
-        earliest fetch is therefore resubmitted. Once a worker has fallen silent, later fetches are resubmitted, too.
+        process is frozen, may keep its fetches forever, because Dask moves fetches away from workers that are slow, but
+        not from workers that have stopped. The earliest fetch is therefore resubmitted. Once a worker has fallen
+        silent, later fetches are resubmitted, too.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
             await self._watchdog.poll()  # Otherwise, no fetch would be sent to a worker that recovers or joins.

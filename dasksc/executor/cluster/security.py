@@ -71,8 +71,8 @@ def secured(given: object) -> Security | None:
 def refuse_untrusted(address: str, security: Security | None) -> None:
     """Raise `ValueError` if the address of a scheduler, read from the store of the ranks, is not to be trusted.
 
-    Any process may have written the address. Without `security`, it must be loopback; with `security`, it must be
-    encrypted.
+    Any process may have written the address. Without `security`, it must be loopback; with `security`, it must begin
+    with ``tls://``.
     """
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
     if security is None and not (host in LOOPBACK or is_loopback(host)):
