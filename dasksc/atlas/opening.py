@@ -92,8 +92,8 @@ def open(
         if the page cache has room for them within the memory that the process may use.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
-        only for the columns read (10^8 names take 10 GB). In copies of the AnnData, the names of cells are their
-        numbers as strings.
+        only for the columns read (10^8 names take 10 GB). Without names, copies of the AnnData use the row numbers, as
+        strings, as names of the cells.
     join, label, keys, index_unique, merge
         Options for several atlases, as for `anndata.concat`, which concatenates their tables:
 
@@ -114,9 +114,10 @@ def open(
         If True, open ``raw`` instead of X: the X, var and varm of ``raw`` with the obs, obsm and uns of the atlas,
         without layers, obsp and varp. For several atlases, the raw of each is joined in the same way as X.
     storage_options
-        Options for URLs: credentials, region and endpoint. For the schemes named under `data`, their names are those of
-        obstore's stores; for other URLs, those of fsspec's file systems. Options that are not given come from the
-        environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature": True}``.
+        Options for URLs: credentials, region and endpoint. Options for the schemes listed under `data` have the names
+        that obstore uses; options for other URLs, the names that fsspec's file systems use. Options that are not given
+        come from the environment (``AWS_...``, ``GOOGLE_...``, ``AZURE_...``). For public buckets: ``{"skip_signature":
+        True}``.
     cache
         Local folder in which blocks are cached after reading, or ``{"path": ..., "limit": "100GiB"}``. If given,
         it also applies to local paths, such as those of a network file system. The default, ``dasksc.cache`` in the

@@ -122,7 +122,8 @@ def split(
     Notes
     -----
     Without `by`, `groups` and `conditions`, all choices of rows are equally likely. The number of rows of each class in
-    a part differs from its exact fraction by less than one, and the size of a part by less than the number of parts.
+    a part differs by less than one row from the exact share. The total size of a part differs from its share by fewer
+    rows than there are parts.
 
     With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
     to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,

@@ -76,7 +76,7 @@ class AnnDataView:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Columns of obs that were read, with or without names."""
+        """Columns of obs that were read; the index has the names of the cells, if they were read."""
         return self._opened.obs
 
     def column(self, name: str) -> pd.Series[Any]:

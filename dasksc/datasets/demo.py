@@ -40,7 +40,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     Returns
     -------
     dict of str to str
-        Content of each file, by its path in `folder`.
+        Description of each file, by its path in `folder`.
 
     Raises
     ------

@@ -28,7 +28,7 @@ class RankShare:
     n_rows, n_fetches, n_batches
         Rows and batches that the rank yields, and the number of fetches that read them.
     n_padded, n_dropped
-        Number of rows that another rank also yields, and number of rows in its share that the rank drops.
+        Number of rows of another rank that this rank repeats, and number of rows of its own share that it drops.
     """
 
     rank: int

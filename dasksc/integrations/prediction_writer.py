@@ -22,8 +22,9 @@ __all__ = ["Writer"]
 class Writer:
     """Callback of a Trainer that writes the results of ``predict_step``, as `dasksc.predict` does.
 
-    ``trainer.predict(model, datamodule=data)`` needs a `scDataModule` with ``predict=dasksc.Streaming()``. All cells of
-    its collection are read in storage order, whatever the strategy. The Trainer keeps no predictions in memory.
+    ``trainer.predict(model, datamodule=data)`` needs a `scDataModule` with a strategy for ``predict``, such as
+    ``dasksc.Streaming()``. Whatever the strategy, all cells of the collection are read in storage order. The Trainer
+    keeps no predictions in memory.
 
     Parameters
     ----------

@@ -109,9 +109,10 @@ class scDataset(IterableDataset[Any]):
     batch_size
         Number of rows in a batch, per rank.
     fetch_factor
-        Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order
-        and shuffled in memory. None chooses the largest number that `memory_limit` allows. For the same arguments, the
-        choice depends only on the stored data, so it is equal on every rank and machine.
+        Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order and,
+        unless the strategy is `Streaming` without `shuffle`, shuffled in memory. None chooses the largest number that
+        `memory_limit` allows. For the same arguments, the choice depends only on the stored data, so it is equal on
+        every rank and machine.
     drop_last
         If True, omit the last, smaller batch of each rank, and rows that cannot be divided equally among ranks.
     fetch_callback
@@ -122,8 +123,8 @@ class scDataset(IterableDataset[Any]):
     batch_callback
         ``batch_callback(data, positions)`` takes a batch from a fetch, in place of ``data[positions]``.
     batch_transform
-        Function applied to each batch. If the collection is an AnnData and no other hook converts it, the function
-        receives AnnData objects, not tensors. Hooks run one at a time.
+        Function applied to each batch. If the collection is an AnnData and no other hook converts its rows, the
+        function receives AnnData objects, not tensors. Hooks run one at a time.
     rank, world_size
         Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
         launcher (see `World.detect`).
@@ -210,8 +211,8 @@ class scDataset(IterableDataset[Any]):
 
     Notes
     -----
-    Each iteration reads the next epoch, also in DataLoader workers, persistent or not. An unfinished epoch counts as
-    an epoch. `set_epoch` selects an epoch. `projected_bytes` includes all memory that grows with the data.
+    Each iteration reads the next epoch, also in DataLoader workers, persistent or not. An unfinished epoch counts as an
+    epoch. `set_epoch` selects an epoch. `projected_bytes` is an upper bound of the anonymous memory of an iteration.
 
     Examples
     --------

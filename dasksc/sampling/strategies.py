@@ -346,9 +346,9 @@ class ClassBalancedSampling(BuiltInStrategy):
     Parameters
     ----------
     labels
-        Labels, one per row of the collection, or per entry of `indices` in their order: an array, a pandas
-        Series or Categorical, or a 1-D Dask array. Integers below 0, of any type, mean no label;
-        categories are always labels.
+        Labels, one per row of the collection, or per entry of `indices` in their order: an array, a pandas Series or
+        Categorical, or a 1-D Dask array. Integers below 0, of any type, mean no label, unless they are categories of a
+        Categorical.
     block_size
         Number of draws in a block.
     indices

@@ -13,7 +13,7 @@ Constructor parameters with the following names are filled in from the data unle
     n_genes                  number of columns of X
     n_labels                 number of distinct labels in the obs column that the argument `label` names
     n_tokens, pad_id         size and padding id of the vocabulary of the tokenizer
-    n_bins                   number of bins of the tokenizer, if tokens have values
+    n_bins                   number of bins of the tokenizer, if it has bins
     max_seq_len              maximum length of a cell, in tokens
 """
 
@@ -197,11 +197,11 @@ class Autoencoder(nn.Module):
         self.decoder = _Layers([latent_dim, *hidden, n_genes], dropout=dropout)
 
     def encode(self, X: Tensor) -> Tensor:
-        """Return the mean of the latent representation of each cell, shape (batch, latent_dim)."""
+        """Return the latent representation of each cell (if variational, its mean), shape (batch, latent_dim)."""
         return self._posterior(log_normalised(X))[0]
 
     def embed(self, batch: Any) -> Tensor:
-        """Return the mean of the latent representation of each cell, shape (batch, latent_dim)."""
+        """Return the latent representation of each cell (if variational, its mean), shape (batch, latent_dim)."""
         return self.encode(_x_of(batch))
 
     def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -260,8 +260,8 @@ class TokenTransformer(nn.Module):
         tokenizer.
     label, n_labels
         Name of an obs column to predict from the mean over the tokens of a cell, and its number of labels. Without a
-        label, the model predicts masked genes (or their bins, if tokens have values), which requires a tokenizer with
-        a ``mask_ratio``.
+        label, the model predicts masked genes (or their bins, if `n_bins` is given, as for `ValueBins`). This requires
+        a tokenizer with a ``mask_ratio``.
     hidden_dim, num_layers, num_heads
         Width, number of blocks, and number of attention heads per block.
     dropout
@@ -323,7 +323,7 @@ class TokenTransformer(nn.Module):
         return result
 
     def embed(self, batch: Any) -> Tensor:
-        """Return the mean over each cell's tokens, shape (batch, hidden_dim)."""
+        """Return the mean embedding of the tokens of each cell, shape (batch, hidden_dim)."""
         return _pooled(self.encode(batch), batch)
 
     def predict(self, batch: Any) -> dict[str, Tensor]:

@@ -207,7 +207,8 @@ class RankTokens(_Tokens):
         If True, put the cell token ``"<cls>"`` first.
     mask_ratio
         Share of the genes of a cell that are hidden, at least one per cell: their ids are replaced with ``"<mask>"``,
-        except for the two shares below. ``labels`` has the original ids of hidden genes, and -100 elsewhere.
+        except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of hidden genes, and
+        -100 elsewhere.
     random_replace_ratio, keep_ratio
         Share of the hidden genes replaced with a random gene, and share left unchanged; BERT uses 0.1 and 0.1.
     missing
@@ -234,8 +235,8 @@ class RankTokens(_Tokens):
 
     Notes
     -----
-    Zeros are ignored. Among equal values, the gene of the lower column comes first. ``values`` contains the values
-    after division by `medians`. The cost is about 20 ns per nonzero.
+    Zeros are ignored. Among equal values, the gene with the lower column number comes first. ``values`` contains the
+    values after division by `medians`. The cost is about 20 ns per nonzero.
 
     Examples
     --------
@@ -315,10 +316,11 @@ class ValueBins(_Tokens):
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     n_bins
-        Number of distinct values: 0 for genes that are not expressed, and ``n_bins - 1`` bins of the nonzeros of a
-        cell, as in the function ``binning`` of scGPT. The lower edges of the bins are ``n_bins - 1`` equally spaced
-        quantiles of the nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins
-        may start at the same value, commonly at a count of 1. That value is then put into one of these bins at random.
+        Number of distinct values, counted as in the function ``binning`` of scGPT: 0, which only the cell token and
+        padding have here, and the bins 1 to ``n_bins - 1`` of the nonzeros of a cell. The lower edges of the bins are
+        ``n_bins - 1`` equally spaced quantiles of the nonzeros, from the minimum to the maximum, so only the maximum is
+        in the last bin. Several bins may start at the same value, commonly at a count of 1. That value is then put into
+        one of these bins at random.
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     max_genes
@@ -327,7 +329,8 @@ class ValueBins(_Tokens):
         If True, put the cell token ``"<cls>"`` first, with the value 0.
     mask_ratio
         Share of the genes of a cell that are hidden, at least one per cell: their bins are replaced with -1, except
-        for the two shares below. ``labels`` has the original bins of hidden genes, and -100 elsewhere.
+        where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of hidden genes, and -100
+        elsewhere.
     random_replace_ratio, keep_ratio
         Share of the hidden genes whose bin is replaced with a random one, and share left unchanged.
     missing
