@@ -1,13 +1,13 @@
 """Augmentation of a batch: downsampling of counts, and masking of values.
 
-Random numbers are keyed by the row and the number of a column, or by the row and the number of a count in the row.
+Random numbers are keyed by the row and the number of a column, or by the row and the index of a molecule in the row.
 Dense and CSR rows therefore get the same values.
 
 Counts are drawn by binomial thinning. For a small count, one random word is compared with each step of the
 distribution function; a larger count is divided into several small ones. The largest counts use the transformed
 rejection of Hörmann [1]_ or, if the expected number is small, a sequential search.
 
-A fixed number of counts is drawn without replacement in two steps. First, all counts are thinned with the same
+A fixed number of molecules is drawn without replacement in two steps. First, all counts are thinned with the same
 probability, which leaves about the target number. Given its size, such a sample is uniform for any probability. Then
 the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the removed
 ones. The result is multivariate hypergeometric.

@@ -1,8 +1,8 @@
 """Gathering of rows from arbitrary memory addresses into a minibatch.
 
 A row is given by the address of its first element and its length. The same kernel therefore reads memory-mapped files,
-decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores chunks at any byte). With addresses,
-the compiled variants also differ only in the types of the values.
+decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores chunks at any byte). Another benefit
+of addresses is that compiled variants differ only in the types of the values.
 
 The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
 data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the

@@ -441,7 +441,7 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
         if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
-            identity["left_out"] = "evenly"  # absent in states of versions that dropped other rows
+            identity["left_out"] = "evenly"  # absent in states of versions with another rule for drop_last
         return identity
 
     @functools.cached_property

@@ -21,7 +21,7 @@ def as_anndata_writes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        # Unless the setting has an explicit value, AnnData warns for each array that the default will change.
+        # Unless the setting has an explicit value, AnnData warns, once per array, that its default will change.
         stack.enter_context(settings.override(auto_shard_zarr_v3=bool(settings.auto_shard_zarr_v3)))
         if hasattr(settings, "allow_write_nullable_strings"):
             stack.enter_context(settings.override(allow_write_nullable_strings=True))

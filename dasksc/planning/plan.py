@@ -24,9 +24,9 @@ An epoch may be read in several segments, with different numbers of ranks or bat
 segment leaves unread are dealt again in the next. The untouched full blocks form a range of the order,
 as at the start; all other unread rows join the leftover rows.
 
-A plan deals units of the sampler. A unit is a row or, with `CellSets`, a set of rows. The storage position of a unit is
-its number in storage order. Positions and the sizes of blocks, pieces and padding are in units; public sizes are in
-rows.
+A plan deals units of the sampler. A unit is a row, a set of rows (`CellSets`) or a batch
+(``ClassBalancedSampling(per_batch=True)``). The storage position of a unit is its number in storage order. Positions
+and the sizes of blocks, pieces and padding are in units; public sizes are in rows.
 """
 
 from __future__ import annotations

@@ -42,8 +42,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # The next pass ignores the keys found so far. A task that other row chunks use only through these keys then
-        # counts as a task of a single row chunk, so the results that it uses may be shared, too.
+        # Only tasks that serve a single row chunk count as users of a result. The next pass ignores the keys found so
+        # far. Tasks that serve other row chunks only through these keys then serve a single row chunk, and may reveal
+        # further shared results.
         shared |= more
     return shared
 

@@ -70,9 +70,9 @@ class _Pool:
             # idle longest are freed first, since dicts keep insertion order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
-        # A view of an array whose base is another array refers to that base instead. The base of `root` is a
-        # memoryview, so views keep `root` itself alive. `root` has the requested type and size, since SciPy
-        # copies arrays smaller than half of their base.
+        # NumPy collapses chains of views: the base of a view of a view is the original array. The base of `root` is a
+        # memoryview, so views keep `root` itself alive. `root` has the requested type and size, since SciPy copies
+        # arrays smaller than half of their base.
         root = np.frombuffer(buffer.data, dtype=dtype, count=n)
         weakref.finalize(root, self._returned.append, buffer).atexit = False
         return root

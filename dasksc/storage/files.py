@@ -82,7 +82,7 @@ def _libc_with_mmap() -> Any:
 
 
 _libc = _libc_with_mmap()
-# Address of pread for a kernel; used only with direct reads, which only Linux has.
+# Address of pread for the compiled function `read_ranges`; used only with direct reads, which only Linux has.
 _pread = np.uint64(0 if _libc is None else ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
 
 # Network file systems. A page fault on them waits for the network, and a vanished file kills the process.

@@ -64,7 +64,8 @@ class RowPointers:
         Raises
         ------
         ValueError
-            If a run extends beyond its buffer. This is a bug of a reader, detected before any memory access.
+            If a run extends beyond its buffer. This indicates a bug in the code that reads the file, detected before
+            any memory access.
         """
         begins = np.array([buffer.ctypes.data for buffer in buffers], dtype=np.uint64)
         lengths = np.array([buffer.nbytes for buffer in buffers], dtype=np.int64)

@@ -37,8 +37,8 @@ _PORTS = range(20_000, 30_000)
 
 # Environment variable that is set in the ranks that `launch` starts, whose errors `launch` reports.
 _LAUNCHED = "DASKSC_TRAIN_LAUNCHED"
-# A rank that lost its connection to another waits, so that the other one ends first. The launcher polls for ended
-# ranks every 0.1 s and then terminates the others.
+# A rank that lost its connection to another rank waits before it ends, so that the other rank ends first. The launcher
+# polls for ended ranks every 0.1 s and then terminates the others.
 _GRACE_S = 3.0
 # Error of a rank that lost its connection to another; the errors of gloo have no type of their own.
 _CONNECTION_ERROR = re.compile(r"Dist\w*Error:|RuntimeError: .*gloo/", re.DOTALL)

@@ -120,8 +120,8 @@ def strategy_of(training: Training, world_size: int, n_nodes: int | None = None)
     Raises
     ------
     InputError
-        If the strategy does not support the number of ranks, the sharding does not fit it, or the run does not have the
-        size that the configuration gives.
+        If the strategy or the shard size does not fit the number of ranks, or the run does not have the size that the
+        configuration gives.
     """
     strategy = training.strategy
     if strategy is None:

@@ -75,8 +75,8 @@ class RowLocalMatrix(DaskMatrix):
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
             warn_once(error, without="array code is computed on whole chunks")
             raise NotRowLocalError(str(error)) from error
-        # Kinds of row chunks that passed the trial and, if some of their functions are merely believed, the comparison
-        # with stored rows.
+        # Kinds of row chunks that passed the trial and, if some of their functions are merely believed to be row-local,
+        # the comparison with stored rows.
         self._proven: set[int] = set()
         self._believed = True
         self._lock = threading.Lock()
@@ -118,7 +118,7 @@ class RowLocalMatrix(DaskMatrix):
                 for cost, (matrix, _) in zip(costs, run.needs.values(), strict=True)
             )
             row = 8 + min(values, self.shape[1]) * itemsize
-        # Where functions are merely believed, one chunk per kind is computed whole, once.
+        # Where functions are merely believed to be row-local, one chunk per kind is computed whole, once.
         once = 0 if self._is_all_known else super().cost.fixed
         return FetchCost(
             row=row,
@@ -227,7 +227,7 @@ class RowLocalMatrix(DaskMatrix):
         return all(self._is_known(kind) for kind in set(self._kinds))
 
     def _is_known(self, kind: int) -> bool:
-        """Return True if no function for row chunks of a kind is merely believed."""
+        """Return True if no function in row chunks of a kind is merely believed to be row-local."""
         nodes = self._blocks[self._kinds.index(kind)]
         return not any(isinstance(node, Apply) and node.is_believed for node in all_nodes(nodes))
 

@@ -114,8 +114,8 @@ class RemoteLocation:
     def matching(self) -> list[RemoteLocation]:
         """Return the locations that match the key of this one as a pattern, sorted by name.
 
-        Patterns are those of `matching`. The call takes one listing per folder. Stores do not distinguish files from
-        folders, so ``**`` also takes a listing for each file that is not an atlas.
+        Patterns are those of the function `matching` of this module. The call takes one listing per folder. Stores do
+        not distinguish files from folders, so ``**`` also takes a listing for each file that is not an atlas.
         """
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
