@@ -358,9 +358,9 @@ def source_of(
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = (
-            "hooks determine what the data set yields; select in the hooks"
+            "hooks determine what the data set yields; do this in the hooks instead"
             if hooks
-            else f"they need an AnnData or a Dask array; got {type(data).__name__}, whose rows are only indexed"
+            else f"the data set only takes rows of a {type(data).__name__}; give an AnnData or a Dask array"
         )
         request.refuse_matrix_options(why)
     if isinstance(data, AnnData):

@@ -90,7 +90,7 @@ class RemoteLocation:
         """Return the location `name` below this one; raise `InputError` if `name` contains '.' or '..' as a part."""
         parts = [part for part in name.split("/") if part]
         if ".." in parts or "." in parts:
-            raise InputError(f"{self}: the name {name!r} has '.' or '..' as a folder, so it may point elsewhere")
+            raise InputError(f"{self}: the name {name!r} has a part '.' or '..' and may point outside this location")
         return RemoteLocation(root=self.root, key="/".join(filter(None, [self.key, *parts])), options=self.options)
 
     def exists(self) -> bool:

@@ -276,7 +276,12 @@ def test_an_anndata_without_x():
 
 
 def test_columns_of_a_collection_that_is_read_by_indexing():
-    refuse(InputError, "obs= cannot be used here: .* Dask array; got ndarray", np.ones((9, 2)), obs=["cell_type"])
+    refuse(
+        InputError,
+        "obs= cannot be used here: .* rows of a ndarray; give an AnnData",
+        np.ones((9, 2)),
+        obs=["cell_type"],
+    )
 
 
 def test_mapping_cannot_be_switched_off_after_opening(path):
