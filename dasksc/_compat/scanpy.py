@@ -1,7 +1,7 @@
 """Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-If another version renames a function, dasksc trusts it only after a trial, and its CSR results hold copies of the
-column indices instead of sharing those of the input.
+If another version renames a function, dasksc trusts it only after a trial, and the CSR results of the function hold
+copies of the column indices instead of sharing those of the input.
 """
 
 from __future__ import annotations

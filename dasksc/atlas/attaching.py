@@ -121,7 +121,7 @@ def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[s
     options = OpenOptions() if options is None else options
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
-        # Opening a file with several matrices requires `genome`, so this file has only one.
+        # This file was opened without `genome`, which a file with several matrices requires, so it has only one.
         if matrices := cell_ranger_matrices(root):
             yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
             return

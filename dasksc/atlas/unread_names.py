@@ -48,7 +48,7 @@ class UnreadNames:
     def of(cls, data: Any, options: OpenOptions) -> UnreadNames | None:
         """Return the names of one or several atlases, or None if they can only be read as a whole.
 
-        Names can only be read as a whole if they are in an AnnData, in files of old formats or of other programs, or in
+        Names cannot be read in pieces if they are in an AnnData, in files of old formats or of other programs, or in
         several files whose names have different types.
 
         Parameters

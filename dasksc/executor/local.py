@@ -49,7 +49,7 @@ class Diagnostics:
     """Dask callbacks that were active when a window was created. They see the window as one computation.
 
     A callback such as `dask.diagnostics.Profiler` keeps the state of one computation. If each fetch were a computation
-    of its own, concurrent fetches would overwrite the state of each other. The window is therefore announced as one
+    of its own, concurrent fetches would overwrite each other's state. The window is therefore announced as one
     computation with as many tasks as it has fetches, so `dask.diagnostics.ProgressBar` shows the progress of the epoch.
     Only one callback runs at a time.
     """

@@ -28,7 +28,7 @@ class RankShare:
     n_rows, n_fetches, n_batches
         Rows and batches that the rank yields, and the number of fetches that read them.
     n_padded, n_dropped
-        Number of rows of another rank that this rank repeats, and number of rows of its own share that it drops.
+        Number of rows of other ranks that this rank repeats, and number of rows of its own share that it drops.
     """
 
     rank: int

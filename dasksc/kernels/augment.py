@@ -9,7 +9,7 @@ rejection of Hörmann [1]_ or, if the expected number is small, a sequential sea
 
 A fixed number of molecules is drawn without replacement in two steps. First, all counts are thinned with the same
 probability, which leaves about the target number. Given its size, such a sample is uniform for any probability. Then
-the difference is drawn without replacement, from the kept counts if there are too many, otherwise from the removed
+the difference is drawn without replacement, from the kept molecules if there are too many, otherwise from the removed
 ones. The result is multivariate hypergeometric.
 
 A random word has 53 bits. The first 32 bits come from a hash that uses only 32-bit operations, which processors compute

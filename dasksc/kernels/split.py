@@ -74,8 +74,8 @@ def assign_units(counts, order, shares, out):
     """Assign units (rows that stay together) to parts one by one; return the deviation of the parts from their shares.
 
     A unit goes to a part that has less than its share of the total. Among several such parts, it goes to the one whose
-    contribution to Pearson's chi-square grows least. Once no more units remain than there are empty parts, units go to
-    empty parts only.
+    contribution to Pearson's chi-square grows least. Once the number of remaining units is at most the number of empty
+    parts, units go to empty parts only.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Binding of a strategy to the rows of a source that its filter and its expressions over obs select."""
+"""Binding of a strategy to a source, after the filter and the strategy's own expressions over obs are evaluated."""
 
 from __future__ import annotations
 

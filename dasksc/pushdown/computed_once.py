@@ -42,9 +42,10 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # Only tasks that serve a single row chunk count as users of a result. The next pass ignores the keys found so
-        # far. Tasks that serve other row chunks only through these keys then serve a single row chunk, and may reveal
-        # further shared results.
+        # A result is shared if tasks of most row chunks use it, where only tasks count that a single row chunk depends
+        # on. The next pass ignores paths through the keys found so far. A task that one row chunk needs directly, and
+        # others only through those keys, then counts for that row chunk, so the results that it uses may be shared as
+        # well.
         shared |= more
     return shared
 

@@ -126,7 +126,7 @@ class SamplingStrategy:
 
 
 class BuiltInStrategy(SamplingStrategy):
-    """Base class of the built-in strategies, whose binding requires only the number of rows and columns of obs."""
+    """Base class of the built-in strategies, whose binding requires only columns of obs and the number of rows."""
 
     @property
     def obs_columns(self) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns in a lookup table for sorting rows. For a wider matrix, only the columns that occur in the
-# batch are numbered, which are few.
+# Maximum number of columns in a lookup table for sorting rows. For a wider matrix, only the few columns that occur in
+# the batch are numbered.
 _MOST_NUMBERED = 2**22
 
 

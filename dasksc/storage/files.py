@@ -212,8 +212,8 @@ class LocalFile:
         block = buffers.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)
         block = block[-block.ctypes.data % _PAGE_BYTES :][: int(ends[-1])]
         begins = ends - (stops - starts)
-        # The last range may end with the file. A read that stops there must not be resumed, since direct reads need
-        # aligned offsets.
+        # The last range, rounded up to a page, may extend beyond the end of the file. A read that stops at the end must
+        # not be resumed, since direct reads need aligned offsets.
         enough = np.minimum(stops, self.identity.size) - starts
         addresses = (block.ctypes.data + begins).astype(np.uint64)
         n_together = int(np.clip(_PART_BYTES // sizes.mean(), 1, _PART_RANGES))

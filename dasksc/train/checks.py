@@ -149,7 +149,7 @@ def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
 
 
 def _depth(tree: Any, location: Sequence[str | int]) -> int:
-    """Return the number of leading keys of a location that are keys of nested dicts, the last key included."""
+    """Return the number of keys of a location up to the first whose value is not a dict, that key included."""
     depth = 0
     while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
         tree = tree[location[depth]]

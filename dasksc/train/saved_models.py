@@ -75,7 +75,7 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
         If the path does not exist.
     CorruptDataError, InputError
         If the file or checkpoint is damaged, or was not written by `dasksc.train`. For security, unpickling is
-        restricted, and only subclasses of ``torch.nn.Module`` are created.
+        restricted, and only subclasses of ``torch.nn.Module`` are instantiated.
 
     Examples
     --------

@@ -10,8 +10,8 @@ from dasksc._compat.distributed import heartbeat_interval
 
 __all__ = ["Heartbeats"]
 
-# Time without a heartbeat after which a worker is silent, or five intervals of heartbeats if these are longer: the
-# interval grows with the number of workers.
+# A worker counts as silent after this time without a heartbeat, or after five heartbeat intervals if that is longer;
+# the interval grows with the number of workers.
 _SILENT_S = 5.0
 
 
