@@ -71,8 +71,7 @@ class FetchMatrices:
 def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
-    The progress panel of Dask's dashboard splits a name at hyphens. It drops the first part after a hyphen that
-    contains anything but letters (here ``r1``), and everything that follows. It therefore shows one bar for the epoch
-    of all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
+    The progress panel of Dask's dashboard omits the rank, because this part of the name contains a digit. It therefore
+    shows one bar for the epoch of all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"

@@ -358,9 +358,9 @@ def source_of(
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = (
-            "hooks determine what the data set yields; do this in the hooks instead"
+            "hooks determine what the data set yields; add the equivalent code to the hooks"
             if hooks
-            else f"the data set only takes rows of a {type(data).__name__}; give an AnnData or a Dask array"
+            else f"only an AnnData or a two-dimensional Dask array supports this; got {type(data).__name__}"
         )
         request.refuse_matrix_options(why)
     if isinstance(data, AnnData):

@@ -27,7 +27,7 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of intermediate results that tasks of most row chunks use directly.
+    """Return the keys of intermediate results that tasks of at least half of the row chunks use directly.
 
     The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
     such as the chunks before a rechunk, since caching these would amount to caching the whole array.
@@ -42,10 +42,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # A result is shared if tasks of most row chunks use it, where only tasks count that a single row chunk depends
-        # on. The next pass ignores paths through the keys found so far. A task that one row chunk needs directly, and
-        # others only through those keys, then counts for that row chunk, so the results that it uses may be shared as
-        # well.
+        # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that exactly one
+        # row chunk depends on are counted. The next pass ignores paths through the keys found so far. A task that other
+        # row chunks need only through those keys is then counted, so the results that it uses may be shared as well.
         shared |= more
     return shared
 
