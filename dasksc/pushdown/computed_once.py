@@ -43,8 +43,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
         # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that exactly one
-        # row chunk depends on are counted. The next pass ignores paths through the keys found so far. A task that other
-        # row chunks need only through those keys is then counted, so the results that it uses may be shared as well.
+        # row chunk depends on are counted. The next pass ignores paths through the keys found so far. A task that only
+        # one row chunk still reaches is then counted for that row chunk, so the results that it uses may be shared as
+        # well.
         shared |= more
     return shared
 

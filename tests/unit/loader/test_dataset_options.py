@@ -277,7 +277,9 @@ def test_return_index_adds_nothing_to_batches_that_have_row_numbers() -> None:
 def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none() -> None:
     X = da.from_array(np.arange(20.0).reshape(10, 2), chunks=(5, 2))
     assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
-    with pytest.raises(dasksc.InputError, match="return_index= cannot be used here: only an AnnData .* got ndarray"):
+    with pytest.raises(
+        dasksc.InputError, match="return_index= cannot be used here: the data must be an AnnData .* got ndarray"
+    ):
         dasksc.scDataset(np.zeros((4, 2)), return_index=True)
     with pytest.raises(
         dasksc.InputError, match="return_index= cannot be used here: hooks determine what the data set yields"

@@ -278,7 +278,7 @@ def test_an_anndata_without_x():
 def test_columns_of_a_collection_that_is_read_by_indexing():
     refuse(
         InputError,
-        "obs= cannot be used here: only an AnnData .* got ndarray",
+        "obs= cannot be used here: the data must be an AnnData .* got ndarray",
         np.ones((9, 2)),
         obs=["cell_type"],
     )
