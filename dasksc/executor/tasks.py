@@ -72,7 +72,7 @@ def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
     After the first hyphen, the progress panel of Dask's dashboard keeps only the hyphen-separated parts before the
-    first one that contains a non-letter, here the rank ``r1``. It therefore shows one bar for the epoch of all ranks:
+    first one that contains a non-letter, here the rank ``r1``. It therefore shows a single bar per epoch for all ranks:
     ``"epoch 3: dasksc-fetch-pbmc"``.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"
