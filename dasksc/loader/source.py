@@ -360,8 +360,8 @@ def source_of(
         why = (
             "hooks determine what the data set yields; add the equivalent code to the hooks"
             if hooks
-            else "the data must be an AnnData or a two-dimensional Dask array (obs=, layers= and obsm= need an AnnData); "
-            f"got {type(data).__name__}"
+            else "the data must be an AnnData or a two-dimensional Dask array (obs=, layers= and obsm= need an "
+            f"AnnData); got {type(data).__name__}"
         )
         request.refuse_matrix_options(why)
     if isinstance(data, AnnData):
