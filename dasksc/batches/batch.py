@@ -268,9 +268,8 @@ def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
     if isinstance(value, Mapping):
         mapped = type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
         if isinstance(value, NamedTensors):
-            vars(mapped).update(
-                vars(value)
-            )  # only attributes that were set: the default of `n_classes` cannot be pickled
+            # Only attributes that were set: the default of `n_classes` cannot be pickled.
+            vars(mapped).update(vars(value))
         return mapped
     return value
 

@@ -172,7 +172,7 @@ class ClusterRunner:
         lost = self._connection.close()
         if exiting and self.needs_executors:
             # The scheduler is about to lose its executors and must have no work of this window by then. Once the task
-            # is removed, fetches that workers have not begun fail immediately.
+            # is removed, fetches that workers have not begun end immediately with a result that is discarded.
             await self._unregister_task(task_plugin)
             await _wait_for_all(pending)
             await self._wait_until_forgotten()
