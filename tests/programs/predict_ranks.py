@@ -18,13 +18,6 @@ import dasksc
 from dasksc.inference import work
 from dasksc.planning.process_groups import leave_group
 
-
-def say(line: str) -> None:
-    """Print a line in one call, so that the lines of several ranks do not mix."""
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 BATCH = 8
 
 
@@ -61,10 +54,10 @@ with mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(work, 
         report = dasksc.predict(called, dataset, out)
         # The key exists on every rank when the call returns.
         there = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].shape
-        say(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}")
+        print(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
         again = dasksc.predict(called, dataset, out)
-        say(f"rank {dist.get_rank()} again: {again.n_predicted}, training {model.training}")
+        print(f"rank {dist.get_rank()} again: {again.n_predicted}, training {model.training}", flush=True)
     except (dasksc.DaskscError, ZeroDivisionError) as error:
-        say(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+        print(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}", flush=True)
 dist.barrier()
 leave_group()

@@ -28,7 +28,8 @@ def ended(
     **changes: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to completion, on CPUs unless an environment is given; `changes` add environment variables."""
-    given = {**os.environ, **NO_GPU} if environment is None else environment
+    # Unbuffered, Python writes a line and its end separately, so the lines of several ranks would mix.
+    given = {**os.environ, **NO_GPU, "PYTHONUNBUFFERED": ""} if environment is None else environment
     return subprocess.run(
         [*map(str, command)],
         cwd=cwd,
