@@ -197,7 +197,7 @@ def test_classes_are_balanced_among_all_rows_by_weights():
         assert all_labels[theirs.get_indices(range(N_OBS), seed=0)].mean() == pytest.approx(0.9, abs=0.03)
 
 
-@row("scDataset 0.3", "the same epoch again with DataLoader workers")
+@row("scDataset 0.3", "with DataLoader workers, every epoch has the same order")
 def test_epochs_differ_with_workers_too():
     loader = DataLoader(scDataset(np.arange(N_OBS), BlockShuffling(4), BATCH, seed=0), batch_size=None, num_workers=1)
     assert rows_in(loader) != rows_in(loader)
