@@ -1,7 +1,7 @@
 """Text for displays: values on one line, constructor calls without default arguments, full signatures.
 
-These functions compute nothing, read nothing and run no code of the user. They show an object of an unknown class
-by the name of its class.
+These functions compute nothing, read nothing and run no user code. They show an object of an unknown class by the name
+of its class.
 """
 
 from __future__ import annotations

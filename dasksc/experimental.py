@@ -1,4 +1,4 @@
-"""Suggestions of parameters: public names of `dasksc.inspection.suggestions`."""
+"""Parameter suggestions, re-exported from `dasksc.inspection.suggestions`."""
 
 from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 

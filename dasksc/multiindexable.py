@@ -70,7 +70,7 @@ class MultiIndexable:
     Raises
     ------
     InputError
-        If the members have different lengths, or `names` does not hold a different name for each.
+        If the members have different lengths, or `names` does not hold one distinct name per member.
     TypeError
         If there is no member, members are given both by position and by name, or a member has no length.
 
@@ -208,8 +208,8 @@ class MultiIndexable:
         MultiIndexable
             Numeric and boolean NumPy arrays become tensors (on the CPU, they share memory with the array); tensors and
             members with a method ``to`` are moved. Other members (text, SciPy matrices, pandas objects) and
-            `unstructured` are the same objects as before. So are categoricals: AnnData renumbers the categories of
-            every selection, so codes differ between batches and cannot serve as labels.
+            `unstructured` are the same objects as before. Categoricals are not converted either: AnnData renumbers the
+            categories of every selection, so their codes differ between batches and cannot serve as labels.
         """
 
         def move(member: Any) -> Any:

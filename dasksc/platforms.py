@@ -20,7 +20,7 @@ def after_fork(call: Callable[[], None]) -> None:
 
 
 def cpus_of_process() -> int:
-    """Return the number of CPUs that this process may run on; on systems without affinity (macOS), of all CPUs."""
+    """Return the number of CPUs that this process may run on, or of all CPUs on systems without affinity (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

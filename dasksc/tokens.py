@@ -1,4 +1,4 @@
-"""Tokenization of cells: public names of modules in `dasksc.transforms`."""
+"""Tokenization of cells, re-exported from modules of `dasksc.transforms`."""
 
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins

@@ -2,5 +2,6 @@
 
 Each module imports only the library that it is named after. Libraries that the rest of dasksc imports lazily are
 imported lazily here, too. A function that "raises if missing" raises an `UnsupportedVersionError` if the installed
-version lacks the part. A function "for speed only" then logs one warning, and returns None in place of the part.
+version lacks the part. In the same case, a function "for speed only" logs one warning, and returns None in place of the
+part.
 """

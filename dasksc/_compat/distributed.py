@@ -150,7 +150,7 @@ async def report(client: Any, operation: str, **message: Any) -> Any:
 
 
 async def worker_identity(client: Any, address: str) -> Any:
-    """Request the identity of a worker on a pooled connection of a Client, which a later gather reuses."""
+    """Request the identity of a worker over a pooled connection of a Client; a later gather reuses the connection."""
     return await _answer(client.rpc(address).identity(), "identity")
 
 
@@ -263,5 +263,5 @@ def http_address(scheduler: Any) -> tuple[str, int] | None:
 
 
 def ssl_contexts(security: Any, roles: Iterable[str]) -> list[Any]:
-    """Return the SSL context of a `distributed.Security` for each role (None for none); raises if missing."""
+    """Return the SSL context of each role of a `distributed.Security`, None if a role has none; raises if missing."""
     return [_get(security, "get_connection_args")(role)["ssl_context"] for role in roles]

@@ -17,7 +17,7 @@ def blosc_getitem_address() -> int | None:
 
     numcodecs does not wrap the function, but its wheels for Linux and macOS export it, and other builds link to a C
     library that does. The function of C-Blosc2 (3.3.5) cannot replace it: it returns wrong bytes for a range that is as
-    long as a block but spans two blocks. On Windows, no warning reports a missing function.
+    long as a block but spans two blocks. On Windows, a missing function is not reported.
     """
     try:
         library = ctypes.CDLL(numcodecs.blosc.__file__)

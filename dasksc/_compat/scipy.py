@@ -1,4 +1,4 @@
-"""Private flags of SciPy sparse matrices; the public properties compute a flag that is not known yet."""
+"""Private flags of SciPy sparse matrices. Reading the public properties would compute flags that are not known yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mark_canonical(block: Any) -> None:
 
 
 def is_canonical_known(block: Any) -> bool:
-    """Return True if SciPy already knows whether a block is canonical; otherwise, a check passes over the block."""
+    """Return True if SciPy already knows whether a block is canonical; if not, asking it scans the whole block."""
     return hasattr(block, _CANONICAL)
 
 

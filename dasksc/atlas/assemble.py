@@ -40,7 +40,7 @@ def assemble(
     options: OpenOptions,
 ) -> AnnData:
     """Build an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
-    # Checked first, since a Dask array of a corrupt number of rows could have a huge number of chunks.
+    # Checked first, since a Dask array with a corrupt number of rows could have a huge number of chunks.
     for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
         if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
             raise CorruptDataError(

@@ -96,9 +96,8 @@ class Modalities:
             raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")
         for name, adata in opened.items():
             if name in _RESERVED or ":" in name or "/" in name:
-                raise InputError(
-                    f"a modality cannot be called {name!r}: batches use that name, or it contains : or /. Rename it"
-                )
+                reason = "a name that batches use" if name in _RESERVED else "which contains : or /"
+                raise InputError(f"a modality cannot be called {name!r}, {reason}. Rename it")
             if not adata.obs_names.is_unique:
                 raise InputError(
                     f"obs_names of {name} repeat, so its cells cannot be matched with other modalities. Make them "

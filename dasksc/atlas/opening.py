@@ -74,7 +74,7 @@ def open(
 
         Several atlases, which are concatenated along obs:
 
-        - list of atlases, or dict of atlases by key, which may contain any of the forms listed here
+        - list of atlases, each in any of the other forms listed here, or dict with one atlas per key
         - pattern, such as ``"atlas/*.h5ad"``, or directory, whose files and stores are sorted by name. In patterns,
           ``**`` stands for folders of any depth. A pattern or directory may be a URL, except on web servers,
           which do not list files. A pattern or directory with a single atlas opens that atlas.
@@ -305,7 +305,7 @@ def _open_several(
 
 
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
-    """Raise an error for a column of obs missing in the atlases `without`: in all, or in some joined by ``"inner"``."""
+    """Raise an error for a column of obs that no atlas has, or that some atlases joined by ``"inner"`` lack."""
     if len(without) == len(parts):
         _open_source(parts[0], [column], options)  # raises an error with the available columns
     raise MissingKeyError(

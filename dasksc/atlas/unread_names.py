@@ -78,7 +78,7 @@ class UnreadNames:
 
 
 def _kind_of(path: str, options: OpenOptions) -> tuple[str | None, Any] | None:
-    """Return the `name` and `dtype` of a file or store; None if its names can only be read as a whole."""
+    """Return the `name` and `dtype` of the index of cell names; None if the names can only be read as a whole."""
     if holds_modalities(path):
         return None
     where = where_of(path, options)

@@ -37,7 +37,8 @@ class AnnDataView:
     with_names
         Function that opens the same AnnData with the names of cells, called on first use; None if `adata` has them.
     opening
-        Function with the interface of `open` that reads columns of obs missing in `adata`; None if none are missing.
+        Function with the interface of `open` that reads columns of obs missing in `adata`; None if `adata` has all
+        columns.
     path
         Path of the file or store of `adata`; None if there are several, or none.
     names

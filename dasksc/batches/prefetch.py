@@ -18,7 +18,8 @@ __all__ = ["run_ahead"]
 
 T = TypeVar("T")
 
-_JOIN_S = 60.0  # Maximum wait, on closing, for the job that a thread runs; the thread then ends on its own.
+# Maximum wait, on closing, for the current job of a thread; if the job takes longer, the thread ends after it.
+_JOIN_S = 60.0
 
 
 class _Job(Generic[T]):

@@ -14,8 +14,8 @@ from dasksc.errors import InputError
 __all__ = ["refuse_stacking"]
 
 _STACKED = (
-    "the DataLoader has a batch_size of its own, and would stack batches of shape (batch_size, n_vars) to "
-    "(1, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
+    "the DataLoader has a batch_size of its own, and would stack k batches of the data set into an array of shape "
+    "(k, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
 )
 
 
@@ -39,8 +39,8 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     Raises
     ------
     InputError
-        If batches would be stacked. With hooks, the returned iterator raises it if its first item has one entry for
-        each of `n_hook_rows` > 1 rows.
+        If batches would be stacked. With hooks, the returned iterator raises the error, if `n_hook_rows` exceeds 1 and
+        an array, table or list in its first item has that many entries.
     """
     frame: FrameType | None = requested_in
     while frame is not None and isinstance(frame.f_locals.get("self"), ChainDataset):

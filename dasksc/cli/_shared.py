@@ -123,7 +123,7 @@ def title_of(paths: Sequence[str]) -> str:
 
 @contextmanager
 def cached_in(folder: str | None) -> Iterator[None]:
-    """Return a context in which blocks of URLs are cached in a folder; None uses the configuration of Dask."""
+    """Return a context in which blocks of files at URLs are cached in a folder; None uses the configuration of Dask."""
     with dask.config.set({} if folder is None else {"dasksc.cache": folder}):
         yield
 

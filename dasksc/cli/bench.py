@@ -64,7 +64,7 @@ def command(
     """Measure the loading speed of an atlas in cells per second.
 
     Only loading is measured. The first fetch of each round is not counted, and the page cache is not cleared
-    beforehand. To compare with other loaders, run benchmarks/compare.py of the source code with --atlas FILE.
+    beforehand. To compare with other loaders, run benchmarks/compare.py from the source repository with --atlas FILE.
     """
     fetch_factor = max(fetch_size // batch_size, 1)
     dataset = dasksc.scDataset(

@@ -32,7 +32,7 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @data_options
 @click.option(
-    "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch and rank."
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch, per rank."
 )
 @click.option(
     "--fetch-factor",

@@ -187,8 +187,9 @@ def convert(
     -----
     The input is read twice: once to determine data types and row lengths, and once to write. Compressed files, files at
     URLs, and files larger than half the memory of this machine are slow to read in random order. They are read
-    sequentially both times, and shuffled through uncompressed temporary files next to the target, which take up to six
-    bytes per stored value.
+    sequentially both times, and shuffled through uncompressed temporary files next to the target. For each stored
+    value, these files take the size of the value, and for sparse matrices two more bytes (four if there are more than
+    65,536 genes).
 
     The store omits obsp, and also varm and varp if genes are missing or summed. For several inputs, it omits uns, varp,
     and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.

@@ -120,7 +120,8 @@ def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns |
     if columns is not None and columns.sums is not None:
         matrix = SummedMatrix(matrix, columns)
     elif columns is not None:
-        # Missing genes are columns of the map to which no column of the matrix is mapped.
+        # Missing genes are output columns of the map that no column of the matrix is mapped to; they are filled with
+        # zeros.
         maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
         matrix = ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
     return matrix if rows is None else ReorderedMatrix(matrix, rows)

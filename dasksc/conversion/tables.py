@@ -62,7 +62,10 @@ def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
 
 
 def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
-    """Convert a column of Python objects to their common type, except strings without missing values."""
+    """Convert a column of Python objects to their common type.
+
+    Strings become categories if some are missing, and stay as they are otherwise.
+    """
     kind = pd.api.types.infer_dtype(column, skipna=True)
     try:
         if kind in ("string", "empty"):

@@ -39,7 +39,7 @@ def synthetic_screen(
     path
         Path of the h5ad file. It appears when the screen is complete.
     n_obs, n_vars
-        Number of cells and genes. Memory is about 24 bytes for each cell and gene.
+        Number of cells and genes. Memory is about 24 bytes for each gene of each cell.
     lines
         Names of the cell lines, or their number.
     perturbations

@@ -42,7 +42,8 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;
-    3. otherwise the part of the work that took the most thread time.
+    3. otherwise the part of the work that took the longest in total: elapsed time, summed over threads or, for
+       transfers, over results.
     """
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:

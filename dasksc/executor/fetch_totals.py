@@ -29,7 +29,7 @@ class Totals:
     n_rows, n_bytes
         Number of rows fetched, and the anonymous memory that they held, in bytes.
     read_s, decode_s, other_s
-        Thread time that the tasks spent reading, decoding, and on everything else, in seconds.
+        Elapsed time that the tasks spent reading, decoding, and on everything else, summed over tasks, in seconds.
     """
 
     n_fetches: int = 0

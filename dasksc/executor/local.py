@@ -201,9 +201,9 @@ class _SharedThreadPool:
     """Thread pool whose threads live only while a window uses it.
 
     When the interpreter exits, a `concurrent.futures.ThreadPoolExecutor` waits for all threads and all queued work
-    before any handler can cancel them. The threads of this pool are daemons, and an
-    exit handler that waits for a limited time closes the windows that are still open. Idle threads end as well,
-    because a traceback may hold a window that Ctrl-C left open.
+    before any handler can cancel them. The threads of this pool are daemons, and an exit handler that waits for a
+    limited time closes the windows that are still open. Idle threads also end by themselves, because a window that
+    Ctrl-C left open, and that a traceback keeps alive, would never end them.
     """
 
     _current: _SharedThreadPool | None = None

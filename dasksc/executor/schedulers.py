@@ -310,7 +310,7 @@ def connected(address: Any, **options: Any) -> Client:
     """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
     Garbage collection would otherwise close the failed Client, in any thread. If that thread has just been started by
-    another Client, which holds a lock at that time, both deadlock.
+    another Client, which still holds a lock, the thread and that Client deadlock.
     """
     import distributed
 

@@ -40,7 +40,7 @@ class FetchedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """Task of a fetch: a pure function of its rows, pickled once per cluster.
+    """Task of a fetch: a pure function of its rows, pickled once per window on a cluster, not with each fetch.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ class FetchMatrices:
 def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
-    After the first hyphen, the progress panel of Dask's dashboard keeps only the hyphen-separated parts before the
-    first one that contains a non-letter, here the rank ``r1``. It therefore shows a single bar per epoch for all ranks:
-    ``"epoch 3: dasksc-fetch-pbmc"``.
+    The progress panel of Dask's dashboard splits a name at its hyphens, and cuts it off at the first part that contains
+    a non-letter, here the rank ``r1``; the part before the first hyphen may contain any characters. It therefore shows
+    a single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"

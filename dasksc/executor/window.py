@@ -136,8 +136,8 @@ class _Flight:
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
         """Release everything, once, in the process that created it.
 
-        Ctrl-C may interrupt this method anywhere. The next call then repeats all of it; the last such call is that of
-        the window's finalizer.
+        Ctrl-C may interrupt this method anywhere. The next call then repeats all of it; at the latest, the window's
+        finalizer makes this call.
         """
         if self.foreign:
             return

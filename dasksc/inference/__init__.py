@@ -19,7 +19,7 @@ Each rank
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
 
-Errors name the problem: an existing key, a wrong shape, the cells with NaN, or the missing disk space. Complete
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is lacking. Complete
 units are kept, and the same call predicts the others.
 """
 
@@ -417,7 +417,7 @@ class Predictions:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """In errors, name the folder with the complete units and, if the disk is full, the missing disk space."""
+        """In errors, name the folder with the complete units and, for a full disk, the amount of space needed."""
         work = self.work
         try:
             yield
@@ -480,7 +480,7 @@ def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
         return scDataset(data, Streaming(), **{"batch_size": _BATCH_SIZE, **options})
     if options:
         raise InputError(
-            f"{', '.join(f'{name}=' for name in options)} cannot be given with a scDataset, which already has these "
+            f"{', '.join(f'{name}=' for name in options)} cannot be given with an scDataset, which already has these "
             "settings"
         )
     return data

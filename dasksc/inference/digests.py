@@ -41,7 +41,7 @@ def model_digest(value: Any) -> str:
     Returns
     -------
     str
-        32 hexadecimal digits. O(bytes of parameters).
+        32 hexadecimal digits. Computing them takes time proportional to the size of the parameters.
     """
     hashed = hashlib.blake2b(digest_size=16)
     _add(value, hashed.update, {})

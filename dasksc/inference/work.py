@@ -43,7 +43,10 @@ _NAMED = 5
 
 
 def unit_rows_for(n_obs: int, batch_size: int) -> int:
-    """Return the number of rows of a unit: whole batches, for about 64 units of 4,096 to 65,536 rows."""
+    """Return the number of rows of a unit: the largest ``batch_size * 2**k`` up to a limit, at least one batch.
+
+    The limit is 1/64 of the rows, but not less than 4,096 nor more than 65,536 rows.
+    """
     wanted = min(max(-(-n_obs // _UNITS), _LEAST_ROWS), _MOST_ROWS)
     return batch_size << max(0, math.floor(math.log2(max(1, wanted / batch_size))))
 

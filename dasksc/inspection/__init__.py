@@ -1,1 +1,1 @@
-"""Inspection of an atlas and of its epochs before any matrix is read."""
+"""Inspection of an atlas and of its epochs, from metadata, plans of epochs and short probes of the matrices."""

@@ -146,8 +146,8 @@ class Description:
     n_files
         Number of files or stores.
     n_obs, n_vars
-        Number of cells and genes. With several modalities, the number of cells in all of them, and the total number of
-        variables.
+        Number of cells and genes. With several modalities, the number of cells that all of them have, and the total
+        number of variables.
     modalities
         Modalities of a MuData; empty if there is a single matrix X.
     obs

@@ -58,10 +58,10 @@ class ClassShare:
     name
         Label of the class.
     drawn
-        Fraction of the class among the labeled rows of the epoch.
+        Fraction of the labeled rows of the epoch that belong to the class.
     stored
-        Fraction of the class among the labeled rows of the collection that the filter and `indices` of the strategy
-        select.
+        Fraction of the labeled candidates that belong to the class. Candidates are the rows of the collection that the
+        filter and `indices` of the strategy select.
     """
 
     name: Any

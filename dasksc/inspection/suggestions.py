@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 _GIB = 1024**3
 _MIB = 1024**2
-# A fetch of this many batches has enough blocks for any shuffle; a larger one only takes longer.
+# A fetch of this many batches has enough blocks to shuffle well; a larger one only takes longer.
 _MAX_FETCH_FACTOR = 256
 # One fetch is yielded while the next one is read.
 _FETCHES_IN_FLIGHT = 2

@@ -49,10 +49,11 @@ class Experiment:
     ----------
     adata
         Files of all datasets, opened by `dasksc.open` as one atlas. In addition to the columns of the files, obs has
-        ``dataset`` and ``file`` (``"dataset/name of the file"``).
+        ``dataset`` and ``file`` (``"dataset/name"``, where the name is that of the file without its suffix).
     parts
         Row numbers of ``train``, ``val`` and ``test``, ascending, int64, suitable as ``indices`` of a strategy. A
-        perturbation listed for both ``val`` and ``test`` is in both. Control cells of all contexts are in ``train``.
+        perturbation listed for both ``val`` and ``test`` is in both. Control cells are in ``train``, including those of
+        cell types whose perturbations are held out. Cell types that `from_toml` leaves out are in no part.
     table
         Data frame with one row per dataset and cell type: the number of its perturbations and cells in each part, and
         the number of its control cells.
@@ -90,8 +91,9 @@ def from_toml(
     path
         Path of the TOML file. ``[datasets]`` gives files, folders of ``.h5`` and ``.h5ad`` files, or patterns with
         braces for alternatives. ``[training]`` gives the datasets to train on. ``[zeroshot]`` gives cell types
-        (``"dataset.cell_type"``) whose perturbations are all in ``val`` or ``test``. ``[fewshot]`` lists perturbations
-        by cell type and part. Relative paths are relative to the working directory, as in cell-load.
+        (``"dataset.cell_type"``) whose perturbations are all in one part, usually ``val`` or ``test``. ``[fewshot]``
+        lists perturbations by cell type and part. Relative paths are relative to the working directory, as in
+        cell-load.
     cell_type_key, pert_col, control_pert
         Names of the obs columns with cell types and with perturbations, and the label of control cells in the latter.
     obs
@@ -222,7 +224,7 @@ def _without_braces(text: str) -> Iterable[str]:
 
 
 def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-    """Return the rules of ``[zeroshot]`` and ``[fewshot]`` for cell types, by dataset and cell type."""
+    """Return the rules of ``[zeroshot]`` and ``[fewshot]``, by dataset and cell type."""
     found: dict[tuple[str, str], Any] = {}
     for section in ("zeroshot", "fewshot"):
         for key, value in sections[section].items():

@@ -1,7 +1,7 @@
 """Data sets of a Lightning run, for either of Lightning's two packages.
 
-Lightning restores the state of a loader only if it considers the epoch unfinished, and never after
-``trainer.estimated_stepping_batches`` was read. The data module therefore keeps the state, since Lightning always
+Lightning restores the state of a loader only if it considers the epoch unfinished, and never once
+``trainer.estimated_stepping_batches`` has been read. The data module therefore keeps the state, since Lightning always
 restores the state of a data module.
 """
 

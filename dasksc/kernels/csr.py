@@ -2,7 +2,7 @@
 
 A row is given by the address of its first element and its length. The same kernel therefore reads memory-mapped files,
 decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores chunks at any byte). Another benefit
-of addresses is that compiled variants differ only in the types of the values.
+of addresses is that compiled variants differ only in the data types of the elements, such as values and column indices.
 
 The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
 data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the
@@ -781,8 +781,8 @@ def narrow(source, out):
 def count_bytes(values, bits):
     """Return the size in bytes of the unsigned integer type that represents `values` exactly: 1, 2, or 0 for neither.
 
-    `bits` holds the bit patterns of `values` as unsigned integers. They identify -0.0, which equals 0 but is not an
-    integer.
+    `bits` holds the bit patterns of `values` as unsigned integers. They identify -0.0, which equals 0 but which no
+    integer type represents.
     """
     largest = np.int32(0)
     for first in range(0, len(values), _TRIED):

@@ -34,7 +34,8 @@ __all__ = [
 # Up to this number of trials, a binomial draw simulates each trial. This takes only integer operations and is fastest.
 _COUNTED = 128
 
-# Up to this number of draws at a node, the draws are not split between its children; each uses its own random number.
+# Up to this number of draws at a node, the draws are not split between its children; each draw uses its own random
+# number.
 _GROUP = 24
 
 # Number of segments whose weights are loaded together, to overlap cache misses.

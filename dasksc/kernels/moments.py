@@ -133,9 +133,9 @@ def add_clipped(indptr, columns, values, groups, bounds, sums):
 def add_residuals(indptr, columns, values, groups, shares, theta, clip, sums):
     """Add Pearson residuals and their squares to `sums`, shape (n_groups, 2, n_vars).
 
-    The expected mean of a value is the total of its row times the share of its column in all counts of the group,
-    `shares`, shape (n_groups, n_vars). Its variance is ``mean + mean**2 / theta``. Residuals are clipped to [-`clip`,
-    `clip`]. A residual whose variance is 0 is 0.
+    The expected value of an element, ``mean``, is the total of its row times the share of its column in all counts of
+    the group (`shares`, shape (n_groups, n_vars)). The variance of the element is ``mean + mean**2 / theta``. Residuals
+    are clipped to [-`clip`, `clip`]. A residual whose variance is 0 is 0.
     """
     n_vars = shares.shape[1]
     for i in range(len(groups)):

@@ -1,11 +1,11 @@
 """Rows of stratified batches: each batch has its share of every class.
 
 An epoch has `n_units` batches of equal size, with ``quotas[c]`` rows of class c in total. A batch has ``quotas[c] //
-n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling [1]_ in
-whole numbers determines these batches. The remainders of all classes are laid one after the other around a circle of
-`n_units` places, and batch u has one more row of each class whose arc covers the place ``(stride * u + shift) %
-n_units``. Since `stride` and `n_units` are coprime, every batch has a different place. All batches are therefore
-of equal size, and every class has exactly its quota.
+n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling [1]_, computed
+in integer arithmetic, determines these batches. The remainders of all classes are laid one after the other around a
+circle of `n_units` places, and batch u has one more row of each class whose arc covers the place ``(stride * u + shift)
+% n_units``. Since `stride` and `n_units` are coprime, every batch has a different place. All batches are therefore of
+equal size, and every class has exactly its quota.
 
 The rows of a class are drawn in passes. A pass draws each row of the class once: it begins at a random row and is cut
 into runs of neighbors, which are in random order.

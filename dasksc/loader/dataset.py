@@ -1,4 +1,4 @@
-"""Data set that a training loop iterates, `scDataset`."""
+"""`scDataset`, the data set that a training loop iterates over."""
 
 from __future__ import annotations
 
@@ -363,8 +363,8 @@ class scDataset(IterableDataset[Any]):
 
         It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
         ahead. Memory-mapped files need no anonymous memory, so the value is larger if files are not mapped. The
-        projection assumes rows up to a tenth longer than average. On a cluster the value increases with the number of
-        workers, up to ``memory_limit``.
+        projection assumes that the rows of a fetch take up to a tenth more bytes than the average row, as rows with
+        many nonzeros do. On a cluster the value increases with the number of workers, up to ``memory_limit``.
         """
         return self._projection.reading_mode().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
@@ -380,7 +380,7 @@ class scDataset(IterableDataset[Any]):
     def __getitem__(self, index: Any) -> NoReturn:
         # The message of the base class does not say what to do instead.
         raise NotImplementedError(
-            "a scDataset cannot be indexed; iterate over it for batches, or read rows with dasksc.open(path)[rows]"
+            "an scDataset cannot be indexed; iterate over it for batches, or read rows with dasksc.open(path)[rows]"
         )
 
     def __len__(self) -> int:

@@ -278,8 +278,8 @@ class EpochRun:
         _ = source.recycling
         loader = self._loader_properties(n_parts)
         window, plans = self._window(task, reading)
-        # The window is entered first, so that Ctrl-C closes it while reporting is being set up, and again last, so that
-        # it is closed before the last report.
+        # The window is entered twice: before `reporting`, so that it is closed if Ctrl-C interrupts the setup of
+        # reporting, and after `reporting`, so that it is closed before the last report.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
             fetches = AssembledFetches(window, n_parts)
             synchronous = window.scheduler.kind == "synchronous"

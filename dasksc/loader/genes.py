@@ -159,8 +159,8 @@ class GeneRequest:
         if isinstance(genes, set | frozenset | Mapping):
             # The order of a set, and thus of the columns, would differ between processes.
             raise WrongTypeError(
-                f"genes is a {type(genes).__name__}, which has no order; give a list: genes=sorted(...), or for a "
-                "vocabulary of token ids, dasksc.tokens.Vocabulary(...)"
+                f"genes is a {type(genes).__name__}, which does not define an order of columns; give a list: "
+                "genes=sorted(...), or for a vocabulary of token ids, dasksc.tokens.Vocabulary(...)"
             )
         wanted = np.arange(n_vars)[genes] if isinstance(genes, slice) else array_of("genes", genes)
         if wanted.ndim != 1:

@@ -338,7 +338,8 @@ def source_of(
         if isinstance(data, str | os.PathLike) and several_of(data) is None:
             path = os.fspath(data)
         wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
-        # Hooks receive every column. Without hooks, only requested columns are read, and cell names on access to obs.
+        # Hooks receive every column. Without hooks, only requested columns are read; cell names are read when obs is
+        # accessed.
         if hooks:
             data = open_atlas(data, mmap=mmap)
         else:

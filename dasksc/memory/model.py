@@ -25,7 +25,7 @@ _MAX_PARTS = 64
 # Memory of threads, of tasks, and of the caches of threads and the allocator.
 _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
-# Share of the remaining memory that mapped files may fill while the page cache still holds all of them.
+# Share of the remaining memory that mapped files may fill if the page cache is to hold all of them.
 _CACHED_SHARE = 0.9
 # Share of the available memory that may be in use if files are larger than the page cache. With less free memory, the
 # kernel evicts pages before they are used.

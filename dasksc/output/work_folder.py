@@ -147,7 +147,7 @@ class WorkFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder: first the results, then the plan, which records completion, and finally the lock."""
+        """Remove the folder: first the results, then the plan, which records the publication, and finally the lock."""
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
         (self.folder / "lock").unlink()

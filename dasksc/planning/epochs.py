@@ -4,8 +4,8 @@ DataLoader workers hold copies of the data set, and non-persistent workers disca
 epoch. A counter in the object would therefore restart every epoch. `EpochCounter` keeps the count in a
 small file that all copies share, whether they were made by fork or by pickling.
 
-The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker
-that has already read the epoch of its base seed also begins one: the user reseeded torch, or the workers are
+The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. If a worker has
+already read the epoch of its base seed, it begins a new epoch too, because the user reseeded torch or the workers are
 persistent.
 """
 

@@ -14,9 +14,9 @@ __all__ = ["rotated"]
 def rotated(positions: NDArray[np.int64], *, n_units: int, block_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Rotate positions so that every row is equally likely to be dropped.
 
-    The last rows of a block are dropped more often than the first, so each block is rotated to begin at a random row.
-    The rows of the short block are dropped with a different probability, so the short block starts at a random
-    position and wraps around the end.
+    The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a random
+    row. The rows of the short block would be dropped with a different probability, so the short block starts at a
+    random position and wraps around the end.
 
     Parameters
     ----------

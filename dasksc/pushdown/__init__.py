@@ -1,10 +1,10 @@
 """Conversion of a `Matrix` to a Dask array, and of a Dask array to a `Matrix`.
 
-`to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with
-`csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the
-`Matrix` behind an array that `to_dask` made, and fetches read it directly. Array code on such an
-array runs on the fetched rows alone (`RowLocalMatrix`) if it treats every row independently. Any
-other Dask array becomes a `DaskMatrix`, which computes whole row chunks and therefore costs more.
+`to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with `csr_matrix` or
+`ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the `Matrix` behind an array that
+`to_dask` made, and each fetch reads its rows directly from that matrix. Array code on such an array runs on the fetched
+rows alone (`RowLocalMatrix`) if it treats every row independently. Any other Dask array becomes a `DaskMatrix`, which
+computes whole row chunks and therefore costs more.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 For Dask, ``X * s`` and ``X ** 2`` are elementwise, and the resulting array has the width of X. SciPy computes the
 blocks, and for its ``csr_matrix`` these operators mean matrix product and matrix power. The result has a different
-shape, so that computing the array fails. If a block has as many rows as columns, the shape is the same but the values
-are wrong. SciPy does not support ``X + 1``, ``da.clip(X, 0, 10)`` and similar calls. This module gives all of them the
+shape, so computing the array fails. If a block has as many rows as columns, the shape is the same but the values are
+wrong. SciPy does not support ``X + 1``, ``da.clip(X, 0, 10)`` and similar calls. This module gives all of them the
 elementwise result. Blocks remain ``csr_matrix`` where zeros remain zero, since scanpy, anndata and Dask's serializers
 expect that class, and user code relies on the meaning of its ``*``.
 """

@@ -1,8 +1,9 @@
-"""Levels of trust that a function of blocks treats every row independently.
+"""Levels of confidence that a function of blocks treats every row independently.
 
-A function does not reveal this property. Elementwise functions and reductions over columns are known to have it.
-`row_local` declares it for other functions. Functions of the libraries that array code commonly uses are believed to
-have it until a trial shows otherwise. With ``dasksc.array-code: strict``, these functions are not believed.
+A function does not reveal this property. Elementwise functions and reductions along axis 1, over the columns of each
+row, are known to have it. `row_local` declares it for other functions. Functions of the libraries that array code
+commonly uses are believed to have it until a trial shows otherwise. With ``dasksc.array-code: strict``, these functions
+are not trusted.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
 Trust = Literal["known", "declared", "believed"]
 
 # Libraries whose functions of blocks count as array code. The trial detects functions that mix rows, such as a sort
-# along the columns.
+# along axis 0.
 BELIEVED = frozenset(
     [
         "_operator",

@@ -44,7 +44,7 @@ class UserSampler:
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
         """See `Sampler.draw`."""
-        # An int below 2**63, which the constructors of all common random generators accept as a seed.
+        # An int below 2**63, which `np.random.default_rng`, `random.Random` and `torch.Generator` accept as a seed.
         key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
         name = type(self.strategy).__name__
         rows = array_of(f"the result of {name}.get_indices", self.strategy.get_indices(self.collection, seed=key))
@@ -149,9 +149,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} may have one value per row of the collection, or one per entry of indices=. After the "
-                    "filter, indices= has as many entries as the collection has rows, so these cannot be told apart. "
-                    "Give one value per row"
+                    f"{name} has {len(values)} values, one per entry of indices=. After the filter, indices= has "
+                    f"{n_obs} entries, as many as the collection has rows, so it would be unclear whether values "
+                    "belong to entries or to rows. Give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -139,7 +139,7 @@ def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
 
 
 def check_entries(name: str, values: Any, indices: Any) -> None:
-    """Check that `values` has one value per entry of `indices`, or may have one per row of the collection.
+    """Check that `values` have the length of `indices`, or could have that of the collection.
 
     The number of rows is not known yet. A mask determines it; other `indices` give its minimum.
 

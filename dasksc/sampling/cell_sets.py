@@ -68,7 +68,7 @@ class CellSets(BuiltInStrategy):
     set_size
         Number of cells in a set.
     n_sets
-        Number of sets in an epoch, over all ranks. Default: the number that draws every cell about once.
+        Number of sets in an epoch, over all ranks. Default: the number with which every cell is drawn about once.
     weights
         Weights of the groups in the draw: ``"cells"``, their numbers of cells; ``"groups"``, equal weights; or a
         mapping from every group to its weight, with labels as keys, or tuples of labels for several columns. Weights
@@ -80,8 +80,8 @@ class CellSets(BuiltInStrategy):
         If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
         False, every cell is drawn once per epoch, except in sets that a group cannot fill (see `incomplete`).
     block_size
-        Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas
-        is sorted by group, as by ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
+        Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas is
+        sorted by group, for example with ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
     indices
         Rows to draw the cells of the sets (targets) from: row numbers in any order, a boolean mask or a slice. None:
         all. A row that is given twice counts as two cells, and may occur twice in a set.

@@ -61,7 +61,7 @@ class _Pools:
     is_loosened
         True for each key whose pool matches fewer columns than requested, shape (n_keys,), bool.
     run_rows
-        Mean number of neighboring rows in one pool.
+        Mean length of the runs of neighboring rows in a pool.
     """
 
     rows: NDArray[Any]

@@ -236,7 +236,7 @@ class RowGroups:
         Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
         rows, so that member i is row i.
     run_rows
-        Mean number of neighboring rows in one group.
+        Mean length of the runs of neighboring rows in a group.
     """
 
     codes: _Int64s

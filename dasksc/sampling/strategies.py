@@ -93,7 +93,7 @@ class SamplingStrategy:
 
     @property
     def _texts(self) -> dict[str, str]:
-        # Subclasses of users that are dataclasses have fields instead.
+        # User-defined subclasses that are dataclasses have fields instead.
         return {} if self._indices is None else {"indices": brief(self._indices)}
 
     def get_len(self, data_collection: Any) -> int:
@@ -188,7 +188,8 @@ def _obs_column(collection: Any, key: str) -> Any:
 class Streaming(BuiltInStrategy):
     """Strategy that yields every row once, in storage order.
 
-    The rows that ``drop_last`` omits are always the last ones, even with `shuffle`.
+    The rows that ``drop_last`` omits are always at the end: the last rows or, with `shuffle`, random rows among those
+    of the last fetches.
 
     Parameters
     ----------
@@ -223,8 +224,8 @@ class BlockShuffling(BuiltInStrategy):
     Parameters
     ----------
     block_size
-        Number of rows in a block. Larger blocks are read faster and mix less. If a single block would contain all
-        rows, it is divided into two.
+        Number of rows in a block. Larger blocks are read faster and mix less. If a single block would contain all rows,
+        it is divided into two, unless `drop_last` is True.
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     drop_last
@@ -354,8 +355,8 @@ class ClassBalancedSampling(BuiltInStrategy):
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     total_size
-        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from; with
-        ``replace=False``, the largest number that the rarest class allows.
+        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from; with ``replace=False``,
+        the largest number for which no class runs out of rows.
     replace
         If True, a row can be drawn repeatedly.
     sampling_size

@@ -75,7 +75,7 @@ class StratifiedRows:
 
 
 def _stride(n_units: int) -> int:
-    """Return a number that is coprime to `n_units`, whose multiples are evenly distributed modulo `n_units`."""
+    """Return a number coprime to `n_units` whose multiples are evenly distributed modulo `n_units`."""
     stride = max(1, int(n_units * _GOLDEN))
     while gcd(stride, n_units) > 1:
         stride += 1
@@ -101,8 +101,8 @@ class StratifiedSampler:
     run_rows
         Number of neighboring rows of a class that are drawn together.
     total_size
-        Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number
-        that the rarest class allows.
+        Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number for which
+        no class runs out of rows.
     replace
         If True, the rows of a class with fewer rows than its quota are drawn repeatedly.
     batch_rows

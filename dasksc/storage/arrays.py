@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-# Types of metadata and of the nodes of a file. If a library reads one of these types where it expects another, an
-# attribute is missing.
+# Types of metadata and of the nodes of a file. A library that gets one of these types where it expects another raises
+# an AttributeError for this object.
 _PLAIN_DATA = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
     h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,
@@ -34,8 +34,9 @@ _PLAIN_DATA = (
 def caused_by_data(error: BaseException) -> bool:
     """Return True if a library raised an error because of the data that it read.
 
-    Other causes are a lack of memory, a missing module, and errors in the library's code. A missing attribute is caused
-    by the data if the object is plain data, such as a number where metadata should have a dict.
+    Other causes are a lack of memory, a missing module, and errors in the library's code. An `AttributeError` is caused
+    by the data if the object that lacks the attribute is metadata or a node of a file, such as a number where metadata
+    should have a dict.
     """
     if isinstance(error, AttributeError):
         return isinstance(error.obj, _PLAIN_DATA)

@@ -121,7 +121,10 @@ class ConcatenatedMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes if its rows come from all parts in proportion; parts are read one by one."""
+        """Memory that a fetch takes if its rows come from all parts in proportion to their sizes.
+
+        Parts are read one by one.
+        """
         costs = [part.cost for part in self._parts]
         row, held, working = (
             float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")

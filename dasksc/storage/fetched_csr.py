@@ -85,8 +85,9 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, the range is checked in the type of the held
-        # values; for any other `out`, this type is widened first.
+        # Counts may be held in one byte each. For an integer `out`, `held` is this narrow type, so values need no check
+        # if `out` can represent the whole type. For any other `out`, `held` is widened to the data type for
+        # computation.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)

@@ -315,8 +315,9 @@ _mapping = _Mapping()
 def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[str] = ()) -> Iterator[None]:
     """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
 
-    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``, to determine the cost of reading them.
-    Matrices with a label in `unmapped` are not mapped if they are fetched inside `mapping_of`.
+    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``; this serves to compute what a fetch
+    from them would cost without a memory map. Matrices with a label in `unmapped` are not mapped if they are fetched
+    inside `mapping_of`.
     """
     before = _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped
     _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped = is_allowed, is_strict, unmapped

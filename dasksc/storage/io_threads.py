@@ -28,6 +28,6 @@ class ThreadsOfProcess:
     def __call__(self) -> ThreadPoolExecutor:
         """Return the pool of this process."""
         if self._pool is None or self._pool[0] != os.getpid():
-            # If threads race, each creates a pool, which is harmless: the threads of a pool start only with work.
+            # If threads race, each creates a pool, which is harmless: a pool starts its threads only when it gets work.
             self._pool = os.getpid(), ThreadPoolExecutor(self._count(), thread_name_prefix=self._name)
         return self._pool[1]

@@ -207,7 +207,7 @@ class ColumnMaps:
     Attributes
     ----------
     which
-        Row of the tables for each matrix, shape (n_matrices,), int32.
+        Row of each matrix in the tables that `lookups` and `sources` return, shape (n_matrices,), int32.
     n_columns
         Number of columns in the widest matrix.
     """
@@ -330,8 +330,8 @@ class RowBuffer(Protocol):
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order.
 
-        `indices` are strictly ascending within each row, for any order on disk and of `columns`. Repeated
-        columns of a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and
+        `indices` are strictly ascending within each row, whatever the order of the columns on disk and in `columns`.
+        Repeated columns of a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and
         then converted. `dtype` is the data type of `data` (default: that for computation). Dense matrices are
         supported, too: their zeros are dropped.
 

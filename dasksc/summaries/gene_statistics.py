@@ -29,12 +29,13 @@ class Statistics:
     Parameters
     ----------
     genes
-        Table with one row per gene, indexed by name: ``n``, the number of cells; ``sum``, ``mean`` and ``var``
-        (float64, ``ddof=1``), NaN if there are too few cells; ``count_nonzero``.
+        Table with one row per gene, indexed by name: ``n``, the number of cells; ``sum``; ``mean``, NaN without cells;
+        ``var`` (``ddof=1``), NaN for fewer than two cells; and ``count_nonzero``. Sums, means and variances are
+        float64.
     groups
-        AnnData of groups by genes with the layers ``sum``, ``mean``, ``var`` and ``count_nonzero``, in the layout of
-        `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the number of cells. None without
-        ``by``.
+        AnnData with one row per group and one column per gene, and with the layers ``sum``, ``mean``, ``var`` and
+        ``count_nonzero``, in the layout of `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the
+        number of cells. None without ``by``.
     cells
         Table with one row per cell that was read, with the column names of `scanpy.pp.calculate_qc_metrics`. None
         without ``qc``.
@@ -58,8 +59,8 @@ class Statistics:
         Returns
         -------
         AnnData
-            Groups by genes, with a single group ``"all"`` if cells were not grouped; `genes` as var, and `cells` as
-            ``uns["cells"]``.
+            One row per group, or a single row ``"all"`` if cells were not grouped, and one column per gene; `genes` as
+            var, and `cells` as ``uns["cells"]``.
         """
         if self.groups is not None:
             adata = self.groups.copy()
@@ -97,9 +98,9 @@ def statistics(
     layer
         Name of the layer to use instead of X.
     qc
-        Sets of genes, such as mitochondrial genes, whose share of the counts is computed for each cell: names of
-        boolean columns of var, or a dict of gene names, masks or positions by name of the set. An empty list gives
-        only the total and the number of genes of each cell. None gives no statistics of cells.
+        Sets of genes, such as mitochondrial genes, whose share of the counts is computed for each cell: either names of
+        boolean columns of var, or a dict that maps the name of each set to gene names, a mask or positions. An empty
+        list gives only the total and the number of genes of each cell. None gives no statistics of cells.
     progress
         Show a progress bar (requires tqdm).
 
@@ -120,9 +121,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, plus the columns of obs). Each gene of each group needs 64 bytes. The rows being read use
-    the part of ``dasksc.memory-limit`` that the statistics do not need. The differences from the first value of each
-    gene and group are summed in float64, so variances are accurate even if means are large.
+    for up to 126 groups, plus the columns of obs). Each gene of each group needs 64 bytes. The rows being read use the
+    part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, nonzeros are summed in
+    float64 as differences from the first of them, so variances are accurate even if means are large.
 
     Examples
     --------

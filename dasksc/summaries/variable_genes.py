@@ -137,7 +137,11 @@ def highly_variable_genes(
             "layer="
         )
     if expects_counts and kinds & kernels.FRACTIONS:
-        logger.warning("flavor=%r expects counts, but %s has fractional values", flavor, source.label)
+        logger.warning(
+            "flavor=%r expects counts, but %s has fractional values; give the layer of counts with layer=",
+            flavor,
+            source.label,
+        )
     if not (expects_counts or kinds & (kernels.FRACTIONS | kernels.NEGATIVE)):
         logger.warning(
             "flavor=%r expects log-normalized values, but %s has only whole numbers, such as counts; normalize the "
@@ -292,7 +296,7 @@ def _residual_variances(source: Pass, batches: Groups, moments: Moments) -> NDAr
 
 
 def _ranked(scores: NDArray[np.float64], n_top_genes: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the number of batches that have each gene among their top genes, and the median of its ranks in these."""
+    """For each gene, return the number of batches in which it is a top gene, and its median rank in these batches."""
     # Tied genes are ordered as in scanpy, which uses NumPy's default sort, not a stable one.
     ranks = np.argsort(np.argsort(-scores, axis=1), axis=1).astype(np.float64)
     n_batches = (ranks < n_top_genes).sum(axis=0)

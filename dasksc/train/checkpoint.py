@@ -144,11 +144,11 @@ class Checkpoints:
                 _move(other, aside)
         if abandoned:
             logger.warning(
-                "%s in %s belong to another run and were moved to %s, where training.resume_from=auto and "
-                "training.save_top_k ignore them. Delete that folder if you do not need them",
-                ", ".join(other.name for other in abandoned),
+                "checkpoints of another run were moved from %s to %s, where training.resume_from=auto and "
+                "training.save_top_k ignore them: %s. Delete that folder if you do not need them",
                 self.folder,
                 aside,
+                ", ".join(other.name for other in abandoned),
             )
 
     def _prune(self, latest: Path) -> None:

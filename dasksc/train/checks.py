@@ -41,7 +41,7 @@ _LOWER_RATE = "lower training.optimizer.lr, or set a training.gradient_clip"
 
 
 def check_config(config: Config) -> None:
-    """Raise an error for names, arguments and values that are invalid for any data.
+    """Raise an error for names, arguments and values that are invalid whatever the data.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
 
 
 def _depth(tree: Any, location: Sequence[str | int]) -> int:
-    """Return the number of keys of a location up to the first whose value is not a dict, that key included."""
+    """Return the number of keys of `location` up to and including the first whose value in `tree` is not a dict."""
     depth = 0
     while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
         tree = tree[location[depth]]

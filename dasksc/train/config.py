@@ -209,7 +209,7 @@ class Scheduler(_Section):
 
 
 class Fsdp(_Section):
-    """Sharding of parameters. The presence of this section selects FSDP.
+    """Sharding of parameters. The presence of this section selects FSDP, unless `Training.strategy` is set.
 
     Parameters
     ----------
@@ -268,8 +268,8 @@ class Training(_Section):
         Recompute the activations of each block in the backward pass instead of storing them.
     num_nodes, num_gpus
         Expected number of nodes, and of GPUs over all nodes (on CPUs: of processes). A run of another size raises an
-        error. The number of nodes is checked only if the launcher reports it, as do torchrun, srun, and mpirun on one
-        node.
+        error. The number of nodes is checked only if the launcher reports it: torchrun and srun do, and mpirun does on
+        a single node.
     checkpoint_dir
         Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every
@@ -337,7 +337,7 @@ class Predict(_Section):
     Parameters
     ----------
     out
-        Path of the store to create or extend, or of the h5ad file with `in_place`.
+        Path of the store to create or extend or, with `in_place`, of the h5ad file.
     path
         Path of the atlas to read. Default: `data.path`. All cells are predicted.
     key

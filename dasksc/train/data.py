@@ -407,8 +407,8 @@ def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]
 def _table_of(parts: Any, validation: Validation) -> pd.DataFrame | None:
     """Return the table of a split by conditions for display; None for any other split.
 
-    Conditions of a single column, such as donors, are called by the name of the column. The column of control cells is
-    left out if no controls are given.
+    If the conditions are the values of a single column, such as ``donor``, the headers of the table have the name of
+    that column in place of "conditions". The column of control cells is left out if no controls are given.
     """
     table: pd.DataFrame | None = getattr(parts, "table", None)
     if table is None:

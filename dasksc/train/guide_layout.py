@@ -22,7 +22,7 @@ Some keys have another meaning or default in files that have ``data.paths``:
     tokenizer.max_genes            includes the cell token; 2048 by default
     tokenizer.prepend_cls          true by default
     tokenizer.masking              15% of the genes by default, of which 10% are replaced and 10% kept
-    training.fsdp                  takes precedence over training.strategy
+    training.fsdp                  takes precedence over training.strategy if that is ddp
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
 
 
 def _completed(name: str, available: Iterable[str]) -> str:
-    """Return the known name whose first word is similar to `name`, such as mlp_classifier for mlp, or `name`."""
+    """Return the known name whose first word is similar to `name`, such as mlp_classifier for mlp.
+
+    If there is none, or if a whole known name is already similar, return `name` itself.
+    """
     by_first_word = {one.partition("_")[0]: one for one in available}
     near = [] if similar(name, available) else similar(name, by_first_word)
     return by_first_word[near[0]] if near else name

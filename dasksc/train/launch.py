@@ -304,8 +304,8 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     n_nodes
         Number of nodes of the run.
     environment
-        Environment variables of the process. They are used if `given` is None: ``GROUP_RANK``, or the node number of
-        a Slurm step or job with as many nodes.
+        Environment variables of the process. They are used if `given` is None: ``GROUP_RANK``, or the node number in a
+        Slurm step (outside a step: job) that has `n_nodes` nodes.
 
     Raises
     ------

@@ -250,7 +250,8 @@ class _Run:
         """Compute the gradient of a step, with batches weighted by their rows or `n`, and update the parameters."""
         training = self.config.training
         sizes = [batch_length(batch) for batch in group]
-        # The sum of `n` over all ranks is known only after the step; until then all ranks divide by the same constant.
+        # The sum of `n` over all ranks is known only after the last batch of the step; until then all ranks divide by
+        # the same constant.
         n_expected = self.config.data.batch_size * training.gradient_accumulation
         n_counted: torch.Tensor | None = None
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):

@@ -343,7 +343,7 @@ class TokenTransformer(nn.Module):
 
 
 def _x_of(batch: Any) -> Tensor:
-    """Return X of a batch, which is X itself if the data set yields nothing else."""
+    """Return X of a batch; the batch is X itself if the data set yields nothing else."""
     x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
     return x
 

@@ -48,8 +48,9 @@ class Validation(_Section):
         Share of the rows to hold out; with `by`, share of its values; with `conditions`, share of the conditions of
         each context.
     by, groups, stratify
-        Columns of obs, as for `dasksc.split`: each value of `by` (such as a donor or plate) is held out as a whole, no
-        value of `groups` is in both parts, and both parts have equal proportions of the values of `stratify`.
+        Columns of obs, as for `dasksc.split`: the rows of each value of `by` (such as a donor or plate) are either all
+        held out or all used for training, no value of `groups` is in both parts, and both parts have equal proportions
+        of the values of `stratify`.
     conditions, hold_out, few_shot, control
         As for `dasksc.split`: columns whose combinations are held out as a whole, combinations to hold out instead of a
         `share`, share of these combinations that is used for training, and control cells, which are always used for

@@ -1,8 +1,8 @@
 """Random augmentation of batches: downsampled counts and masked genes.
 
-Random numbers are keyed by the seed of the transform, the epoch, the index and the row numbers of the batch, and the
-position of a row in it. A batch is therefore the same on any rank, thread or DataLoader worker, also after resuming. A
-row that an epoch draws twice is augmented differently each time.
+Random numbers are keyed by the seed of the transform, the epoch, the number of the batch in the epoch, its row numbers,
+and the position of a row in it. A batch is therefore the same on any rank, thread or DataLoader worker, and after
+resuming. A row that an epoch draws twice is augmented differently each time.
 """
 
 from __future__ import annotations
@@ -278,9 +278,9 @@ class Downsample(_Augmentation):
 
     Notes
     -----
-    Random numbers depend only on the seed, the epoch, the index of the batch and its row numbers, the position of the
-    row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches keep their
-    structure: a count that drops to 0 is a stored zero.
+    Random numbers depend only on the seed, the epoch, the number of the batch in the epoch, its row numbers, the
+    position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
+    keep their structure: a count that drops to 0 is a stored zero.
 
     CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Dense batches from a dense file
     take another 0.17 ns for each value to find the nonzeros.
@@ -378,9 +378,9 @@ class MaskGenes(_Augmentation):
 
     Notes
     -----
-    Random numbers depend only on the seed, the epoch, the index of the batch and its row numbers, the position of the
-    row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches keep their
-    structure: a masked value is a stored zero.
+    Random numbers depend only on the seed, the epoch, the number of the batch in the epoch, its row numbers, the
+    position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
+    keep their structure: a masked value is a stored zero.
 
     CSR batches take about 0.4 ns for each nonzero. Dense batches from a dense file take another 0.17 ns for each value
     to find the nonzeros.

@@ -316,11 +316,11 @@ class ValueBins(_Tokens):
     genes
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     n_bins
-        Number of distinct values, counted as in the function ``binning`` of scGPT: 0, which only the cell token and
-        padding have here, and the bins 1 to ``n_bins - 1`` of the nonzeros of a cell. The lower edges of the bins are
-        ``n_bins - 1`` equally spaced quantiles of the nonzeros, from the minimum to the maximum, so only the maximum is
-        in the last bin. Several bins may start at the same value, commonly at a count of 1. That value is then put into
-        one of these bins at random.
+        Number of distinct values, counted as in the function ``binning`` of scGPT: 0, and the bins 1 to ``n_bins - 1``,
+        to which the nonzeros of a cell are assigned. Here, only the cell token and padding have the value 0. The lower
+        edges of the bins are ``n_bins - 1`` equally spaced quantiles of the nonzeros, from the minimum to the maximum,
+        so only the maximum is in the last bin. Several bins may start at the same value, commonly at a count of 1. That
+        value is then put into one of these bins at random.
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     max_genes

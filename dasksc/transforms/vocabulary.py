@@ -27,7 +27,7 @@ PICKLES = (".pkl", ".pickle")
 _N_NAMES_SHOWN = 5
 
 _MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
-# Opcodes of a pickle of a dict of numbers by name, in any protocol. None of them imports or calls anything.
+# Opcodes in the pickle of a dict that maps names to numbers, in any protocol. None of them imports or calls anything.
 _PLAIN = _MEMO | {
     *("PROTO", "FRAME", "MARK", "STOP", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "EMPTY_DICT", "DICT"),
     *("SETITEM", "SETITEMS", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
@@ -205,7 +205,7 @@ def _unpickled(path: Path) -> dict[str, int]:
     what = f"{path} must hold a pickled dict that maps names (strings) to ids (whole numbers)"
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            # An index into the memo allocates a list of that length.
+            # Storing under an index of the memo makes the unpickler allocate a list of that length.
             if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
                 raise InputError(
                     f"{what}; it also holds other data (pickle opcode {opcode.name}), so it is not loaded. If you "

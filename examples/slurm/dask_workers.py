@@ -4,8 +4,8 @@
     python dask_workers.py atlas.h5ad --jobs 4 --cores 16 --memory 64GB --walltime 04:00:00
 
 The scheduler runs in this process. Scheduler and workers communicate over TLS, with a certificate created for this run.
-The jobs read it from `--shared`, a private folder that all nodes can access. Requires dask-jobqueue and
-`pip install "dasksc[cluster]"`.
+The jobs read it from `--shared`, a private folder that all nodes can access. The program requires the packages
+dask-jobqueue and dasksc[cluster].
 """
 
 from __future__ import annotations

@@ -101,7 +101,10 @@ class RemoteTaskPlugin(TaskPlugin):
         if not self._are_files_checked:  # This worker may have joined after the window checked the files.
             mismatch = file_visibility.describe_mismatch(self._files)
             if mismatch is not None:
-                raise StorageError(f"The Dask worker at {distributed.get_worker().address} {mismatch}.")
+                raise StorageError(
+                    f"The Dask worker at {distributed.get_worker().address} {mismatch}. Open a path that is the same "
+                    "file on every machine."
+                )
             self._are_files_checked = True
         has_begun = False
 

@@ -114,7 +114,11 @@ class ClusterRunner:
                 logger.debug("The Client was closed while the fetches were being released.")
             except TimeoutError:
                 address = self._client.scheduler.address
-                logger.warning("A fetch still runs on the Dask cluster at %s, but its iteration has ended.", address)
+                logger.warning(
+                    "A fetch still runs on the Dask cluster at %s, although its iteration has ended. Its result will "
+                    "be discarded. If it does not end, restart the workers.",
+                    address,
+                )
 
     async def _register_task(self, payload: TaskPayload, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         """Register the task on every worker, after checking that new workers see its files."""

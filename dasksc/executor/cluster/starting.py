@@ -100,9 +100,9 @@ def start_cluster(
 
     Notes
     -----
-    Anyone who can connect to a Dask scheduler can run any program on its workers. Without `security`, this
-    includes every user of the machine. A rank without `security` connects only to loopback, whatever address the store
-    contains.
+    Anyone who can connect to a Dask scheduler can run any program on its workers. If the scheduler listens on loopback
+    and there is no `security`, this includes every user of the machine. A rank without `security` connects only to
+    loopback, whatever address the store contains.
 
     Examples
     --------

@@ -5,7 +5,7 @@ array from each of its row chunks down to the stored matrices. It translates the
 rows to the rows of their inputs:
 
 - `Read`: rows (and columns) of a stored matrix;
-- `Take`: a selection of the rows of a node, in any order: a getitem task;
+- `Take`: a selection of the rows of a node, in any order (a getitem task);
 - `Concat`: the rows of several nodes, concatenated;
 - `Apply`: any other task, whose row i comes from row i of each of its inputs.
 

@@ -24,7 +24,7 @@ def kinds_of_chunks(blocks: list[list[Node]]) -> list[int]:
     kinds: list[int] = []
     samples: list[list[Node]] = []
     for block in blocks:
-        # A row chunk that differs from its neighbors is mostly the first or the last of an array.
+        # A row chunk that differs from its neighbors is usually the first or the last of an array.
         for kind in range(len(samples) - 1, max(-1, len(samples) - 4), -1):
             if len(block) == len(samples[kind]) and all(map(_alike, block, samples[kind])):
                 kinds.append(kind)

@@ -205,7 +205,7 @@ class _Tree:
 
     @property
     def node_bytes(self) -> int:
-        """Size of a node in the file without its last key, in bytes; it does not depend on the number of children."""
+        """Size of a node in the file, in bytes; it does not depend on the number of children."""
         return _NODE_HEADER_BYTES + (2 * self.half + 1) * self.record.itemsize - 8
 
     def leaves(self) -> Iterator[NDArray[np.void]]:

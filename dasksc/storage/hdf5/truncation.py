@@ -13,7 +13,7 @@ _STATED = re.compile(r"stored_eof = (\d+)")
 
 
 def truncation_error(path: str, n_bytes: int, error: OSError) -> CorruptDataError | None:
-    """Return the error for a truncated file; None if `error`, which opening it raised, has another cause."""
+    """Return the error for a truncated file, given the `error` raised on opening it; None if it has another cause."""
     text = str(error)
     if "truncated" not in text:
         return None

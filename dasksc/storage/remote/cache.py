@@ -6,8 +6,9 @@ file has a temporary name until it is complete. When the folder reaches its limi
 removed. There are no locks.
 
 The folder belongs to one user, with mode 0700; a folder that others can access is not used. The folder contains a
-random key with mode 0600. The name of each block and the tag of each page also depend on the key, so that nobody can
-test for the presence of a block or forge one without it, even if the folder was accessible before.
+random key with mode 0600. A block consists of pages, each with a tag (a keyed digest) that every read verifies. The
+names of blocks and the tags also depend on the key. Without the key, nobody can therefore test for the presence of a
+block or forge a block, even if the folder was accessible before.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ class Client(Protocol):
 
 def too_long_error(path: str, size: int, longest: int) -> CorruptDataError:
     """Return the error for an object that exceeds its maximum size."""
-    return CorruptDataError(f"{path} has {size} bytes, but at most {longest} are expected, so it is not read.")
+    return CorruptDataError(
+        f"{path} has {size} bytes, but at most {longest} are expected, so it is not read. The object is corrupt or was "
+        "replaced: upload it again, or open it again."
+    )
 
 
 def short_response_error(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:

@@ -84,7 +84,8 @@ def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
         # Uncompressed entries are no larger than the file, and can be read in part.
         if entry.file_size > longest and (is_metadata or entry.compress_type != zipfile.ZIP_STORED):
             raise StorageError(
-                f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, but at most {longest} are expected"
+                f"{path}: {entry.filename!r} unpacks to {entry.file_size} bytes, but at most {longest} are expected. "
+                "The archive is corrupt or malicious; if you trust it, unpack it and open the folder"
             )
 
 

@@ -53,7 +53,7 @@ class Objects(Protocol):
         """Yield whole objects, memory-mapped, each as one chunk."""
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each object that is read for the first time; None for a missing object."""
+        """Yield the result of `index_of` for each object, or None if it is missing; callers cache the results."""
 
     def file(self, at: At, identity: Any) -> File:
         """Return an object that `indexed` has read before."""

@@ -136,7 +136,7 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Open each file for the first time and yield the result of `index_of`; None for a missing file."""
+        """Open each file and yield the result of `index_of`, or None if the file is missing."""
         for at in ats:
             path = self._path(at)
             try:

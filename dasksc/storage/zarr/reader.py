@@ -77,7 +77,10 @@ class ZarrFile:
             path = os.path.join(self.path, name, metadata)
             if os.path.exists(path):
                 return FileIdentity.of(path)
-        raise StorageError(f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray)")
+        raise StorageError(
+            f"{self.path}:/{name} has no metadata (no zarr.json, no .zarray), so the store is "
+            "incomplete. Copy or download it again."
+        )
 
 
 def _inside(path: str | RemoteLocation) -> str | None:

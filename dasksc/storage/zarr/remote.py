@@ -16,7 +16,7 @@ from dasksc.errors import CorruptDataError, InputError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.client import ObjectIdentity, too_long_error
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
@@ -168,7 +168,7 @@ class StoreObjects:
                 if seen is None:  # the cached content must be that of the current object
                     seen = self._seen.keep(at, location.client.stat(location.key))
                 if seen.size > longest:
-                    raise CorruptDataError(f"{location} has {seen.size} bytes, but at most {longest} are expected")
+                    raise too_long_error(str(location), seen.size, longest)
                 return RemoteFile(location, seen, cache=self._cache).fetch(0, seen.size)
             data, identity = location.client.get(location.key, expected=seen, longest=longest)
         except MissingPathError:
