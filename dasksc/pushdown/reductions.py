@@ -7,6 +7,7 @@ lets others register an implementation. The methods are therefore set on the arr
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial, wraps
@@ -40,8 +41,10 @@ def add_reductions(array: da.Array) -> da.Array:
         They accumulate in float64 or 64-bit integers. Each reduction reads the array once.
     """
     functions: dict[str, Callable[..., da.Array]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
+    # Methods that refer to `array` itself would form a cycle, which keeps files open until the garbage collector runs.
+    plain = copy.copy(array)
     for name, function in functions.items():
-        setattr(array, name, wraps(getattr(da.Array, name))(partial(function, array)))
+        setattr(array, name, wraps(getattr(da.Array, name))(partial(function, plain)))
     return array
 
 

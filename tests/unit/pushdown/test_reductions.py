@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import anndata as ad
@@ -117,3 +119,12 @@ def test_sums_over_genes_are_computed_row_by_row(code, tmp_path):
         rows = np.arange(3, 33, 5)
         found = dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
     np.testing.assert_allclose(found, expected[rows], rtol=1e-5)
+
+
+def test_an_array_is_released_without_the_garbage_collector():
+    gc.disable()
+    try:
+        array = weakref.ref(lazy("f4")[0])  # outside of the assert statement, in which pytest keeps values
+        assert array() is None
+    finally:
+        gc.enable()
