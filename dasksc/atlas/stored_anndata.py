@@ -11,7 +11,7 @@ from anndata import AnnData
 from anndata.io import read_elem
 
 from dasksc.atlas.assemble import assemble
-from dasksc.atlas.checks import check_before_reading, items_read_whole
+from dasksc.atlas.element_sizes import check_before_reading, items_read_whole
 from dasksc.atlas.elements import is_group, is_null, lazy_element, read_mapping
 from dasksc.atlas.legacy import decode_old_categories, is_record_array, old_raw
 from dasksc.atlas.lookup import known_columns

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dasksc.atlas.assemble import assemble
 from dasksc.atlas.cell_names import nameless_index, read_names
-from dasksc.atlas.checks import check_before_reading
+from dasksc.atlas.element_sizes import check_before_reading
 from dasksc.atlas.elements import Unwrapped, stored_matrix
 from dasksc.atlas.lookup import known_columns, require_key
 from dasksc.atlas.options import OpenOptions

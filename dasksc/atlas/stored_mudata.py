@@ -9,7 +9,7 @@ from typing import Any
 from anndata import AnnData
 
 from dasksc.atlas.assemble import raw_of, unchecked, without_genes
-from dasksc.atlas.checks import check_before_reading, items_of_table
+from dasksc.atlas.element_sizes import check_before_reading, items_of_table
 from dasksc.atlas.elements import is_lazy_matrix, lazy_element
 from dasksc.atlas.options import OpenOptions
 from dasksc.atlas.stored_anndata import read_root

@@ -9,7 +9,7 @@ import pandas as pd
 from anndata.io import read_elem
 
 from dasksc.atlas.cell_names import nameless_index, read_names
-from dasksc.atlas.checks import check_table, lengths_of
+from dasksc.atlas.element_sizes import check_table, lengths_of
 from dasksc.atlas.legacy import is_record_array, table_of_records
 from dasksc.atlas.lookup import known_columns
 from dasksc.atlas.options import OpenOptions

@@ -14,7 +14,7 @@ from anndata.io import read_elem, write_elem
 
 from dasksc.atlas.attaching import path_names
 from dasksc.atlas.cell_names import stored_names
-from dasksc.atlas.checks import check_before_reading, items_of_table
+from dasksc.atlas.element_sizes import check_before_reading, items_of_table
 from dasksc.atlas.elements import is_group
 from dasksc.atlas.inputs import atlas_inputs
 from dasksc.atlas.options import OpenOptions

@@ -70,9 +70,9 @@ def command(
         if error.name not in ("pydantic", "yaml"):
             raise
         raise InputError("dasksc train needs pydantic and PyYAML: pip install 'dasksc[train]'") from error
-    from dasksc.train import checks
+    from dasksc.train import config_checks
 
-    config = checks.load_config(path, changes=changes, with_paths=not check)
+    config = config_checks.load_config(path, changes=changes, with_paths=not check)
     if check:
         click.echo(json.dumps(config.model_dump(), indent=None if as_json else 2))
         return

@@ -23,7 +23,7 @@ from anndata.io import write_elem
 
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.atlas.cell_names import digest_names
-from dasksc.atlas.checks import lengths_of
+from dasksc.atlas.element_sizes import lengths_of
 from dasksc.errors import InputError, MissingPathError
 from dasksc.inference.outputs import Output
 from dasksc.inference.work import NanRows, Work

@@ -16,12 +16,13 @@ from torch import nn
 
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.checks import check_config, explain_nonfinite_loss
 from dasksc.train.config import Config
+from dasksc.train.config_checks import check_config
 from dasksc.train.data import EpochLoader, EpochLoaders, make_loaders, on_device
 from dasksc.train.import_paths import arguments_of, check_arguments, find
 from dasksc.train.loggers import CSVLog, Log, check_loggers, make_logs
 from dasksc.train.models import BUILT_IN
+from dasksc.train.nonfinite_loss import explain_nonfinite_loss
 from dasksc.train.optim import LearningRate, make_optimizer
 from dasksc.train.parallel import (
     DistributedModel,

@@ -23,7 +23,7 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import checks
+from dasksc.atlas import element_sizes
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
@@ -433,7 +433,7 @@ def test_arrays_of_a_zarr_store_that_are_never_written_are_refused(tmp_path: Pat
 def test_large_tables_that_compress_well_are_read(
     tmp_path: Path, format: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_ROOM_BYTES", 2**20)
+    monkeypatch.setattr(element_sizes, "_ROOM_BYTES", 2**20)
     adata = full()
     adata.uns["zeros"] = np.zeros(2**19)
     adata.uns["names"] = np.array([f"a name {i}" for i in range(2000)], dtype=object)
@@ -446,7 +446,7 @@ def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatc
     path = write_store(full(), tmp_path, "h5ad")
     with h5py.File(path, "r+") as file:
         file["uns/large"] = np.ones(2**18)
-    monkeypatch.setattr(checks, "_ROOM_BYTES", 2**20)
+    monkeypatch.setattr(element_sizes, "_ROOM_BYTES", 2**20)
     memory_of(2**20, monkeypatch)
     with pytest.raises(StorageError, match="this machine has only 1048576 bytes of memory"):
         dasksc.open(path)

@@ -254,7 +254,7 @@ def test_large_tables_are_counted_in_the_archive(tmp_path: Path, monkeypatch: py
     adata = make_adata()
     adata.uns["large"] = np.random.default_rng(0).random(2**16)
     archive = zip_of(write_store(adata, tmp_path, "zarr3"))
-    monkeypatch.setattr("dasksc.atlas.checks._ROOM_BYTES", 2**10)
+    monkeypatch.setattr("dasksc.atlas.element_sizes._ROOM_BYTES", 2**10)
     assert dasksc.open(archive).uns["large"].shape == (2**16,)
 
 

@@ -16,10 +16,11 @@ import scipy.sparse as sp
 import torch
 
 from dasksc import DaskscError, InputError, MissingKeyError, MissingPathError
-from dasksc.train.checks import check_config, explain_nonfinite_loss, load_config
 from dasksc.train.config import Config
+from dasksc.train.config_checks import check_config, load_config
 from dasksc.train.data import make_loaders
 from dasksc.train.loggers import metrics_line
+from dasksc.train.nonfinite_loss import explain_nonfinite_loss
 
 pytestmark = pytest.mark.core
 

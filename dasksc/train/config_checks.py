@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import scipy.sparse as sp
 import torch
 from pydantic import ValidationError
 from torch import nn
@@ -27,7 +25,7 @@ from dasksc.train.optim import make_optimizer
 from dasksc.train.yaml_trees import changed, copied, read_file
 from dasksc.transforms.tokenizer_config import from_config
 
-__all__ = ["check_config", "load_config", "explain_nonfinite_loss"]
+__all__ = ["check_config", "load_config"]
 
 # Placeholders for the model arguments that are filled in from the data (`dasksc.train.models`).
 _FACTS = {"n_genes": 2, "n_labels": 2, "n_tokens": 5, "pad_id": 0, "n_bins": 5, "max_seq_len": 2**20}
@@ -36,8 +34,6 @@ _PLACEHOLDERS: dict[str, dict[str, Any]] = {
     "data": {"path": "atlas.h5ad"},
     "model": {"name": "mlp_classifier", "label": "label"},
 }
-_N_INSPECTED = 1024
-_LOWER_RATE = "lower training.optimizer.lr, or set a training.gradient_clip"
 
 
 def check_config(config: Config) -> None:
@@ -172,40 +168,6 @@ def _problems(config: Config, *, with_model: bool = True) -> list[DaskscError]:
         except DaskscError as error:
             problems.append(error)
     return problems
-
-
-def explain_nonfinite_loss(dataset: Any) -> str:
-    """Return the likely reason for a NaN or infinite loss, found in the first rows of X.
-
-    Parameters
-    ----------
-    dataset
-        Training set.
-    """
-    x = getattr(dataset.collection, "X", None)
-    if x is None:
-        return f"Look for NaN in the data, {_LOWER_RATE}"
-    rows = x[:_N_INSPECTED]
-    rows = rows.compute() if hasattr(rows, "compute") else rows
-    values = np.asarray(rows.data if sp.issparse(rows) else rows).ravel()
-    if not np.isfinite(values).all():
-        return "X holds NaN or infinite values: repair the atlas, or leave these cells out with data.filter"
-    least = values.min(initial=0)
-    if least < 0:
-        return (
-            f"X holds negative values, down to {least:.3g}, as scaled or centered data does; the built-in models "
-            "expect counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw"
-        )
-    if (values % 1 != 0).any():
-        return (
-            f"X holds fractional values, as normalized or scaled data does (maximum {values.max():.3g}); the built-in "
-            "models expect counts. Give an atlas of counts, or set data.open.raw=true if the atlas keeps them in raw. "
-            f"If your model expects such values, {_LOWER_RATE}"
-        )
-    return (
-        f"The first {rows.shape[0]:,} rows of X hold no NaN and no negative values, so the learning rate is probably "
-        f"too high: {_LOWER_RATE}"
-    )
 
 
 def _check_strategy(config: Config) -> None:
