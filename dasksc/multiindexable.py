@@ -206,10 +206,11 @@ class MultiIndexable:
         Returns
         -------
         MultiIndexable
-            Numeric and boolean NumPy arrays become tensors (on the CPU, they share memory with the array); tensors and
-            members with a method ``to`` are moved. Other members (text, SciPy matrices, pandas objects) and
-            `unstructured` are the same objects as before. Categoricals are not converted either: AnnData renumbers the
-            categories of every selection, so their codes differ between batches and cannot serve as labels.
+            Numeric and boolean NumPy arrays become tensors; tensors and members with a method ``to`` are moved. On the
+            CPU, a tensor shares memory with its array, unless the array is read-only, has a negative stride or is not
+            in native byte order. Other members (text, SciPy matrices, pandas objects) and `unstructured` are the same
+            objects as before. Categoricals are not converted either: AnnData renumbers the categories of every
+            selection, so their codes differ between batches and cannot serve as labels.
         """
 
         def move(member: Any) -> Any:

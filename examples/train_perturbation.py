@@ -59,7 +59,7 @@ def sets_of(batch: dasksc.Batch, codes: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def distance(predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the energy distance between sets of cells and the squared distance between their means."""
+    """Return the energy distance (without its constant term) plus the squared distance of means, averaged over sets."""
 
     def mean_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.cdist(one, other).mean(dim=(1, 2))

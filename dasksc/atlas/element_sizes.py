@@ -104,7 +104,7 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored size of arrays in bytes; `enough` if the sum reaches it, or if counting is expensive."""
+    """Return the stored size of arrays in bytes; any number from `enough` on if it reaches that or is slow to count."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):

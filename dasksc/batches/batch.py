@@ -301,7 +301,7 @@ class Change(Protocol):
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row to change.
         indptr, columns, values
@@ -314,7 +314,7 @@ class Change(Protocol):
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row of `dense`.
         dense
@@ -327,7 +327,7 @@ class Change(Protocol):
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         source
             CSR rows of the batch in memory; see `RowBuffer.source`.
         dense

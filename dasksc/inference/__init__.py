@@ -19,7 +19,7 @@ Each rank
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
 
-Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is lacking. Complete
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is needed. Complete
 units are kept, and the same call predicts the others.
 """
 

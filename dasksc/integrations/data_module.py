@@ -1,8 +1,8 @@
 """Data sets of a Lightning run, for either of Lightning's two packages.
 
-Lightning restores the state of a loader only if it considers the epoch unfinished, and never once
-``trainer.estimated_stepping_batches`` has been read. The data module therefore keeps the state, since Lightning always
-restores the state of a data module.
+Lightning restores the state of a loader only if it considers the epoch unfinished, and only if
+``trainer.estimated_stepping_batches`` has not been read. The data module therefore keeps the state, since Lightning
+always restores the state of a data module.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class Writer:
 
 
 class _Batches:
-    """Batches of a share. The object has no length, since Lightning raises an error if that of a rank is 0."""
+    """Batches of a share, without a length, since Lightning raises an error if the length is 0 on a rank."""
 
     def __init__(self, share: Share | None) -> None:
         self._share = share

@@ -329,7 +329,7 @@ class EpochRun:
 def _batch_of(
     maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int, changes: list[Any]
 ) -> torch.Tensor | Batch:
-    """Gather batch `i` of a fetch, with sets and controls if the strategy has them, and change its values."""
+    """Gather batch `i` of a fetch, with sets and controls if the strategy has them, and apply `changes`."""
     batch = maker.make(fetched, fetch.rows, fetch.batch(i), changes)
     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
     if groups is not None:

@@ -271,7 +271,8 @@ class IndexedSource(Source):
 
     def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
         """Read ascending rows and apply `fetch_transform`."""
-        # Fetches of an AnnData run concurrently; hooks and collections of the user are called one at a time.
+        # Fetches of an AnnData or a Dask array run concurrently. Hooks are called, and other collections are indexed,
+        # one at a time.
         ours = isinstance(self.collection, AnnDataView | lazy.MatrixRows)
         data = None
         if hooks.fetch_callback is None and ours:
@@ -503,7 +504,7 @@ def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
-    """Return `columns` under the key of each matrix whose columns are genes."""
+    """Return a dict with `columns` for each key of a matrix whose columns are genes; empty if `columns` is None."""
     return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
 
 

@@ -250,7 +250,8 @@ class MemoryModel:
     def fitting_fetch_factor(self, limit: int, *, prefetch: int | None) -> int:
         """Return the largest number of batches per fetch for which iterating fits in `limit`; at least 1.
 
-        The result assumes that no file is mapped, and a number of threads that does not depend on the machine.
+        The result assumes that no file is mapped and that `NOMINAL_THREADS` threads fetch, so it does not depend on the
+        machine.
         """
         row_bytes = sum(max(cost.row, cost.held) for cost in self.read.values())
         n_threads = NOMINAL_THREADS

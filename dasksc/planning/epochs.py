@@ -1,12 +1,11 @@
 """Epoch counter shared by the copies of a data set.
 
-DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each
-epoch. A counter in the object would therefore restart every epoch. `EpochCounter` keeps the count in a
-small file that all copies share, whether they were made by fork or by pickling.
+DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each epoch. A counter in
+the object would therefore start again from zero in every epoch. `EpochCounter` keeps the count in a small file that all
+copies share, whether they were made by fork or by pickling.
 
-The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. If a worker has
-already read the epoch of its base seed, it begins a new epoch too, because the user reseeded torch or the workers are
-persistent.
+The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker that joins
+again with the same base seed also begins a new epoch: either the user reseeded torch, or the workers are persistent.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class EpochCounter:
         base_seed, worker, n_workers
             As for `join`.
         epoch
-            Epoch that the pass was reading.
+            Epoch of the loaded state, which the pass is to read.
         """
         with self._locked() as state:
             for one in reversed(state["passes"]):

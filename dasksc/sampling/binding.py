@@ -114,7 +114,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
     Parameters
     ----------
     strategy
-        Strategy defined in `dasksc.sampling.strategies`.
+        Built-in strategy (`BuiltInStrategy`).
     keep
         Mask of the kept rows of the collection, shape (n_obs,), bool.
     by

@@ -36,7 +36,8 @@ class MatchRequest:
     n_controls
         Number of control cells for each target cell.
     block_size
-        Number of neighbors that are read together, if controls that match the same targets are stored together.
+        Number of neighboring control rows that are read together, if the runs of controls that match the same targets
+        are at least this long on average; otherwise, controls are drawn one by one.
     unmatched
         ``"error"``, ``"drop"`` or ``"loosen"``.
     """
@@ -98,7 +99,7 @@ def match_groups(
     Returns
     -------
     controls, groups, accounts
-        Controls, groups with controls, and counts by the names of `SetAccounts`.
+        Controls, the groups that have controls, and a dict of counts whose keys are names of fields of `SetAccounts`.
 
     Raises
     ------
@@ -191,7 +192,9 @@ def _missing_as_label(column: CodedColumn) -> CodedColumn:
 
 
 def _pools_of(key_rows: _Int64s, request: MatchRequest, control_candidates: Candidates, positions: _Int64s) -> _Pools:
-    """Find the control cells that agree with each key row in the largest possible number of columns.
+    """Find the control cells that agree with each key row in as many leading columns of ``match`` as possible.
+
+    Unless ``unmatched="loosen"``, they must agree in all columns.
 
     Parameters
     ----------

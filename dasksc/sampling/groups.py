@@ -21,7 +21,7 @@ __all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group
 
 _Int64s = NDArray[np.int64]
 
-# Number of codes up to which a table by code is acceptable, even for few rows.
+# A table with one entry per code may have this many entries, however few rows there are.
 _FEW_CODES = 2**22
 # Maximum number of labels in an error message.
 _N_SHOWN = 20
@@ -72,7 +72,7 @@ class CodedColumn:
         Raises
         ------
         MissingKeyError
-            If the column lacks a label.
+            If a `wanted` label is not a label of the column.
         WrongTypeError
             If `wanted` contains an object that cannot be a label.
         """

@@ -1,8 +1,8 @@
 """Sampling strategies, which determine the rows of an epoch.
 
-A strategy is a frozen specification. *Binding* it to a collection checks it against the number of rows and
-returns a `Sampler`, whose `Sampler.draw` returns the rows of an epoch, in storage order. The plan determines
-the order in which ranks read them (`dasksc.planning.plan`).
+A strategy is a frozen specification. *Binding* it to a collection checks it against the number of rows and returns a
+`Sampler`. `Sampler.draw` returns the `Draw` of an epoch, which computes the row at any position in the epoch. The plan
+deals these positions to the ranks (`dasksc.planning.plan`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class SamplingStrategy:
     """Base class of sampling strategies. Derive from it to write your own.
 
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
-    resuming. `get_indices` is called once per epoch on every rank, with the same seed on all of them. Its result must
-    depend only on the collection and the seed. The result is cut into fetches, which are dealt to the ranks in turn.
+    resuming. Every rank and every DataLoader worker calls `get_indices` in each epoch, with the same seed. Its result
+    must depend only on the collection and the seed. The result is cut into fetches, which are dealt to the ranks in
+    turn.
 
     Parameters
     ----------
@@ -188,8 +189,8 @@ def _obs_column(collection: Any, key: str) -> Any:
 class Streaming(BuiltInStrategy):
     """Strategy that yields every row once, in storage order.
 
-    The rows that ``drop_last`` omits are always at the end: the last rows or, with `shuffle`, random rows among those
-    of the last fetches.
+    The rows that ``scDataset(drop_last=True)`` omits are always at the end: the last rows or, with `shuffle`, random
+    rows among those of the last fetches.
 
     Parameters
     ----------
@@ -253,8 +254,8 @@ class BlockShuffling(BuiltInStrategy):
         candidates = Candidates.of(self.indices, n_obs)
         block_size = self.block_size
         if block_size >= candidates.n > 1 and not self.drop_last:
-            # A single block has only one order. With fetches shorter than the block, the same rows would come last in
-            # every epoch, and drop_last would always leave them out.
+            # A single block has only one order, so with fetches shorter than the block, the same rows would come last
+            # in every epoch.
             block_size = -(-candidates.n // 2)
         return RowSampler(candidates, block_size, shuffle_blocks=True, shuffle_rows=True, drop_last=self.drop_last)
 
@@ -355,8 +356,8 @@ class ClassBalancedSampling(BuiltInStrategy):
     indices
         Rows to draw from: row numbers in any order, a boolean mask or a slice. None: all.
     total_size
-        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from; with ``replace=False``,
-        the largest number for which no class runs out of rows.
+        Number of draws in an epoch, over all ranks. Default: the number of rows to draw from; with ``replace=False``
+        and no `sampling_size`, the largest number for which no class runs out of rows.
     replace
         If True, a row can be drawn repeatedly.
     sampling_size

@@ -138,7 +138,7 @@ class StratifiedSampler:
         counts
             Number of candidates of each class.
         options
-            Other parameters of the class.
+            Other parameters of `StratifiedSampler`, by name.
         """
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -147,7 +147,7 @@ class StratifiedSampler:
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:
-        """Return a sampler for batches of a given size; the same object if it already has a size.
+        """Return a sampler for batches of a given size; return self if `batch_rows` is already set.
 
         Raises
         ------

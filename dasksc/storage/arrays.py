@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-# Types of metadata and of the nodes of a file. A library that gets one of these types where it expects another raises
-# an AttributeError for this object.
+# Types of metadata and of the nodes of a file. A library that gets an object of one of these types where it expects
+# another type raises an AttributeError whose `obj` is that object.
 _PLAIN_DATA = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
     h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,

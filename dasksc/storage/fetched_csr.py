@@ -181,10 +181,11 @@ class CSRRowBuffer(RowBufferBase):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, with the common columns; return self if they are in one already.
+        """Copy the rows into a contiguous block; return self if they are in one already.
 
-        Column indices take two bytes if possible. Values take one or two bytes if they are counts, which many atlases
-        store as floats. Batches gathered from the copy are identical bit for bit.
+        Columns of several matrices are mapped to their common columns. Column indices take two bytes, if possible.
+        Values take one or two bytes if they are counts, which many atlases store as floats. Batches gathered from the
+        copy are identical bit for bit.
         """
         if self._block is not None:
             return self
@@ -208,9 +209,10 @@ class CSRRowBuffer(RowBufferBase):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block, with the given data types and the common columns.
+        """Copy the rows into a contiguous block with the given data types.
 
-        Columns stay in stored order, and repeated columns are not summed, since their sums may not fit into `data`.
+        Columns of several matrices are mapped to their common columns. Columns keep their stored order, and repeated
+        columns are not summed, since their sums may not fit into `data`.
         """
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:

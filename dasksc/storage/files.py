@@ -45,7 +45,8 @@ UseMmap: TypeAlias = bool | Literal["auto"]
 _ADVICE_GAP_BYTES = 32 * 2**10
 # Linux limits a read-ahead request to the largest transfer of the device, 1.25 MiB or more.
 _ADVICE_BYTES = 2**20
-# Adjacent ranges are read together up to this size, which stays in the cache of a core until it is decoded.
+# Adjacent ranges are read together up to this size, so that the bytes stay in the cache of a core until they are
+# decoded.
 _READ_BYTES = 2**18
 # A request for a range that is already in the page cache costs a microsecond. Such requests would take half the time of
 # a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read the rest.
@@ -151,7 +152,7 @@ class LocalFile:
     def mapped_ranges(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """Return the address of each range, 0 for an offset of -1, and the map that contains them."""
+        """Return the address of each range (0 for an offset of -1), and the map that contains the ranges."""
         written = offsets >= 0
         if (offsets + sizes)[written].max(initial=0) > self.identity.size:
             raise CorruptDataError(
@@ -240,7 +241,8 @@ class LocalFile:
         except StorageError:
             raise
         except OSError as error:
-            # Buffered reads meet any other error again, and report which rows are affected.
+            # After any other error than EINVAL, the buffered reads that follow fail too, and report which rows are
+            # affected.
             if error.errno == errno.EINVAL:
                 self._can_read_direct = False
             return None

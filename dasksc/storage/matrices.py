@@ -257,7 +257,7 @@ class CSCMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes: that of the whole matrix, or three times that in total during the conversion."""
+        """Memory that a fetch takes: the size of the whole matrix, and three times that size during the conversion."""
         n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
         return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)

@@ -197,8 +197,8 @@ class ColumnMaps:
     Parameters
     ----------
     positions
-        Common column of each column of a matrix, one integer array per matrix, shape (n_columns,); -1 for dropped
-        columns. Matrices may share an array.
+        Common column of each column of a matrix, one integer array per matrix, as long as the matrix has columns; -1
+        for dropped columns. Matrices may share an array.
     n_vars
         Number of common columns.
     fill_value
@@ -342,13 +342,14 @@ class RowBuffer(Protocol):
         """
 
     def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
-        """Return the arguments by which kernels copy the CSR rows at `positions` and change their values.
+        """Return the arguments with which kernels copy the CSR rows at `positions` and change their values.
 
         Returns
         -------
         tuple or None
             ``(positions, lengths, data_at, indices_at, n_vars, like_data, like_indices)``. None if the rows are dense,
-            if columns are renumbered or added up, or if kernels cannot write the values in the type `dtype`.
+            if columns are renumbered or added up, if a row with unsorted or repeated columns was found earlier, or if
+            kernels cannot write the values in the type `dtype`.
         """
 
     def compact(self) -> RowBuffer:

@@ -201,7 +201,8 @@ class _Cells:
             raise InputError(f"qc={qc!r} is a string; give a list of names: qc=[{qc!r}]")
         masks = _of_var(source.adata, qc) if not isinstance(qc, Mapping) else _of_genes(source.adata, qc)
         self._names = list(masks)
-        # Totals and numbers of genes, and the table, which has two columns, plus two for each set of genes.
+        # Per cell: totals of all genes and of each set, the number of genes, and the columns of the table (two, and two
+        # more for each set).
         n_bytes = 8 * source.n_rows * (2 + len(masks) + 2 + 2 * len(masks))
         source.reserve(f"statistics of {source.n_rows:,} cells", n_bytes, "Select cells with filter=")
         self._masks = np.zeros((len(masks), source.adata.n_vars), dtype=bool)

@@ -273,8 +273,8 @@ class Training(_Section):
     checkpoint_dir
         Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every
-        Number of steps between checkpoints, in addition to those after each validation; default: one checkpoint
-        at the end of each epoch. A checkpoint is always written at the end of the run.
+        Number of steps between checkpoints, in addition to those after each validation (none if `save_top_k` is 0);
+        default: one checkpoint at the end of each epoch. A checkpoint is always written at the end of the run.
     save_top_k
         Number of best checkpoints to keep in addition to the latest; -1 keeps all.
     monitor, monitor_mode

@@ -286,7 +286,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
 
 
 def _check_names(adata: Any, config: Config) -> None:
-    """Raise one error for all unknown names of layers, obsm and obs columns, each after its key."""
+    """Raise one error that lists all unknown layers, obsm and obs columns, each with its key in the configuration."""
     data = config.data
     columns: dict[str, list[Any]] = {
         "data.obs": data.obs,

@@ -304,8 +304,9 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     n_nodes
         Number of nodes of the run.
     environment
-        Environment variables of the process. They are used if `given` is None: ``GROUP_RANK``, or the node number in a
-        Slurm step (outside a step: job) that has `n_nodes` nodes.
+        Environment variables of the process. If `given` is None and there are several nodes, the rank is ``GROUP_RANK``
+        or, if that is not set, the node number in the Slurm step. Outside a step, it is the node number in the Slurm
+        job. The step or job must have `n_nodes` nodes.
 
     Raises
     ------
@@ -363,7 +364,8 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
         agrees = (environment.get(rank), environment.get(size)) == here
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
-    # A local world size of 1 may also mean that it is unknown. A rank that is alone on its node may use any GPU.
+    # If the local world size is unknown, it is 1, so the global rank is returned. A rank that really is alone on its
+    # node may use any GPU.
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 

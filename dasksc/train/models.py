@@ -164,8 +164,9 @@ class Autoencoder(nn.Module):
     dropout
         Dropout probability after each hidden layer.
     variational
-        If True, draw the latent representation from a normal distribution, and add its KL divergence from the
-        standard normal distribution to the loss.
+        If True, draw the latent representation from a normal distribution (in evaluation mode, use its mean), and add
+        the KL divergence of this distribution from the standard normal distribution, divided by `n_genes`, to the loss.
+        The reconstruction error is also a mean over genes.
     beta
         Weight of the KL divergence.
 
@@ -259,9 +260,9 @@ class TokenTransformer(nn.Module):
         Size of the vocabulary, maximum length of a cell, id of padding, and number of bins; filled in from the
         tokenizer.
     label, n_labels
-        Name of an obs column to predict from the mean over the tokens of a cell, and its number of labels. Without a
-        label, the model predicts masked genes (or their bins, if `n_bins` is given, as for `ValueBins`). This requires
-        a tokenizer with a ``mask_ratio``.
+        Name of an obs column to predict from the mean embedding of the tokens of a cell, and its number of labels.
+        Without a label, the model predicts masked genes (or their bins, if `n_bins` is given, as for `ValueBins`). This
+        requires a tokenizer with a ``mask_ratio``.
     hidden_dim, num_layers, num_heads
         Width, number of blocks, and number of attention heads per block.
     dropout

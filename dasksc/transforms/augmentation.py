@@ -187,7 +187,7 @@ class _Augmentation:
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row to change.
         indptr, columns, values
@@ -207,7 +207,7 @@ class _Augmentation:
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         first_row
             Position in the batch of the first row of `dense`.
         dense
@@ -227,7 +227,7 @@ class _Augmentation:
         Parameters
         ----------
         rows
-            Row number in the collection of every row of the batch, shape (n_rows,), int64.
+            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         source
             CSR rows of the batch in memory, for kernels.
         dense

@@ -328,7 +328,7 @@ def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator
 
 
 def _read(file: LocalFile | RemoteFile, offset: int, n_bytes: int) -> bytes:
-    """Read bytes of a file, up to its end; blocks of a remote file that h5py has read are not requested again."""
+    """Read `n_bytes` of a file, fewer at its end; remote blocks that h5py has read are not requested again."""
     data = bytearray(max(0, min(n_bytes, file.identity.size - offset)))
     if isinstance(file, LocalFile):
         file.read(offset, memoryview(data))

@@ -1,9 +1,9 @@
 """Local cache of blocks of remote objects: bounded, shared by processes, and verified on every read.
 
 Each block is a file. Its name is derived from the URL, size, ETag and modification time of the object and from the
-offset of the block. Files are therefore never modified in place, and another version of an object has other names. A
-file has a temporary name until it is complete. When the folder reaches its limit, the least recently used files are
-removed. There are no locks.
+offset of the block. Files are therefore never modified in place: the blocks of another version of the object have other
+names. A file has a temporary name until it is complete. When the folder reaches its limit, the least recently used
+files are removed. There are no locks.
 
 The folder belongs to one user, with mode 0700; a folder that others can access is not used. The folder contains a
 random key with mode 0600. A block consists of pages, each with a tag (a keyed digest) that every read verifies. The
@@ -44,8 +44,8 @@ _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
 # Shares of the limit. A process measures the folder each time it has written the first share. A folder larger than the
-# second share is reduced to the third. Four concurrent writers therefore stay below the limit, and n writers below
-# 15/16 + n/64 of it.
+# second share is reduced to the third. Four concurrent writers therefore stay within the limit, and n writers within
+# 15/16 + n/64 of it, apart from one block per writer.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 # A file that was used within this time is not marked as used again.
 _FRESH_S = 60.0
@@ -69,7 +69,8 @@ class Cache:
     folder
         Path of the folder. It is created for this user alone when the first block is read.
     limit
-        Maximum size in bytes. Each concurrent writer beyond four may exceed it by 1/64.
+        Maximum size in bytes. Concurrent writers may exceed it by one block each and, from the fifth writer on, by
+        another 1/64 of the limit each.
     """
 
     folder: str

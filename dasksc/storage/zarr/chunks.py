@@ -44,7 +44,7 @@ class Objects(Protocol):
         """True if the calling thread may memory-map the objects."""
 
     def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced, unless only reads of objects can detect this."""
+        """Raise an error if the array was replaced, unless the reads of its objects check this."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole objects, each a chunk of `n_bytes` decoded bytes; None for a missing object."""
@@ -154,7 +154,10 @@ class _Shards:
                 yield MappedChunks(at=at, sizes=sizes, owner=owner)
 
     def _ranges(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the shard, offsets and sizes of each run of chunks; None and -1 if one was never written."""
+        """Yield the shard, offsets and sizes of each run of chunks in the same shard.
+
+        A shard that was never written is None. The offset of a chunk that was never written is -1, and its size is 0.
+        """
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
         shard_at = at // per_shard
