@@ -75,8 +75,9 @@ def run_ahead(
 ) -> Iterator[T]:
     """Run `jobs` on a few threads, ahead of the consumer, and yield their results in order.
 
-    The consumer submits jobs when it takes results, so no thread ever waits for another. Closing the iterator ends
-    the threads. They also end when the interpreter begins to exit; the consumer then runs the remaining jobs itself.
+    The consumer itself submits the jobs, when it takes results, so the threads wait only for jobs, never for one
+    another. Closing the iterator ends the threads. They also end when the interpreter begins to exit; the consumer then
+    runs the remaining jobs itself.
 
     Parameters
     ----------

@@ -38,7 +38,9 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
 
     Notes
     -----
-    An epoch is healthy if training waits for less than 5% of the time. Otherwise, the bottleneck is:
+    An epoch is healthy if training waits for less than 5% of the time. If training waits longer, but at most one fetch
+    has been received, no bottleneck is named: the epoch is starting, or is too short to read ahead. Otherwise, the
+    bottleneck is:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;

@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def model_digest(value: Any) -> str:
-    """Return a digest of a model, a function, or their content.
+    """Return a digest of a model, a function or any other object, such as a list of functions.
 
     Parameters
     ----------

@@ -255,7 +255,8 @@ class Work(WorkFolder):
         categories
             Labels of integer codes, by name.
         published
-            Keys that an interrupted process published, so that their shards are in the target.
+            Keys that an interrupted process has already published; their shards are in the target, not in the work
+            folder.
 
         Raises
         ------

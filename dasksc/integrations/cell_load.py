@@ -55,8 +55,8 @@ class Experiment:
         perturbation listed for both ``val`` and ``test`` is in both. Control cells are in ``train``, including those of
         cell types whose perturbations are held out. Cell types that `from_toml` leaves out are in no part.
     table
-        Data frame with one row per dataset and cell type: the number of its perturbations and cells in each part, and
-        the number of its control cells.
+        Data frame with one row per dataset and cell type: the numbers of its perturbations and of its perturbed cells
+        in each part, and the number of its control cells.
 
     Examples
     --------
@@ -113,7 +113,8 @@ def from_toml(
     MissingKeyError
         If no file of a dataset has a given cell type, or obs lacks a column.
     InputError
-        If the file is not TOML, or the content of a section is invalid.
+        If the file is not TOML, the content of a section is invalid, no cell has the label `control_pert`, or two files
+        of a dataset have the same name without suffix.
 
     Notes
     -----
@@ -313,7 +314,7 @@ def _table(
     is_control: NDArray[np.bool_],
     parts: Mapping[str, NDArray[np.int64]],
 ) -> pd.DataFrame:
-    """Return the number of perturbations and cells of each context in each part."""
+    """Count the perturbations and the perturbed cells of each part, and the control cells, by context."""
     codes, n = perturbations.cat.codes.to_numpy().astype(np.int64), len(names)
     n_codes = len(perturbations.cat.categories) + 1
     columns = {}

@@ -46,8 +46,8 @@ HIDDEN, REPLACED, SHOWN = 1, 2, 3
 def row_keys(key, rows, out):
     """Write a key for each row of a batch into `out`, shape (n_rows,), uint64.
 
-    The keys depend on the row numbers `rows`, shape (n_rows,), int64, their order, and the position in the batch. A
-    row that occurs twice in a batch gets two different keys.
+    Each key depends on `key`, on the numbers of all rows of the batch (`rows`, shape (n_rows,), int64) and their order,
+    and on the position of its own row. A row that occurs twice in a batch gets two different keys.
     """
     batch = np.uint64(key)
     for i in range(len(rows)):
@@ -154,7 +154,7 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
     """Write the tokens of each row in the order of their columns, with the bins of their values.
 
     The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest value, equal to
-    ``numpy.quantile`` bit by bit. Bins and edges are numbered from 1, and bin i begins at edge i, so the last bin,
+    ``numpy.quantile`` bit for bit. Bins and edges are numbered from 1, and bin i begins at edge i, so the last bin,
     ``n_bins - 1``, holds only the largest value. Bin 0 is not used for tokens. If several edges are equal, a value on
     them is assigned at random to one of the bins that begin there. If there are more tokens than fit, a random sample
     is written.

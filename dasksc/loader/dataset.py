@@ -372,8 +372,9 @@ class scDataset(IterableDataset[Any]):
     def projected_pages(self) -> int | None:
         """Pages in the page cache that iteration uses at the same time, in bytes; None as for `projected_bytes`.
 
-        For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They
-        are not part of the memory of this process. However, the cgroup of a Slurm job or a container counts them.
+        For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They do
+        not count towards `memory_limit` and `projected_bytes`. However, the cgroup of a Slurm job or a container counts
+        them.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
@@ -425,7 +426,8 @@ class scDataset(IterableDataset[Any]):
     def fingerprint(self) -> str:
         """Digest of the properties that must be equal on all ranks.
 
-        These are shapes and data types, the strategy and its arrays, batch size, fetch factor and seed.
+        These are shapes and data types, the strategy and its arrays, batch size, fetch factor, `drop_last`,
+        `equal_ranks`, seed, and the layout, data type and columns of batches.
         """
         sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
@@ -473,8 +475,9 @@ class scDataset(IterableDataset[Any]):
         -------
         dict
             ``version``, ``seed``, ``epoch``, ``fingerprint`` (properties that must match), ``settings`` (the strategy
-            as text, for error messages) and ``consumed``: for each segment of the epoch its world size, batch size,
-            fetch factor and batches per rank.
+            as text, for error messages) and ``consumed``, the segments of the epoch that have been read: for each
+            segment, its world size, batch size and fetch factor, and the number of batches that every rank has read
+            with them.
         """
         position = self._tracker.current or EpochPosition(self._counter.peek())
         return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
@@ -583,9 +586,10 @@ class scDataset(IterableDataset[Any]):
     def stats(self) -> dict[str, Any]:
         """Return statistics of the latest epoch of this rank.
 
-        The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers,
-        the last worker to finish writes the log line. The statistics then combine the workers that have finished:
-        counts are added, and times are those of the slowest worker.
+        The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
+        last worker to finish writes the log line. The statistics then combine the workers that have finished: counts,
+        bytes and the times of the work are added, while ``wait_s``, ``elapsed_s`` and ``wait_share`` are each the
+        maximum over the workers.
 
         Returns
         -------
@@ -597,15 +601,18 @@ class scDataset(IterableDataset[Any]):
             - ``epoch``, ``rank``, ``world_size``
             - ``n_batches``, ``n_rows``: batches and rows yielded
             - ``n_control_rows``: control rows yielded in addition (`CellSets`)
-            - ``n_batches_before``: batches yielded before the epoch was resumed
+            - ``n_batches_before``: batches yielded before the epoch was resumed; 0 if the world size, batch size or
+              fetch size has changed
             - ``n_batches_left``: remaining batches
 
-            Sizes of the epoch, or of its remainder if it was resumed:
+            Sizes of the epoch; if it was resumed with another world size, batch size or fetch size, those of its
+            remainder:
 
             - ``n_rank_batches``: batches of this rank
             - ``n_rank_padded``, ``n_rank_dropped``: repeated and omitted rows of this rank
             - ``n_padded``, ``n_dropped``: repeated and omitted rows of all ranks, including rows assigned to no rank.
-              The sum of ``n_rows`` over all ranks is the number of rows of the epoch + ``n_padded`` - ``n_dropped``.
+              At the end of an epoch that was not resumed, the sum of ``n_rows`` over all ranks is the number of rows of
+              the epoch + ``n_padded`` - ``n_dropped``.
 
             Speed of the loop:
 
@@ -658,7 +665,7 @@ class scDataset(IterableDataset[Any]):
         Raises
         ------
         InputError
-            If the collection is read by indexing or through hooks.
+            If the collection has several modalities, or is read by indexing or through hooks.
         """
         if not isinstance(self._source, MatrixSource) or self._source.maker.modalities:
             raise InputError(

@@ -55,7 +55,8 @@ def start_cluster(
     Parameters
     ----------
     n_workers
-        Number of Dask workers. Default: one process per core, or one worker with ``processes=False``.
+        Number of Dask workers. Default: the number of cores divided by `threads_per_worker` (1 if not given), or one
+        worker with ``processes=False``.
     threads_per_worker
         Number of threads per worker. Default: the number of cores divided by the number of workers.
     processes
