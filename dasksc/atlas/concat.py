@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.cell_names import is_nameless, nameless_index
+from dasksc.atlas.lookup import some
 from dasksc.errors import InputError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
@@ -160,9 +161,7 @@ def _refuse_no_common_variable(adatas: Sequence[AnnData], names: Sequence[str]) 
     # Prefer an atlas that shares no name with the first; it probably has names of another kind.
     own = adatas[first].var_names
     other = min(range(len(adatas)), key=lambda i: len(own.intersection(adatas[i].var_names)))
-    found = [
-        f"{names[i]!r} has {', '.join(map(str, adatas[i].var_names[:3])) or 'none at all'}" for i in (first, other)
-    ]
+    found = [f"{names[i]!r} has {some(adatas[i].var_names) or 'none at all'}" for i in (first, other)]
     raise InputError(
         f"{len(adatas)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
         "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "

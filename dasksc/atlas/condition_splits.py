@@ -163,8 +163,8 @@ class ConditionRequest:
         chosen = () if hold_out is None else (hold_out,) if isinstance(hold_out, Mapping) else tuple(_listed(hold_out))
         if not all(isinstance(one, Mapping) and one for one in chosen) or (hold_out is not None and not chosen):
             raise InputError(
-                f"hold_out={hold_out!r} must be values by column, such as {{{columns[0]!r}: ['K562']}}, or a list of "
-                "these"
+                f"hold_out={hold_out!r} must be a dict of values by column, such as {{{columns[0]!r}: [...]}}, or a "
+                "list of such dicts"
             )
         if isinstance(few_shot, bool) or not isinstance(few_shot, Real) or not 0 <= float(few_shot) < 1:
             raise InputError(f"few_shot must lie in [0, 1); got {few_shot!r}")
@@ -204,9 +204,12 @@ class ConditionRequest:
             n_seen = min(max(1, int(np.floor(self.few_shot * len(own) + 0.5))), len(own) - 1)
             seen[own[:n_seen]] = True
         if not seen.any():
+            contexts_of = (
+                f"each context ({', '.join(self.context_columns)}) has" if self.context_columns else "there is"
+            )
             raise InputError(
-                f"few_shot={self.few_shot} keeps nothing for training: no context has more than one held-out "
-                "condition. Hold out more conditions of a context, or leave few_shot out"
+                f"few_shot={self.few_shot} keeps nothing for training: {contexts_of} only one held-out condition, "
+                "which stays in the test part. Hold out more conditions, or leave few_shot out"
             )
         return seen
 

@@ -104,7 +104,7 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored size of arrays in bytes; any number from `enough` on if it reaches that or is slow to count."""
+    """Return the stored bytes of arrays, or `enough` for Zarr arrays at a URL; counting may stop at `enough`."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,12 +21,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas import opening
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.lookup import require_key, with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.options import Openable
-from dasksc.errors import InputError
+from dasksc.errors import InputError, MissingKeyError
 
-__all__ = ["columns_of", "holds", "obs_of", "rows_where"]
+__all__ = ["columns_of", "explaining_control", "holds", "obs_of", "rows_where"]
 
 ALLOWED = (
     "columns of obs (`in backticks` where the name is not a Python name), numbers, 'strings', lists, comparisons, in, "
@@ -45,6 +46,21 @@ _STRING_METHODS = {"startswith": 1, "endswith": 1, "contains": 3}
 _QUOTED = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|`([^`]+)`""")
 # Number of rows that are evaluated together.
 _PIECE_ROWS = 2**20
+
+
+@contextmanager
+def explaining_control(control: Any) -> Iterator[None]:
+    """In errors about columns that the expression `control` names, explain how to give a label instead."""
+    try:
+        yield
+    except MissingKeyError as error:
+        if isinstance(control, str) and any(repr(name) in str(error) for name in columns_of(control)):
+            advice = (
+                f"control={control!r} is read as an expression over obs; for a label, name its column, such as "
+                f"control={{'gene': {control!r}}}"
+            )
+            raise MissingKeyError(with_advice(str(error), advice)) from None
+        raise
 
 
 def rows_where(

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import dask.array as da
@@ -15,10 +16,11 @@ from dasksc.errors import MissingKeyError
 from dasksc.pushdown import leaves_of
 from dasksc.storage import SCHEMES, RemoteLocation, redact_url
 
-__all__ = ["known_columns", "nearest", "nothing_at", "path_of", "require_key", "similar", "with_advice"]
+__all__ = ["known_columns", "nearest", "nothing_at", "path_of", "require_key", "similar", "some", "with_advice"]
 
-# Number of names that an error lists.
+# Number of names that an error lists, and number of examples.
 _N_KNOWN = 20
+_N_EXAMPLES = 3
 # Scheme and remainder of a URL that lost a slash: "s3:/bucket/atlas.zarr".
 _URL_WITH_ONE_SLASH = re.compile(rf"(?:^|/)((?:{'|'.join(SCHEMES)}):)/(.+)")
 
@@ -48,6 +50,12 @@ def nearest(name: object, known: Iterable[object], *, n: int = 1) -> str:
 def with_advice(error: str, advice: str) -> str:
     """Return an error message with advice appended as a separate sentence."""
     return f"{error}{'' if error.endswith('?') else '.'} {advice}"
+
+
+def some(names: Iterable[Any]) -> str:
+    """Return the first few of several names, quoted."""
+    first = list(islice(names, _N_EXAMPLES + 1))
+    return ", ".join(map(repr, first[:_N_EXAMPLES])) + (", ..." if len(first) > _N_EXAMPLES else "")
 
 
 def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
@@ -98,7 +106,7 @@ def known_columns(
         columns = f"Its columns: {', '.join(map(repr, known[:_N_KNOWN]))}{', ...' if len(known) > _N_KNOWN else ''}"
         raise MissingKeyError(
             with_advice(
-                f"obs of {where} has no column {', '.join(map(repr, missing))}"
+                f"obs of {where} has no column{'s' if len(missing) > 1 else ''} {' and '.join(map(repr, missing))}"
                 + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
                 columns,
             )

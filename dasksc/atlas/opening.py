@@ -248,7 +248,7 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
     remedy = "adata.obs_names_make_unique() makes them unique"
     if not (has_keys or n_atlases is None or (n_atlases == 1 and is_path)):
-        remedy = "index_unique='-' adds to each name the key of its atlas"
+        remedy = "with index_unique='-', each name ends with the key of its atlas"
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
@@ -258,7 +258,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
-    if hasattr(data, "mod"):  # a MuData, or a Modalities, whose module imports this one
+    if isinstance(getattr(data, "mod", None), Mapping):  # a MuData, or a Modalities, whose module imports this one
         names = list(data.mod)
         raise InputError(
             f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.sparse.csgraph import connected_components
 
 from dasksc.atlas.condition_splits import ConditionRequest, Conditions, SplitRows, is_control, table_of
-from dasksc.atlas.filtering import obs_of
+from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.atlas.options import Openable
@@ -240,7 +240,8 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
             )
         names = [*names, _HELD_OUT]
     seed = whole_number("seed", seed, 0, 2**64)
-    obs = obs_of(data, request.needed)
+    with explaining_control(request.control):
+        obs = obs_of(data, request.needed)
     candidates, rows = _candidates(indices, len(obs))
     conditions = Conditions.of(obs, request.columns, rows, candidates.n)
     control = is_control(obs, request.control)[rows]

@@ -20,7 +20,7 @@ from dasksc.executor.tasks import FetchedMatrices
 from dasksc.kernels import csr as kernels
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "Change", "on_device"]
+__all__ = ["Batch", "BatchMaker", "Categories", "Change", "device_of", "on_device"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
@@ -91,8 +91,8 @@ class Categories(_Named):
 
     def _lacks(self, key: Any) -> str:
         advice = (
-            f"Request the column when creating the data set: scDataset(..., obs=[{key!r}]). Numeric columns have no "
-            "categories, because batches hold their values"
+            f"If {key!r} is a column of labels, request it when creating the data set: scDataset(..., obs=[{key!r}]). "
+            "For numeric columns, batches hold the values themselves"
         )
         return self._lacks_one("categories", key, advice)
 
@@ -202,6 +202,20 @@ class Batch(_Named):
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory."""
         return cast(Batch, _map_tensors(self, pin))
+
+
+def device_of(given: torch.device | str | int) -> torch.device:
+    """Return a device of PyTorch.
+
+    Raises
+    ------
+    InputError
+        If `given` does not name one.
+    """
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={given!r} is not a device of PyTorch, such as 'cpu' or 'cuda:0': {error}") from error
 
 
 def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = False) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Preparation of batches ahead of the training loop, on a few threads.
 
 Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would wait for it.
-A job here consists of two locks, and one wake-up of a thread serves several jobs.
+A job here is synchronized by two locks alone, and one wake-up of a thread serves several jobs.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def _run_all(jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
         job.run()
         # Hold no batch while waiting for the next job.
         del job
-    # Pass the stop signal on to the next thread. A thread whose start was interrupted by Ctrl-C may be unknown, so the
-    # threads are not counted.
+    # Pass the stop signal on to the next thread. `close` queues it once, not once per running thread, because it may be
+    # unknown whether a thread runs if Ctrl-C interrupted its start.
     jobs.put(None)
 
 

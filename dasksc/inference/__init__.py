@@ -41,6 +41,7 @@ from dask.base import tokenize
 
 from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.modalities import Modalities
+from dasksc.batches.batch import device_of
 from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
@@ -259,7 +260,7 @@ class Predictions:
         self._nan = nan
         self._overwrite = overwrite
         self.predictor = Predictor.of(model)
-        self._device = self.predictor.device if device is None else _device_of(device)
+        self._device = self.predictor.device if device is None else device_of(device)
         self.dataset = _dataset_of(dataset, options or {})
         self._source = components_of(self.dataset).source
         self.world: World = world_of(self.dataset)
@@ -357,7 +358,7 @@ class Predictions:
         except NanError as error:
             cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
             raise InputError(
-                f"the model returned NaN in {error.name!r} for {error.n} of the cells of a batch: rows {cells}. Look "
+                f"the model returned NaN in {error.name!r} for {error.n:,} cells of a batch: rows {cells}. Look "
                 "for NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
             ) from None
 
@@ -460,13 +461,6 @@ class Predictions:
             elapsed_s=elapsed_s,
             is_complete=is_complete,
         )
-
-
-def _device_of(given: Any) -> torch.device:
-    try:
-        return torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"device={given!r} is not a device of PyTorch, such as 'cpu' or 'cuda:0': {error}") from error
 
 
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:

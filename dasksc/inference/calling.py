@@ -45,6 +45,8 @@ class Predictor:
         WrongTypeError
             If `model` cannot be called.
         """
+        if isinstance(model, type):
+            raise WrongTypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
         if not callable(model):
             raise WrongTypeError(f"model must be a torch.nn.Module or a function of a batch; got {model!r}")
         if isinstance(model, DistributedDataParallel | DataParallel):

@@ -172,7 +172,9 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
         return
 
     def summary(outputs: Sequence[Output]) -> str:
-        return ", ".join(f"{one.name!r} {one.dtype} of shape {('n', *one.shape(0)[1:])}" for one in outputs)
+        return ", ".join(
+            f"{one.name!r} {one.dtype} of shape ({', '.join(['n', *map(str, one.shape(0)[1:])])})" for one in outputs
+        )
 
     raise InputError(
         f"the model returned {summary(found)} for {where}, and {summary(expected)} for other cells. A model must "

@@ -131,6 +131,11 @@ def target_of(out: Any, key: str, *, in_place: bool, source: str | None) -> Targ
     if _is_node(path):
         return InStore(path, key, is_source=is_source)
     if path.suffix in (".h5ad", ".h5") or path.is_file():
+        if not in_place and not path.exists():
+            raise InputError(
+                f"{path} is named like an h5ad file, but predictions are written to a Zarr store, or with "
+                "in_place=True (--in-place) to an existing h5ad file. Give the path of a store: out='emb.zarr'"
+            )
         if not in_place:
             raise InputError(
                 f"{path} is a file, which would be rewritten as a whole. To allow that, give in_place=True "

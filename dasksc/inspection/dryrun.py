@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.config import whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.dryrun_report import Check, ClassShare, RankShare
 from dasksc.inspection.dryrun_warnings import (
@@ -75,8 +76,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
     if not isinstance(dataset, scDataset):
         raise InputError(f"check takes a dasksc.scDataset, or a DataLoader of one; got {data!r}")
     loader = None if dataset is data else data
-    if world_size is None:
-        world_size = dataset.world_size
+    world_size = dataset.world_size if world_size is None else whole_number("world_size", world_size)
     parts = components_of(dataset)
     source = parts.source
     plan = parts.plan_of(World(0, world_size), parts.counter.peek())
@@ -110,7 +110,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         job_bytes=max(1, num_workers) * parts.projection.job_bytes if has_matrices else None,
         prefetched_bytes=int(num_workers * prefetch_factor * parts.projection.batch_bytes) if has_matrices else None,
         warnings=(
-            *warnings_of_sizes(dataset, plan, ranks),
+            *warnings_of_sizes(dataset, plan),
             *warnings_of_loader(loader, plan),
             *warnings_of_mixing(plan, name, labels),
             *warnings_of_sets(plan),

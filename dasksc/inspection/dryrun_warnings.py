@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dasksc.inspection.dryrun_report import RankShare
 from dasksc.loader import MatrixSource, components_of, scDataset
+from dasksc.loader.empty_epochs import is_empty, reason_for_no_batches
 from dasksc.planning.plan import EpochPlan
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.storage import is_url
@@ -20,16 +20,12 @@ _MUCH_DROPPED = 0.05
 _MIN_USED_SHARE = 0.5
 
 
-def warnings_of_sizes(dataset: scDataset, plan: EpochPlan, ranks: tuple[RankShare, ...]) -> Iterator[str]:
+def warnings_of_sizes(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about sizes that leave rows or ranks unused, or that use little of the data read."""
-    if not plan.n_rows:
-        yield "there are no rows to read: indices= selects none"
-        return
-    if not any(share.n_batches for share in ranks):
-        yield (
-            f"no rank yields a batch: {plan.n_rows:,} rows over {plan.world_size} ranks leave each rank less than a "
-            f"batch of {plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
-        )
+    if is_empty(plan):
+        yield f"no rank yields a batch: {reason_for_no_batches(plan)}"
+        if not plan.n_rows:
+            return
     elif plan.n_dropped > _MUCH_DROPPED * plan.n_rows:
         yield (
             f"{plan.n_dropped / plan.n_rows:.0%} of the rows are dropped in every epoch. Lower batch_size, or use "

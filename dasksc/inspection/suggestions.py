@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
+from dasksc.errors import InputError
 from dasksc.loader import components_of, scDataset
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
@@ -141,6 +142,8 @@ def suggest_parameters(
     >>> suggested["num_workers"], suggested["block_size_balanced"] >= 1
     (0, True)
     """
+    if not 0 < target_ram_fraction <= 1:
+        raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     data_collection = _opened(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
     sample_bytes = estimate_sample_size(

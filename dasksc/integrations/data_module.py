@@ -28,8 +28,8 @@ class DataModule:
     """Data sets of a Lightning run: one `dasksc.scDataset` for each given strategy.
 
     Each data set uses the rank that Lightning assigns for data-parallel training, and Lightning injects no sampler.
-    Training yields the same number of batches on every rank. The other stages yield every cell exactly once. Each
-    data set counts its own epochs.
+    Unless ``equal_ranks=False``, training yields the same number of batches on every rank. The other stages yield every
+    row of their epoch exactly once, over all ranks together. Each data set counts its own epochs.
 
     The position in the training epoch is part of every checkpoint: ``trainer.fit(..., ckpt_path=)`` resumes with the
     next batch. The number of devices and the batch size may change; the remaining rows of the epoch are then
@@ -186,7 +186,7 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction set, or the part of it that a `Writer` needs."""
+        """Return the prediction set or, with a `Writer`, the batches that this rank has to predict."""
         dataset = self._dataset("predict")
         return dataset if self._predicted_by is None else self._predicted_by(dataset)
 

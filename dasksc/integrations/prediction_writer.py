@@ -110,7 +110,7 @@ class Writer:
                 self._n_done += self._run.write_batch(self._share, outputs)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait for all ranks to write their predictions, then make the predictions visible."""
+        """Write the last predictions of this rank, publish if all units are complete, then wait for the other ranks."""
         run, status = self._run, self._status
         if stage != "predict" or run is None or status is None:
             return

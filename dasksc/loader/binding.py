@@ -50,7 +50,9 @@ def bound(
     if filter is not None:
         strategy = restricted(strategy, source.rows_where(filter), repr(filter))
     if isinstance(strategy, CellSets) and isinstance(strategy.control, str):
-        strategy = strategy.with_control(source.rows_where(strategy.control), _control_columns(strategy))
+        with filtering.explaining_control(strategy.control):
+            control = source.rows_where(strategy.control)
+        strategy = strategy.with_control(control, _control_columns(strategy))
     sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
     if isinstance(sampler, StratifiedSampler):
         sampler = sampler.of_batches(batch_size)

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dasksc import config
+from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.batches.stacking import refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
@@ -32,6 +33,7 @@ from dasksc.executor.schedulers import (
 from dasksc.executor.tasks import fetch_name
 from dasksc.loader.binding import bound, columns_of_expressions
 from dasksc.loader.display import display_rows
+from dasksc.loader.empty_epochs import is_empty, reason_for_no_batches
 from dasksc.loader.epoch_run import DeviceTransfer, EpochRun
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.loader.parts import LoaderParts
@@ -156,8 +158,8 @@ class scDataset(IterableDataset[Any]):
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
         read their collection by indexing, always use this process.
     prefetch
-        Number of fetches in flight in addition to the one being yielded. None: twice the number of fetching threads,
-        within `memory_limit`.
+        Number of fetches in flight in addition to the one being yielded. None chooses a number that gives each fetching
+        thread two tasks, within `memory_limit`; a large fetch consists of several tasks.
     memory_limit
         Maximum anonymous memory during iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader
         workers share it by prefetching less; a warning is logged if they still exceed it.
@@ -293,14 +295,15 @@ class scDataset(IterableDataset[Any]):
             *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
             return_index=config.true_or_false("return_index", return_index),
         )
-        self._source = source_of(
-            data_collection,
-            request,
-            self._hooks,
-            strategy=strategy,
-            filtered_by=columns_of_expressions(strategy, filter),
-            mmap=mmap,
-        )
+        with explaining_control(getattr(strategy, "control", None)):
+            self._source = source_of(
+                data_collection,
+                request,
+                self._hooks,
+                strategy=strategy,
+                filtered_by=columns_of_expressions(strategy, filter),
+                mmap=mmap,
+            )
         self.collection = self._source.collection
         self.categories = self._source.categories
         self.gene_match = getattr(self._source, "gene_match", None)
@@ -363,8 +366,9 @@ class scDataset(IterableDataset[Any]):
 
         It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
         ahead. Memory-mapped files need no anonymous memory, so the value is larger if files are not mapped. The
-        projection assumes that the rows of a fetch take up to a tenth more bytes than the average row, as rows with
-        many nonzeros do. On a cluster the value increases with the number of workers, up to ``memory_limit``.
+        projection includes a margin of a tenth for fetches whose rows have more nonzeros than the average row; a
+        strategy that favors rows with many nonzeros may exceed it. On a cluster the value increases with the number of
+        workers, up to ``memory_limit``.
         """
         return self._projection.reading_mode().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
@@ -491,7 +495,9 @@ class scDataset(IterableDataset[Any]):
         Raises
         ------
         InputError
-            If the state belongs to other data, another strategy or another seed; the message lists the differences.
+            If the state is invalid, belongs to other data, or was saved with another strategy, seed, `drop_last` or
+            `equal_ranks`; the message lists the differences. In a DataLoader worker also: if another worker saved the
+            state, or the sizes differ in the middle of an epoch.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
@@ -540,6 +546,8 @@ class scDataset(IterableDataset[Any]):
         sizes = self._sizes(world)
         consumed, n_done = self._tracker.resume(epoch).split_consumed(sizes)
         plan = self._plan_of(world, epoch, consumed)
+        if not consumed and is_empty(plan) and plan.rank == 0 and (worker is None or worker.id == 0):
+            logger.warning("epoch %d has no batches: %s", epoch, reason_for_no_batches(plan))
         agreement = session.agreement if worker is None else None
         iteration = self._iteration
         self._iteration += 1
@@ -659,8 +667,8 @@ class scDataset(IterableDataset[Any]):
         Returns
         -------
         dask.array.Array
-            Shape (number of rows that the rank yields, n_vars). Chunk k is a `csr_matrix` or ndarray with the
-            rows of fetch k in the order in which they are yielded. It has the layout, dtype and genes of the data set.
+            Shape (number of rows that the rank yields, n_vars). Chunk k is a `csr_matrix` or ndarray with the rows of
+            fetch k in the order in which they are yielded. The array has the layout, dtype and genes of the data set.
 
         Raises
         ------

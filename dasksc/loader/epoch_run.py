@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.batches.batch import Batch, BatchMaker, on_device
+from dasksc.batches.batch import Batch, BatchMaker, device_of, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
 from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
@@ -59,6 +59,10 @@ class DeviceTransfer:
 
     device: torch.device | str | int | None = None
     pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            device_of(self.device)
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the device, or in pinned memory."""

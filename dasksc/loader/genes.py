@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.lookup import require_key, with_advice
+from dasksc.atlas.lookup import require_key, some, with_advice
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import Columns
@@ -251,12 +251,9 @@ class GeneRequest:
 
     def _refuse(self, missing: list[Any], n_wanted: int, matched_by: str, places: dict[Any, int]) -> None:
         if len(missing) == n_wanted > 1:
-            held = ", ".join(map(repr, list(places)[:_N_SHOWN]))
-            requested = ", ".join(map(repr, missing[:_N_SHOWN]))
             raise MissingKeyError(
-                f"none of the {n_wanted:,} genes is in {matched_by}, which has {held}, ...; requested were "
-                f"{requested}, ... . Use symbols in both or Ensembl IDs in both, or match a column of var with "
-                "genes_key="
+                f"{matched_by} has {some(places)}, but none of the {n_wanted:,} requested genes: {some(missing)}. Use "
+                "symbols in both or Ensembl IDs in both, or match a column of var with genes_key="
             )
         try:
             require_key(matched_by, missing[0], places)

@@ -314,7 +314,8 @@ def source_of(
     hooks
         Functions that replace indexing or follow it.
     strategy
-        Strategy. Its labels may be an obs column, and its indices give the rows of a collection without a length.
+        Strategy. Its labels may be an obs column. Its indices determine the number of rows of a collection without a
+        length, which only a `fetch_callback` can read.
     filtered_by
         Columns of obs that a filter uses.
     mmap

@@ -103,7 +103,7 @@ class EpochCounter:
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
         """Make the DataLoader workers of a pass resume `epoch` when they `join`.
 
-        The next pass reads the next epoch, even if no batch of this pass was requested before it.
+        The pass after this one reads epoch ``epoch + 1``, even if it begins before any worker of this pass has joined.
 
         Parameters
         ----------

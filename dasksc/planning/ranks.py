@@ -125,6 +125,11 @@ class World:
                 f"world_size={world_size} was given without rank=, but the rank of this process is unknown: every "
                 "process would read the share of rank 0. Give rank=, or start the processes with torchrun"
             )
+        if rank is not None and world_size is None and rank >= found.world_size:
+            raise InputError(
+                f"rank={rank} was given without world_size=, and the number of processes is {found.world_size} (from "
+                f"{found.source}). Give world_size= as well"
+            )
         return cls(
             rank=found.rank if rank is None else int(rank),
             world_size=found.world_size if world_size is None else int(world_size),

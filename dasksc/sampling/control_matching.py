@@ -32,7 +32,7 @@ class MatchRequest:
     by
         Names of the columns that define groups.
     match
-        Names of the columns in which controls and targets agree.
+        Columns in which controls and targets agree; the last are the first to be ignored if ``unmatched="loosen"``.
     n_controls
         Number of control cells for each target cell.
     block_size

@@ -314,6 +314,11 @@ class BlockWeightedSampling(BuiltInStrategy):
 
     def __post_init__(self) -> None:
         _check_rounds(self)
+        if isinstance(self.weights, str):
+            raise InputError(
+                f"weights={self.weights!r} is a string; give one number per row, such as "
+                f"adata.obs[{self.weights!r}].to_numpy()"
+            )
         if self.weights is not None:
             weights = array_of("weights", self.weights)
             if weights.ndim != 1 or weights.dtype.kind not in "biufc":
@@ -413,6 +418,11 @@ class ClassBalancedSampling(BuiltInStrategy):
         _check_rounds(self)
         if (self.labels is None) == (self.label_key is None):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
+        if isinstance(self.labels, str):
+            raise InputError(
+                f"labels={self.labels!r} is a string; give one label per row, or the name of an obs column: "
+                f"label_key={self.labels!r}"
+            )
         if self.labels is not None:
             check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:

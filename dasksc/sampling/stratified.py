@@ -197,7 +197,7 @@ class StratifiedSampler:
 
     @property
     def unit(self) -> int:
-        """Number of rows in a batch, which stay together."""
+        """Number of rows in a batch; the rows of a batch stay together."""
         return max(1, self._total) if self.batch_rows is None else self.batch_rows
 
     @property

@@ -48,13 +48,15 @@ _ADVICE_BYTES = 2**20
 # Adjacent ranges are read together up to this size, so that the bytes stay in the cache of a core until they are
 # decoded.
 _READ_BYTES = 2**18
-# A request for a range that is already in the page cache costs a microsecond. Such requests would take half the time of
-# a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read the rest.
+# A request for a range that is already in the page cache costs a microsecond. Such requests would account for half the
+# time of a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read
+# the rest.
 _SAMPLED = 32
 _REMEDY = "Copy or download it again."
 
 _PAGE_BYTES = 2**12
-# A page holds several ranges shorter than this, and the page cache may keep them for the next fetch.
+# Ranges shorter than this are not read directly: a page holds several of them, and the page cache may keep them for the
+# next fetch.
 _SHORT_BYTES = _PAGE_BYTES
 # Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
 _MOST_OPEN = 128

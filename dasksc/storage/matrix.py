@@ -197,8 +197,8 @@ class ColumnMaps:
     Parameters
     ----------
     positions
-        Common column of each column of a matrix, one integer array per matrix, as long as the matrix has columns; -1
-        for dropped columns. Matrices may share an array.
+        Common column of each column of a matrix: one integer array per matrix, with one element per column of that
+        matrix; -1 for dropped columns. Matrices may share an array.
     n_vars
         Number of common columns.
     fill_value
@@ -229,7 +229,7 @@ class ColumnMaps:
         self._selected: tuple[tuple[Columns, _Tables], ...] = ()
 
     def lookups(self, columns: Columns | None) -> Lookups:
-        """Return the output column of each stored column, if only `columns` of the common columns are kept."""
+        """Return the output column of each stored column if only `columns` are kept; None keeps all common columns."""
         return self._tables(columns)[0]
 
     def sources(self, columns: Columns | None) -> NDArray[np.int64]:
@@ -292,7 +292,7 @@ class RowBuffer(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Data type for computation, independent of the stored data type."""
+        """Data type for computation, whatever the data type in which the values are held."""
 
     @property
     def layout(self) -> Layout:

@@ -12,9 +12,9 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.lookup import require_key
+from dasksc.atlas.lookup import nearest, require_key, some
 from dasksc.atlas.options import Openable
-from dasksc.errors import InputError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
 from dasksc.summaries.reading import MOMENT_BYTES, Groups, Moments, Pass, groups_of
@@ -243,9 +243,21 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
     masks = {}
     for name, genes in sets.items():
         mask = np.zeros(adata.n_vars, dtype=bool)
-        chosen = np.asarray(genes) if not isinstance(genes, str) else genes
+        if isinstance(genes, str):
+            raise WrongTypeError(
+                f"qc[{name!r}]={genes!r} is a string; give a list of gene names or, for a prefix, a mask: "
+                f"qc={{{name!r}: adata.var_names.str.startswith({genes!r})}}"
+            )
+        chosen = np.asarray(genes)
+        absent = (
+            [] if chosen.dtype.kind in "biuf" else [gene for gene in chosen.tolist() if gene not in adata.var_names]
+        )
+        if absent:
+            raise MissingKeyError(
+                f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
+            )
         # An empty set, which `genes=` refuses, has a share of 0.
-        if isinstance(chosen, str) or (chosen.any() if chosen.dtype == bool else len(chosen)):
+        if chosen.any() if chosen.dtype == bool else len(chosen):
             columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
             mask[columns.positions if columns is not None else slice(None)] = True
         masks[name] = mask

@@ -87,8 +87,8 @@ def processes_to_start(
         n_gpus = training.num_gpus or n_nodes
         if n_gpus % n_nodes:
             raise InputError(
-                f"training.num_gpus={n_gpus} is the total number of GPUs, which must be a multiple of the {n_nodes} "
-                "nodes"
+                f"training.num_gpus={n_gpus} is the total number of GPUs, which must be a multiple of the number of "
+                f"nodes, {n_nodes}"
             )
         n = 1 if training.strategy in ("single", "dp") else n_gpus // n_nodes
         return 0 if n == n_nodes == 1 else n
@@ -331,7 +331,7 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
 def _node_from_environment(n_nodes: int, environment: Mapping[str, str]) -> int | None:
     if environment.get("GROUP_RANK", "").isdigit():
         return int(environment["GROUP_RANK"])
-    # Node numbers of a Slurm step with fewer nodes do not count: each of several steps has a node 0.
+    # Node numbers of a Slurm step with fewer nodes than the run are ignored: every such step numbers its nodes from 0.
     n_numbered = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_JOB_NUM_NODES"))
     if n_numbered == str(n_nodes) and environment.get("SLURM_NODEID", "").isdigit():
         return int(environment["SLURM_NODEID"])
@@ -364,13 +364,13 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
         agrees = (environment.get(rank), environment.get(size)) == here
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
-    # If the local world size is unknown, it is 1, so the global rank is returned. A rank that really is alone on its
-    # node may use any GPU.
+    # `local_world_size` is 1 if the number of ranks on the node is unknown, and also for a rank that is alone on its
+    # node. The global rank is then returned, since a rank that is alone may use any GPU.
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 
 def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
-    """Return the number of nodes of the ranks, or None if not all ranks know it.
+    """Return the number of nodes on which the ranks run, or None if not all ranks know it.
 
     The number is not computed by division, since nodes may have different numbers of ranks.
 
@@ -396,8 +396,8 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
 
     ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence if they are set. Slurm provides the first node of a job; Open
     MPI ranks on a single node meet on that node. The port is derived from the job id, so it is equal on all ranks.
-    Under Open MPI, the Slurm step is not used: Open MPI starts the ranks on other nodes in a separate step, and those
-    on this node outside any step.
+    Under Open MPI, the Slurm step is not used, because it differs between ranks: mpirun starts the ranks on its own
+    node outside any step, and those on other nodes in a separate step.
 
     Parameters
     ----------

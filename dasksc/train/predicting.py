@@ -58,7 +58,7 @@ def reading_options(config: Config, dataset: scDataset) -> dict[str, Any]:
 
 
 def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int, **options: Any) -> scDataset:
-    """Return a data set that reads an atlas as a model's training data were read, but without masks and labels.
+    """Return a data set that reads an atlas in the same way as a model's training data, but without masks and labels.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class _Augmentation:
         -------
         Batch
             Batch with changed copies of X or the layer, of the same layout and dtype. In CSR, new zeros remain stored
-            elements. Other elements are those of `batch`.
+            elements. All entries of the batch other than X, layers and control are those of `batch`.
 
         Raises
         ------
@@ -161,7 +161,7 @@ class _Augmentation:
         return made
 
     def _values(self, given: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Return a matrix with changed values, which is `given` itself if no other code refers to the batch."""
+        """Return a matrix with changed values; `given` may be changed in place if no other code refers to the batch."""
         given = given.detach()
         dtype = given.dtype
         if dtype == torch.bfloat16:  # which NumPy does not have

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
 from dasksc.config import whole_number
-from dasksc.errors import InputError
+from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.storage import buffers
-from dasksc.transforms.vocabulary import Missing, Vocabulary
+from dasksc.transforms.vocabulary import Missing, Vocabulary, names_of
 
 __all__ = ["IGNORED", "RankTokens", "ValueBins", "check_choice"]
 
@@ -72,9 +72,13 @@ class _Tokens:
         padding: Padding,
         seed: int,
     ) -> None:
-        names = [str(gene) for gene in genes]
+        names = names_of(genes)
         if vocabulary is None:
             vocabulary = Vocabulary.of_genes(names)
+        elif isinstance(vocabulary, Mapping):
+            raise WrongTypeError(
+                "vocabulary is a dict; wrap it: dasksc.tokens.Vocabulary(...), or give the path of a vocabulary file"
+            )
         elif not isinstance(vocabulary, Vocabulary):
             vocabulary = Vocabulary.read(vocabulary)
         check_choice("missing", missing, ("error", "drop"))
@@ -277,6 +281,8 @@ class RankTokens(_Tokens):
             padding=padding,
             seed=seed,
         )
+        if isinstance(medians, Mapping):
+            raise WrongTypeError("medians is a dict; give an array with one value per gene, in the order of `genes`")
         self.medians = None if medians is None else np.asarray(medians, dtype=np.float32)
         if self.medians is not None:
             if self.medians.shape != self._ids.shape:
@@ -428,9 +434,9 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise InputError(f"{name} must be {' or '.join(map(repr, choices))}; got {value!r}")
 
 
-def _nonzeros(batch: Batch, n_genes: int) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[np.float32]]:
+def _nonzeros(batch: Any, n_genes: int) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[np.float32]]:
     """Return X as CSR: row starts, columns and values."""
-    if not {"X", "index"} <= set(batch):
+    if not isinstance(batch, Mapping) or not {"X", "index"} <= set(batch):
         raise InputError(
             f"tokenizers take a Batch with X and index; got {type(batch).__name__}. Pass the tokenizer to "
             "scDataset(transform=...); it is not a hook"

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.config import whole_number
-from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 
-__all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary"]
+__all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary", "names_of"]
 
 PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
 """Names of the special tokens."""
@@ -74,9 +74,11 @@ class Vocabulary:
         if len(set(self.ids.values())) < len(self.ids):
             seen: dict[int, str] = {}
             twice = (
-                f"{seen[i]!r} and {name!r}: {i}" for name, i in self.ids.items() if seen.setdefault(i, name) != name
+                f"{seen[i]!r} and {name!r} both have {i}"
+                for name, i in self.ids.items()
+                if seen.setdefault(i, name) != name
             )
-            raise InputError(f"every name needs a different id; got {_some(twice)}")
+            raise InputError(f"every name needs a different id; {_some(twice)}")
         for special in (PAD, MASK, CLS):
             self.ids.setdefault(special, max(self.ids.values(), default=-1) + 1)
         self.size = max(self.ids.values()) + 1
@@ -101,7 +103,8 @@ class Vocabulary:
         InputError
             If a name occurs twice.
         """
-        return cls(_numbered([PAD, MASK, CLS, *map(str, genes)], "genes"))
+        advice = "adata.var_names_make_unique() makes them unique"
+        return cls(_numbered([PAD, MASK, CLS, *names_of(genes)], "genes", advice))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -143,7 +146,8 @@ class Vocabulary:
                 f"{path} is not a text file; a vocabulary is a .json of ids by name, or one name per line"
             ) from error
         if path.suffix != ".json":
-            return cls(_numbered(text.split("\n") if not text.endswith("\n") else text.split("\n")[:-1], str(path)))
+            advice = "Give every name once, one per line, without blank lines"
+            return cls(_numbered(text.removesuffix("\n").split("\n"), str(path), advice))
         try:
             ids = json.loads(text)
         except json.JSONDecodeError as error:
@@ -190,11 +194,16 @@ class Vocabulary:
         names = [str(gene) for gene in genes]
         ids = np.fromiter((self.ids.get(name, -1) for name in names), dtype=np.int64, count=len(names))
         absent = [name for name, i in zip(names, ids, strict=True) if i < 0]
-        if absent and (missing == "error" or len(absent) == len(names)):
+        if absent and len(absent) == len(names):
             raise MissingKeyError(
-                f"{len(absent)} of {len(names)} genes are not in the vocabulary of {len(self)} names: "
-                f"{_some(map(repr, absent))}. Use symbols in both, or Ensembl IDs in both; "
-                "missing='drop' leaves them out"
+                f"the vocabulary has none of the {len(names)} genes ({_some(map(repr, absent))}). Use symbols in "
+                "both, or Ensembl IDs in both"
+            )
+        if absent and missing == "error":
+            raise MissingKeyError(
+                f"{len(absent)} of {len(names)} genes are not in the vocabulary of {len(self)} names "
+                f"({_some(map(repr, absent))}). Use symbols in both, or Ensembl IDs in both; missing='drop' leaves "
+                "these genes out"
             )
         return ids
 
@@ -221,11 +230,27 @@ def _unpickled(path: Path) -> dict[str, int]:
     return ids
 
 
-def _numbered(names: list[str], where: str) -> dict[str, int]:
+def names_of(genes: Iterable[str]) -> list[str]:
+    """Return the names of genes as a list of strings.
+
+    Raises
+    ------
+    WrongTypeError
+        If `genes` is a single string, or an object with a table of genes instead of their names.
+    """
+    if isinstance(genes, str):
+        raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
+    if hasattr(genes, "var_names") or hasattr(genes, "columns"):
+        name = "adata.var_names" if hasattr(genes, "var_names") else "var.index"
+        raise WrongTypeError(f"genes is of type {type(genes).__name__}; give the names of its genes: {name}")
+    return [str(gene) for gene in genes]
+
+
+def _numbered(names: list[str], where: str, advice: str) -> dict[str, int]:
     ids = {name: i for i, name in enumerate(names)}
     if len(ids) < len(names):
-        twice = (repr(name) for i, name in enumerate(names) if ids[name] != i)
-        raise InputError(f"{where}: names repeat: {_some(twice)}; adata.var_names_make_unique() makes them unique")
+        twice = dict.fromkeys(repr(name) for i, name in enumerate(names) if ids[name] != i)
+        raise InputError(f"{where}: names repeat: {_some(twice)}. {advice}")
     return ids
 
 

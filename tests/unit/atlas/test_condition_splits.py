@@ -182,8 +182,8 @@ HOLD = {"line": ["K562"]}
         ({"hold_out": HOLD}, "to use hold_out=, also give conditions="),
         ({"few_shot": 0.1, "control": CONTROL}, "to use few_shot=, control=, also give conditions="),
         ({"conditions": [], "hold_out": HOLD}, r"conditions=\[\] must be a column"),
-        ({"conditions": BY, "hold_out": ["K562"]}, "must be values by column, such as {'line': "),
-        ({"conditions": BY, "hold_out": []}, "must be values by column"),
+        ({"conditions": BY, "hold_out": ["K562"]}, "must be a dict of values by column, such as {'line': "),
+        ({"conditions": BY, "hold_out": []}, "must be a dict of values by column"),
         ({"conditions": BY, "hold_out": {"plate": "p0"}}, "hold_out names 'plate', which is not one of conditions="),
         ({"conditions": BY, "hold_out": {"line": ["K652"]}}, "line has no 'K652'; did you mean 'K562'"),
         (
@@ -206,6 +206,7 @@ HOLD = {"line": ["K562"]}
             {"conditions": BY, "control": ["non-targeting"]},
             "must be values by column, such as {'gene': 'non-targeting'}",
         ),
+        ({"conditions": BY, "control": "ctrl"}, "obs has no 'ctrl'.*such as control={'gene': 'ctrl'}"),
         ({"conditions": ["line", "dose"]}, "obs has no 'dose'"),
         (
             {"conditions": ["line", "gene", "hurt"]},
@@ -213,11 +214,11 @@ HOLD = {"line": ["K562"]}
         ),
         (
             {"conditions": ["line"], "hold_out": HOLD, "few_shot": 0.5, "control": CONTROL},
-            "no context has more than one held-out condition",
+            "there is only one held-out condition, which stays in the test part",
         ),
         ({"conditions": BY, "seed": -1}, "seed must be"),
     ],
-    ids=range(21),
+    ids=range(22),
 )
 def test_what_cannot_be_split_is_refused(options: dict[str, Any], match: str) -> None:
     obs = screen()

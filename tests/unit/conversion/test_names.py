@@ -104,7 +104,7 @@ def test_repeated_names_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogC
     dasksc.convert(path, tmp_path / "once.zarr")
     assert "obs_names repeat" not in caplog.text
     dasksc.convert([path, path], tmp_path / "twice.zarr")
-    assert "obs_names repeat in 2 atlases; index_unique='-'" in caplog.text
+    assert "obs_names repeat in 2 atlases; with index_unique='-'" in caplog.text
 
 
 def test_names_in_memory_with_keys_or_of_several_types_are_written_as_before(tmp_path: Path) -> None:

@@ -201,7 +201,9 @@ def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
     (warning,) = dasksc.check(dataset(path, batch_size=150, drop_last=True), world_size=2).warnings
     assert "no rank yields a batch" in warning
     (warning,) = dasksc.check(dataset(path, strategy=dasksc.BlockShuffling(4, indices=[]))).warnings
-    assert "there are no rows to read" in warning
+    assert "no rank yields a batch: the strategy draws no rows" in warning
+    (warning,) = dasksc.check(dataset(path, strategy=dasksc.BlockShuffling(10_000, drop_last=True))).warnings
+    assert "its rows do not fill a block of 10,000. Lower block_size" in warning
     (warning,) = dasksc.check(DataLoader(dataset(path), batch_size=None, num_workers=2), world_size=8).warnings
     assert "2 DataLoader workers share 1 fetches" in warning
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any, get_args
@@ -378,3 +379,27 @@ def test_displays_read_nothing_and_settle_nothing(
     for dataset in datasets:
         assert "rank 1 of 2" in dataset._repr_html_()
         assert dataset.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "reason"),
+    [
+        (
+            dasksc.BlockShuffling(4),
+            {"batch_size": 60, "drop_last": True},
+            r"less than a batch of 60.* Lower batch_size",
+        ),
+        (dasksc.BlockShuffling(60, drop_last=True), {"batch_size": 4}, r"do not fill a block of 60\. Lower block_size"),
+        (dasksc.Streaming(indices=[]), {"batch_size": 4}, r"the strategy draws no rows: .* selects none of its rows"),
+    ],
+)
+def test_an_epoch_without_batches_is_reported_once_with_the_reason(strategy, options, reason, caplog):
+    dataset = dasksc.scDataset(VALUES, strategy, **options, seed=0)
+    assert list(dataset) == []
+    (record,) = caplog.records
+    assert re.search(f"epoch 0 has no batches: .*{reason}", record.getMessage())
+
+
+def test_devices_that_pytorch_does_not_have_are_refused_before_reading():
+    with pytest.raises(InputError, match="device='gpu' is not a device of PyTorch, such as 'cpu'"):
+        dasksc.scDataset(VALUES, device="gpu")

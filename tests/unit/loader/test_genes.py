@@ -212,7 +212,10 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
     [
         ({"genes": ["a"]}, r"var_names repeats \['a'\].*genes_repeated='sum'"),
         ({"genes": ["c", "x", "y"]}, r"var_names has no 'x'.*2 of 3 genes are missing.*genes_missing='zero'"),
-        ({"genes": ["x", "y"], "genes_missing": "zero"}, "none of the 2 genes is in var_names, which has 'a', 'b'"),
+        (
+            {"genes": ["x", "y"], "genes_missing": "zero"},
+            "var_names has 'a', 'b', .*but none of the 2 requested genes: 'x', 'y'. Use",
+        ),
         ({"genes": ["E2"], "genes_key": "key"}, r"var\['key'\] repeats \['E2'\]"),
         ({"genes": ["E2"], "genes_key": "kez"}, "var has no 'kez'; did you mean 'key'"),
         ({"genes": ["c", "d", "c"]}, "genes= repeats 'c'; list each gene once"),

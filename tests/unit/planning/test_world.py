@@ -199,3 +199,13 @@ def test_the_process_group_is_destroyed_after_its_threads_had_the_gil():
     assert not distributed.is_initialized()
     # Without a process group, the call has no effect.
     leave_group()
+
+
+def test_a_rank_without_a_world_size_is_refused_with_the_detected_size(monkeypatch):
+    with pytest.raises(InputError, match=r"rank=2 was given without world_size=.* is 1 \(from default\)"):
+        World.detect(rank=2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=r"is 2 \(from RANK/WORLD_SIZE\). Give world_size= as well"):
+        World.detect(rank=3)
+    assert World.detect(rank=1).world_size == 2

@@ -504,6 +504,8 @@ def hidden(values: Any) -> Any:
             lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)),
             "weights has 3 entries; expected one per row",
         ),
+        (lambda: BlockWeightedSampling(weights="n"), r"weights='n' is a string; .* such as adata\.obs\['n'\]"),
+        (lambda: ClassBalancedSampling("type"), "labels='type' is a string; .*: label_key='type'"),
         (lambda: ClassBalancedSampling(3), "labels must contain one value per row; got 3"),
         (lambda: ClassBalancedSampling(np.array(3)), "labels must contain one value per row"),
         (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels cannot be converted to an array"),

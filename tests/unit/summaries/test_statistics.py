@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc import InputError, MissingKeyError, cli
+from dasksc import InputError, MissingKeyError, WrongTypeError, cli
 from dasksc.kernels import moments as kernels
 from dasksc.summaries import reading
 from dasksc.summaries.reading import Moments, PassRows
@@ -397,3 +397,12 @@ def test_a_low_memory_limit_changes_no_results():
     pd.testing.assert_frame_equal(found.cells, expected.cells)
     for name in NAMES:
         np.testing.assert_array_equal(found.groups.layers[name], expected.groups.layers[name])
+
+
+def test_genes_of_a_set_that_the_atlas_lacks_raise():
+    adata = make_adata(20, 9, layout="csr")
+    first = adata.var_names[0]
+    with pytest.raises(MissingKeyError, match=r"var_names has no 'MT-CO1', 'MT-ND1', which qc\['mt'\] lists; expected"):
+        dasksc.statistics(adata, qc={"mt": [first, "MT-CO1", "MT-ND1"]})
+    with pytest.raises(WrongTypeError, match=r"qc\['mt'\]='MT-' is a string; .*str\.startswith\('MT-'\)"):
+        dasksc.statistics(adata, qc={"mt": "MT-"})

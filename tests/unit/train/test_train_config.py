@@ -419,7 +419,7 @@ def test_processes_that_cannot_be_started_are_told():
     with pytest.raises(InputError, match="must be a number of processes, or auto"):
         processes_to_start(Training(), nproc="all", nnodes=None, environment={})
     with pytest.raises(
-        InputError, match="num_gpus=3 is the total number of GPUs, which must be a multiple of the 2 nodes"
+        InputError, match="num_gpus=3 is the total number of GPUs, which must be a multiple of the number of nodes, 2"
     ):
         processes_to_start(Training(num_gpus=3), nproc=None, nnodes=2, environment={})
     torchrun = {"TORCHELASTIC_RUN_ID": "1"}

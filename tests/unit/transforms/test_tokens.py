@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.batches.batch import Batch
-from dasksc.errors import InputError, MissingKeyError, MissingPathError
+from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins
 from dasksc.transforms.vocabulary import CLS, MASK, PAD, Vocabulary
@@ -297,12 +297,12 @@ def test_vocabulary_files_are_read_and_completed(tmp_path, name, text, ids):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("v.json", b'{"a": 1, "b": 1}', "'a' and 'b': 1"),
+        ("v.json", b'{"a": 1, "b": 1}', "'a' and 'b' both have 1"),
         ("v.json", b'{"a": -1}', "id of 'a' must be a whole number of at least 0; got -1"),
         ("v.json", b'{"a": true}', "id of 'a'.*True"),
         ("v.json", b"[1]", "object of ids by name.* got a list"),
         ("v.json", b"{", "is not JSON"),
-        ("v.txt", b"a\nb\na\n", "names repeat: 'a'"),
+        ("v.txt", b"a\nb\na\na\n", "names repeat: 'a'. Give every name once, one per line"),
         ("v.bin", b"\x80\x04\x95", "is not a text file"),
         ("v.pkl", b"\x80\x04\x95", "pickled dict that maps names"),
     ],
@@ -318,6 +318,27 @@ def test_a_vocabulary_that_is_not_there_is_named(tmp_path):
         RankTokens(GENES, vocabulary=tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: RankTokens("CD4"), r"genes='CD4' is a string; give a list of names: genes=\['CD4'\]"),
+        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), "genes is of type AnnData; .*: adata.var_names"),
+        (lambda: ValueBins(pd.DataFrame(index=GENES)), "genes is of type DataFrame; .*: var.index"),
+        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), "vocabulary is a dict; wrap it: dasksc.tokens.Vocabulary"),
+        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), "medians is a dict; give an array"),
+    ],
+)
+def test_other_types_of_genes_vocabularies_and_medians_raise(make, message):
+    with pytest.raises(WrongTypeError, match=message):
+        make()
+
+
+def test_a_tokenizer_used_as_a_hook_raises_with_advice():
+    dataset = dasksc.scDataset(ad.AnnData(np.ones((4, 9))), batch_size=2, batch_transform=RankTokens(GENES), seed=0)
+    with pytest.raises(Exception, match=r"Pass the tokenizer to scDataset\(transform=...\)"):
+        next(iter(dataset))
+
+
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
     vocabulary = Vocabulary.of_genes(GENES[2:4])
     with pytest.raises(MissingKeyError, match=r"7 of 9 genes .* 'gene0', 'gene1', 'gene4', 'gene5', 'gene6', \.\.\."):
@@ -326,7 +347,7 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         made = kind(GENES, vocabulary=vocabulary, missing="drop")(batch_of([[1.0] * 9, [1.0] + [0.0] * 8], "csr"))
         assert made.input_ids.tolist() == [[3, 4], [0, 0]]
         assert made.attention_mask.tolist() == [[True, True], [False, False]]
-    with pytest.raises(MissingKeyError, match="9 of 9 genes"):
+    with pytest.raises(MissingKeyError, match=r"none of the 9 genes .* Ensembl IDs in both$"):
         RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
 
 
