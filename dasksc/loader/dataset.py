@@ -139,7 +139,8 @@ class scDataset(IterableDataset[Any]):
     genes
         Genes to keep (columns of X and of every layer): names, a boolean mask or positions. A
         `dasksc.tokens.Vocabulary`, or the ``pathlib.Path`` of a vocabulary file, selects its genes in ascending order
-        of ids, without special tokens such as ``<pad>``. For several modalities, a dict of these by modality.
+        of ids, without special tokens such as ``<pad>``. For several modalities, a dict with one such value per
+        modality.
     filter
         Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
         `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices`` of the strategy.
@@ -342,7 +343,7 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def groups(self) -> Any:
-        """Table of the groups of `CellSets`, or None; row g has the labels of code g of ``batch.sets``."""
+        """Table of the groups of `CellSets`, or None; the codes in ``batch.sets`` are row numbers of this table."""
         return self._sampler.table if isinstance(self._sampler, SetSampler) else None
 
     @property
@@ -374,11 +375,11 @@ class scDataset(IterableDataset[Any]):
 
     @property
     def projected_pages(self) -> int | None:
-        """Pages in the page cache that iteration uses at the same time, in bytes; None as for `projected_bytes`.
+        """Page cache that iteration needs at one time, in bytes; None if `projected_bytes` is None.
 
-        For memory-mapped files, they include those of all fetches in flight; for other files, those being read. They do
-        not count towards `memory_limit` and `projected_bytes`. However, the cgroup of a Slurm job or a container counts
-        them.
+        For memory-mapped files, the value covers the pages of the fetch being yielded and of all fetches in flight; for
+        files that are read instead, only the pages of the fetch tasks being read. They do not count towards
+        `memory_limit` and `projected_bytes`. However, the cgroup of a Slurm job or a container counts them.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
@@ -534,7 +535,8 @@ class scDataset(IterableDataset[Any]):
         return batches
 
     def _iterate(self) -> Iterator[Any]:
-        # This is a generator function, so the world is fixed and the epoch begins when the first batch is requested.
+        # This is a generator function, so `world` is determined, and the epoch begins, only when the first batch is
+        # requested.
         session = self._session
         world = session.require_same_world()
         worker = get_worker_info()
