@@ -242,9 +242,10 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
     seed = whole_number("seed", seed, 0, 2**64)
     with explaining_control(request.control):
         obs = obs_of(data, request.needed)
+        is_control_row = is_control(obs, request.control)
     candidates, rows = _candidates(indices, len(obs))
     conditions = Conditions.of(obs, request.columns, rows, candidates.n)
-    control = is_control(obs, request.control)[rows]
+    control = is_control_row[rows]
     if request.control is not None and not control.any():
         raise InputError(f"control={request.control!r} matches none of the {candidates.n} rows")
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)

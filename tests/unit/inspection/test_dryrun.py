@@ -220,7 +220,7 @@ def test_what_is_no_data_set_is_refused(wrong):
 
 
 def test_a_world_without_ranks_is_refused(path):
-    with pytest.raises(InputError, match="world_size=0"):
+    with pytest.raises(InputError, match="world_size must be a whole number of at least 1; got 0"):
         dasksc.check(dataset(path), world_size=0)
 
 

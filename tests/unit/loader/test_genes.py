@@ -269,7 +269,7 @@ def test_each_modality_has_a_match_of_its_own() -> None:
     rna.obs_names = prot.obs_names = names
     dataset = dasksc.scDataset(
         *(dasksc.Modalities({"rna": rna, "prot": prot}), dasksc.Streaming(), N_OBS),
-        genes={"prot": ["z", "q"], "rna": Vocabulary.of_genes("ag")},
+        genes={"prot": ["z", "q"], "rna": Vocabulary.of_genes(["a", "g"])},
         genes_missing="zero",
         rank=0,
         world_size=1,
