@@ -378,8 +378,8 @@ class scDataset(IterableDataset[Any]):
         """Page cache that iteration needs at one time, in bytes; None if `projected_bytes` is None.
 
         For memory-mapped files, the value covers the pages of the fetch being yielded and of all fetches in flight; for
-        files that are read instead, only the pages of the fetch tasks being read. They do not count towards
-        `memory_limit` and `projected_bytes`. However, the cgroup of a Slurm job or a container counts them.
+        files that are read instead, only the pages of the fetch tasks being read. Pages do not count towards
+        `memory_limit` or `projected_bytes`, but the cgroup of a Slurm job or a container counts them.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
@@ -497,8 +497,9 @@ class scDataset(IterableDataset[Any]):
         ------
         InputError
             If the state is invalid, belongs to other data, or was saved with another strategy, seed, `drop_last` or
-            `equal_ranks`; the message lists the differences. In a DataLoader worker also: if another worker saved the
-            state, or the sizes differ in the middle of an epoch.
+            `equal_ranks`; the message lists the differences. An error is also raised if the state was saved in another
+            DataLoader worker, or in a worker and loaded in the main process, or the reverse. In a DataLoader worker, it
+            is also raised if the world size, batch size or fetch size differs in the middle of an epoch.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
@@ -635,8 +636,8 @@ class scDataset(IterableDataset[Any]):
 
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
               tasks received
-            - ``in_flight_bytes``: size of the finished tasks, plus an estimate for the tasks in progress (the size
-              of the largest task so far for each)
+            - ``in_flight_bytes``: size of the finished tasks, plus an estimate for the tasks in progress (for each, the
+              size of the largest task so far)
             - ``limit_bytes``: limit of ``in_flight_bytes``
 
             Times of the work in seconds, summed over threads:
@@ -664,7 +665,7 @@ class scDataset(IterableDataset[Any]):
         Parameters
         ----------
         epoch
-            Number of the epoch; default: the next one to be read. The call does not advance it.
+            Number of the epoch; default: the next one to be read. The call does not advance the epoch of the data set.
 
         Returns
         -------
