@@ -56,7 +56,10 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Before reading, refuse elements in forbidden files, or larger than memory or than their bytes can decompress to."""
+    """Before reading, refuse elements in forbidden files, or whose total size is impossible or exceeds memory.
+
+    A total size is impossible if the stored bytes of the elements cannot decompress to it.
+    """
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
     n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
