@@ -56,7 +56,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Before reading, refuse elements in forbidden files, or whose total size is impossible or exceeds memory.
+    """Before reading, refuse elements that are in forbidden files or whose total size is impossible or exceeds memory.
 
     A total size is impossible if the stored bytes of the elements cannot decompress to it.
     """

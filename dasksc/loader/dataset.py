@@ -496,10 +496,11 @@ class scDataset(IterableDataset[Any]):
         Raises
         ------
         InputError
-            If the state is invalid, belongs to other data, or was saved with another strategy, seed, `drop_last` or
-            `equal_ranks`; the message lists the differences. Also if it was saved in the main process and is loaded in
-            a DataLoader worker, or the reverse; or if it was saved in another worker, or with another `num_workers`. In
-            a DataLoader worker, also if the world size, batch size or fetch size differs in the middle of an epoch.
+            If the state is invalid, belongs to other data, or was saved with another strategy, `drop_last`,
+            `equal_ranks` or, if this data set was given a seed, another seed; the message lists the differences. Also
+            if it was saved in the main process and is loaded in a DataLoader worker, or the reverse; or if it was saved
+            in another worker, or with another `num_workers`. In a DataLoader worker, also if the world size, batch size
+            or fetch size differs in the middle of an epoch.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
