@@ -31,7 +31,7 @@ _ROOM_BYTES = 2**30
 
 
 def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
-    """Return the elements that opening reads as a whole, by group: all but matrices and unrequested columns."""
+    """Return the elements that opening reads as a whole, by group: no lazy matrices and no unrequested columns."""
     whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
     whole["obs"] = items_of_table(root["obs"], obs, options)
     for name in ("X", "layers", "obsm", "obsp"):
@@ -46,7 +46,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the parts of a table to read: its index and `columns`, or the table itself if all of it is read."""
+    """Return the parts of a table to read: `columns` and, if names are read, the index; or the whole table."""
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -56,7 +56,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Before reading, refuse elements that are in forbidden files or whose total size is impossible or exceeds memory.
+    """Refuse elements that link to files outside the folder, or whose total size is impossible or exceeds memory.
 
     A total size is impossible if the stored bytes of the elements cannot decompress to it.
     """
@@ -107,7 +107,7 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored bytes of arrays, or `enough` for Zarr arrays at a URL; counting may stop at `enough`."""
+    """Return the stored size of arrays in bytes; counting may stop at `enough`, the result for Zarr at a URL."""
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):

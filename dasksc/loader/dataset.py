@@ -116,7 +116,8 @@ class scDataset(IterableDataset[Any]):
         `memory_limit` allows. For the same arguments, the choice depends only on the stored data, so it is equal on
         every rank and machine.
     drop_last
-        If True, omit the last, smaller batch of each rank, and rows that cannot be divided equally among ranks.
+        If True, omit the last, smaller batch of each rank and, with `equal_ranks`, rows that cannot be divided equally
+        among ranks.
     fetch_callback
         ``fetch_callback(collection, rows)`` reads the ascending `rows`, in place of
         ``collection[rows]``.
@@ -153,7 +154,8 @@ class scDataset(IterableDataset[Any]):
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
-        repeated rows. If False, yield every row exactly once, as for evaluation.
+        repeated rows. If False, repeat no rows to make the ranks equal: unless `drop_last` is True, the ranks together
+        yield every row of the epoch exactly once, as evaluation requires.
     scheduler
         Scheduler of fetches: ``"threads"``, ``"synchronous"``, a Dask Client or the address of its scheduler. None
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
@@ -215,7 +217,8 @@ class scDataset(IterableDataset[Any]):
     Notes
     -----
     Each iteration reads the next epoch, also in DataLoader workers, persistent or not. An unfinished epoch counts as an
-    epoch. `set_epoch` selects an epoch. `projected_bytes` is an upper bound of the anonymous memory of an iteration.
+    epoch. `set_epoch` selects an epoch. `projected_bytes` is an estimate of the maximum anonymous memory of an
+    iteration.
 
     Examples
     --------
@@ -439,7 +442,7 @@ class scDataset(IterableDataset[Any]):
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Properties that must be equal in a state and in the data set that resumes it, without paths and times."""
+        """Properties that must be equal in a state and in the data set that resumes from it; no file paths or times."""
         identity = {
             "n_obs": self._source.n_obs,
             "matrices": self._source.identity,
@@ -448,7 +451,8 @@ class scDataset(IterableDataset[Any]):
             "equal_ranks": self.equal_ranks,
         }
         if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
-            identity["left_out"] = "evenly"  # absent in states of versions with another rule for drop_last
+            # Absent in states saved by older versions of dasksc, which had another rule for drop_last.
+            identity["left_out"] = "evenly"
         return identity
 
     @functools.cached_property
@@ -499,8 +503,8 @@ class scDataset(IterableDataset[Any]):
             If the state is invalid, belongs to other data, or was saved with another strategy, `drop_last`,
             `equal_ranks` or, if this data set was given a seed, another seed; the message lists the differences. Also
             if it was saved in the main process and is loaded in a DataLoader worker, or the reverse; or if it was saved
-            in another worker, or with another `num_workers`. In a DataLoader worker, also if the world size, batch size
-            or fetch size differs in the middle of an epoch.
+            in another worker, or with another `num_workers`. In a DataLoader worker, also if the state was saved in the
+            middle of an epoch and with another world size, batch size or fetch size.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
@@ -622,7 +626,8 @@ class scDataset(IterableDataset[Any]):
 
             - ``n_rank_batches``: batches of this rank
             - ``n_rank_padded``, ``n_rank_dropped``: repeated and omitted rows of this rank
-            - ``n_padded``, ``n_dropped``: repeated and omitted rows of all ranks, including rows assigned to no rank.
+            - ``n_padded``, ``n_dropped``: repeated and omitted rows over all ranks; omitted rows include those assigned
+              to no rank.
               At the end of an epoch that was not resumed, the sum of ``n_rows`` over all ranks is the number of rows of
               the epoch + ``n_padded`` - ``n_dropped``.
 
