@@ -82,7 +82,7 @@ def test_unknown_categories_say_what_to_request() -> None:
     categories = Categories(cell_type=["B", "T"])
     with pytest.raises(MissingKeyError, match=r"no 'cell type'; did you mean 'cell_type'\?.*obs=\['cell type'\]"):
         categories["cell type"]
-    with pytest.raises(MissingKeyError, match=r"categories has no 'donor'; none are available\. Request the column"):
+    with pytest.raises(MissingKeyError, match=r"no 'donor'; none are available\. If 'donor' is a column of labels"):
         Categories()["donor"]
 
 
