@@ -50,17 +50,22 @@ _PIECE_ROWS = 2**20
 
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:
-    """In errors about columns that the expression `control` names, explain how to give a label instead."""
+    """If `control` is a label instead of a condition, errors about missing columns explain how to give a label."""
     try:
         yield
     except MissingKeyError as error:
-        if isinstance(control, str) and any(repr(name) in str(error) for name in columns_of(control)):
-            advice = (
-                f"control={control!r} is read as an expression over obs; for a label, name its column, such as "
-                f"control={{'gene': {control!r}}}"
-            )
-            raise MissingKeyError(with_advice(str(error), advice)) from None
-        raise
+        if not isinstance(control, str):
+            raise
+        safe, names = _parsed(control)
+        # A label such as "non-targeting" is an expression over columns, but compares nothing.
+        has_condition = any(isinstance(node, ast.Compare | ast.Call) for node in ast.walk(ast.parse(safe, mode="eval")))
+        if has_condition or not any(repr(name) in str(error) for name in names.values()):
+            raise
+        advice = (
+            f"control={control!r} is read as an expression over obs; for a label, name its column, such as "
+            f"control={{'gene': {control!r}}}"
+        )
+        raise MissingKeyError(with_advice(str(error), advice)) from None
 
 
 def rows_where(

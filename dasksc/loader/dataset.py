@@ -299,7 +299,7 @@ class scDataset(IterableDataset[Any]):
             *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
             return_index=config.true_or_false("return_index", return_index),
         )
-        with explaining_control(getattr(strategy, "control", None)):
+        with explaining_control(strategy.control if isinstance(strategy, CellSets) else None):
             self._source = source_of(
                 data_collection,
                 request,

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.atlas.lookup import some
 from dasksc.config import whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 
@@ -23,8 +24,6 @@ PAD, MASK, CLS = "<pad>", "<mask>", "<cls>"
 
 PICKLES = (".pkl", ".pickle")
 """Suffixes of pickled vocabulary files."""
-
-_N_NAMES_SHOWN = 5
 
 _MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 # Opcodes in the pickle of a dict that maps names to numbers, in any protocol. None of them imports or calls anything.
@@ -73,12 +72,8 @@ class Vocabulary:
         self.ids = {str(name): whole_number(f"the id of {name!r}", i, 0) for name, i in ids.items()}
         if len(set(self.ids.values())) < len(self.ids):
             seen: dict[int, str] = {}
-            twice = (
-                f"{seen[i]!r} and {name!r} both have {i}"
-                for name, i in self.ids.items()
-                if seen.setdefault(i, name) != name
-            )
-            raise InputError(f"every name needs a different id; {_some(twice)}")
+            name, i = next((name, i) for name, i in self.ids.items() if seen.setdefault(i, name) != name)
+            raise InputError(f"every name needs a different id; {seen[i]!r} and {name!r} both have {i}")
         for special in (PAD, MASK, CLS):
             self.ids.setdefault(special, max(self.ids.values(), default=-1) + 1)
         self.size = max(self.ids.values()) + 1
@@ -196,13 +191,13 @@ class Vocabulary:
         absent = [name for name, i in zip(names, ids, strict=True) if i < 0]
         if absent and len(absent) == len(names):
             raise MissingKeyError(
-                f"the vocabulary has none of the {len(names)} genes ({_some(map(repr, absent))}). Use symbols in "
+                f"the vocabulary has none of the {len(names)} genes ({some(absent)}). Use symbols in "
                 "both, or Ensembl IDs in both"
             )
         if absent and missing == "error":
             raise MissingKeyError(
                 f"{len(absent)} of {len(names)} genes are not in the vocabulary of {len(self)} names "
-                f"({_some(map(repr, absent))}). Use symbols in both, or Ensembl IDs in both; missing='drop' leaves "
+                f"({some(absent)}). Use symbols in both, or Ensembl IDs in both; missing='drop' leaves "
                 "these genes out"
             )
         return ids
@@ -249,12 +244,6 @@ def names_of(genes: Iterable[str]) -> list[str]:
 def _numbered(names: list[str], where: str, advice: str) -> dict[str, int]:
     ids = {name: i for i, name in enumerate(names)}
     if len(ids) < len(names):
-        twice = dict.fromkeys(repr(name) for i, name in enumerate(names) if ids[name] != i)
-        raise InputError(f"{where}: names repeat: {_some(twice)}. {advice}")
+        twice = dict.fromkeys(name for i, name in enumerate(names) if ids[name] != i)
+        raise InputError(f"{where}: names repeat: {some(twice)}. {advice}")
     return ids
-
-
-def _some(items: Iterable[str]) -> str:
-    """Join the first few of several strings."""
-    names = list(items)
-    return ", ".join(names[:_N_NAMES_SHOWN]) + (", ..." if len(names) > _N_NAMES_SHOWN else "")

@@ -207,6 +207,7 @@ HOLD = {"line": ["K562"]}
             "must be values by column, such as {'gene': 'non-targeting'}",
         ),
         ({"conditions": BY, "control": "ctrl"}, "obs has no 'ctrl'.*such as control={'gene': 'ctrl'}"),
+        ({"conditions": BY, "control": "genes == 'x'"}, "obs has no 'genes'; did you mean 'gene'\\?$"),
         ({"conditions": ["line", "dose"]}, "obs has no 'dose'"),
         (
             {"conditions": ["line", "gene", "hurt"]},
@@ -218,7 +219,7 @@ HOLD = {"line": ["K562"]}
         ),
         ({"conditions": BY, "seed": -1}, "seed must be"),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_what_cannot_be_split_is_refused(options: dict[str, Any], match: str) -> None:
     obs = screen()

@@ -335,13 +335,13 @@ def test_other_types_of_genes_vocabularies_and_medians_raise(make, message):
 
 def test_a_tokenizer_used_as_a_hook_raises_with_advice():
     dataset = dasksc.scDataset(ad.AnnData(np.ones((4, 9))), batch_size=2, batch_transform=RankTokens(GENES), seed=0)
-    with pytest.raises(Exception, match=r"Pass the tokenizer to scDataset\(transform=...\)"):
+    with pytest.raises(InputError, match=r"Pass the tokenizer to scDataset\(transform=...\)"):
         next(iter(dataset))
 
 
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
     vocabulary = Vocabulary.of_genes(GENES[2:4])
-    with pytest.raises(MissingKeyError, match=r"7 of 9 genes .*'gene0', 'gene1', 'gene4', 'gene5', 'gene6', \.\.\."):
+    with pytest.raises(MissingKeyError, match=r"7 of 9 genes .*'gene0', 'gene1', 'gene4', \.\.\."):
         RankTokens(GENES, vocabulary=vocabulary)
     for kind in (RankTokens, ValueBins):
         made = kind(GENES, vocabulary=vocabulary, missing="drop")(batch_of([[1.0] * 9, [1.0] + [0.0] * 8], "csr"))
