@@ -36,12 +36,12 @@ extensions = [
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]  # pages of classes show the signature once
 
-# Pages are Markdown that reads well without Sphinx.
+# Pages remain readable as plain Markdown.
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
-# Tutorials are notebooks in Markdown. Each runs in a temporary folder, and a cell that raises fails the build.
-# Outputs are cached for the code of the package that made them.
+# Tutorials are notebooks in Markdown. Each runs in a temporary folder, and a cell that raises an exception fails the
+# build. Outputs are cached per version of the package's code.
 code = hashlib.blake2b(digest_size=8)
 for path in sorted(Path(dasksc.__file__).parent.rglob("*.py")):
     code.update(path.read_bytes())
@@ -60,11 +60,11 @@ python_maximum_signature_line_length = 88  # longer ones have a line for each pa
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 numpydoc_show_class_members = False
-# Modules for trainers are described without the trainer too, then without its arguments.
+# If a trainer is not installed, its module is documented without the arguments of the trainer.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
 autodoc_mock_imports = [name for name in TRAINERS if importlib.util.find_spec(name) is None]
 
-# Names of other libraries link to their pages.
+# Names of other libraries link to their documentation.
 intersphinx_mapping = inventories.write(DOCS / "generated" / "inventories")
 intersphinx_disabled_reftypes = ["std:doc"]
 
@@ -72,7 +72,7 @@ intersphinx_disabled_reftypes = ["std:doc"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-# Previews of links need absolute addresses: where the site will be served is in DOCS_URL.
+# Link previews need absolute URLs. DOCS_URL is the URL of the published site.
 html_baseurl = os.environ.get("DOCS_URL", "")
 ogp_site_url = html_baseurl
 ogp_site_name = "dasksc"
@@ -94,12 +94,12 @@ html_theme_options = {
     "logo": {"image_light": "_static/logo-light.svg", "image_dark": "_static/logo-dark.svg", "alt_text": "dasksc"},
 }
 
-# Pages that live elsewhere in the repository; what docs/ has of them only points there.
+# Pages outside docs/, which holds a link in place of each.
 ELSEWHERE = {"benchmarks_log": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
 
 
 def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
-    """Take the text of a page from where it lives, and let links to such pages lead to the site's."""
+    """Read the text of a page from its file outside docs/, and turn links to such files into links to their pages."""
     text = source[0]
     if page in ELSEWHERE:
         file = DOCS.parent / ELSEWHERE[page]
@@ -122,6 +122,6 @@ def name_defaults(
 
 
 def setup(app: Any) -> None:
-    """Let Sphinx know."""
+    """Connect the functions above to events of Sphinx."""
     app.connect("autodoc-process-signature", name_defaults)
     app.connect("source-read", read_elsewhere)

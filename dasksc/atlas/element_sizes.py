@@ -25,8 +25,8 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk, which is decoded as a whole, may be larger than its array by this much. Tables and uns of up to this size are
-# read without comparing their size with their stored bytes.
+# A chunk, which is decoded as a whole, may be larger than its array by this much. Tables and uns whose total size is at
+# most this are read without comparing it with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
@@ -46,7 +46,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the parts of a table to read: `columns` and, if names are read, the index; or the whole table."""
+    """Return the parts of a table to read: `columns` and, if names are read, the index. It may be the whole table."""
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -67,19 +67,19 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
     if n_bytes > memory:
         raise StorageError(
             f"{path} has {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but this "
-            f"machine has only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If the file "
-            "should be smaller, it is corrupt."
+            f"process may use only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If the "
+            "file should be smaller, it is corrupt."
         )
     if n_bytes > _ROOM_BYTES:
-        # Only the totals are compared: a valid column that repeats one value a billion times takes almost no stored
-        # bytes.
+        # Totals are compared, not single arrays, because a valid column that repeats one value a billion times takes
+        # almost no stored bytes.
         needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:
             raise CorruptDataError(
-                f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but its "
-                f"{stored} stored bytes cannot decompress to that many. The file is corrupt or malicious; write it "
-                "again from its source."
+                f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but "
+                f"their {stored} stored bytes cannot decompress to that many. The file is corrupt or malicious; write "
+                "it again from its source."
             )
 
 
@@ -107,7 +107,10 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored size of arrays in bytes; counting may stop at `enough`, the result for Zarr at a URL."""
+    """Return the stored size of arrays, in bytes.
+
+    Counting may stop once it reaches `enough`. For Zarr at a URL, nothing is counted, and the result is `enough`.
+    """
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):
@@ -117,7 +120,7 @@ def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: 
 
 
 def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
-    """Yield the arrays of a stored element, including those behind permitted links of HDF5."""
+    """Yield the arrays of a stored element, including those that permitted HDF5 links lead to."""
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, RemoteLocation):
         check_item(stored, path, folder=os.path.dirname(path))
     if not is_group(stored):

@@ -154,8 +154,8 @@ class scDataset(IterableDataset[Any]):
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
-        repeated rows. If False, repeat no rows to make the ranks equal: unless `drop_last` is True, the ranks together
-        yield every row of the epoch exactly once, as evaluation requires.
+        repeated rows. If False, no row is repeated, and ranks may differ in size: unless `drop_last` is True, the ranks
+        together yield every row of the epoch exactly once, as evaluation requires.
     scheduler
         Scheduler of fetches: ``"threads"``, ``"synchronous"``, a Dask Client or the address of its scheduler. None
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
@@ -186,8 +186,8 @@ class scDataset(IterableDataset[Any]):
         that returns the function for an epoch, and a method ``at_batch(number)`` that returns the function for a
         batch. The number of a batch is unique in its epoch, across all ranks.
     genes_missing
-        Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or
-        ``"drop"`` to leave them out. If the atlas lacks all of them, an error is raised in any case.
+        Treatment of names in `genes` that the atlas lacks: ``"error"``, a column of zeros (``"zero"``), or ``"drop"``
+        to leave them out. If the atlas has none of the names, an error is raised in any case.
     genes_key
         Column of var with which names are compared, such as ``"ensembl_id"``. Default: var_names. Genes with a missing
         value in this column match no name.
@@ -216,9 +216,9 @@ class scDataset(IterableDataset[Any]):
 
     Notes
     -----
-    Each iteration reads the next epoch, also in DataLoader workers, persistent or not. An unfinished epoch counts as an
-    epoch. `set_epoch` selects an epoch. `projected_bytes` is an estimate of the maximum anonymous memory of an
-    iteration.
+    Each iteration reads the next epoch, including in DataLoader workers, persistent or not. After an unfinished epoch,
+    too, the next epoch follows. `set_epoch` selects an epoch. `projected_bytes` is an estimate of the maximum anonymous
+    memory of an iteration.
 
     Examples
     --------
@@ -370,9 +370,9 @@ class scDataset(IterableDataset[Any]):
 
         It includes the fetch being yielded, those in flight, the memory to read and decode them, and batches gathered
         ahead. Memory-mapped files need no anonymous memory, so the value is larger if files are not mapped. The
-        projection includes a margin of a tenth for fetches whose rows have more nonzeros than the average row; a
-        strategy that favors rows with many nonzeros may exceed it. On a cluster the value increases with the number of
-        workers, up to ``memory_limit``.
+        projection includes a margin of a tenth for fetches whose rows have more nonzeros than the average row; with a
+        strategy that favors rows with many nonzeros, memory may exceed the projection. On a cluster the value increases
+        with the number of workers, up to ``memory_limit``.
         """
         return self._projection.reading_mode().demand.anonymous if isinstance(self._source, MatrixSource) else None
 
@@ -474,7 +474,7 @@ class scDataset(IterableDataset[Any]):
     # --- State ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the epochs, from which `load_state_dict` resumes.
+        """Return the position from which `load_state_dict` resumes.
 
         The state contains plain numbers and strings. It is equal on all ranks that have yielded the same number of
         batches. In a DataLoader worker, it is the state of that worker. In the main process of a DataLoader with
@@ -494,8 +494,9 @@ class scDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from `state`, at the batch that follows it.
 
-        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Every
-        row of the epoch is still yielded exactly once, up to padding, and dropped rows stay dropped.
+        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Except
+        for padding, no row of the epoch is repeated. Dropped rows stay dropped, and with `drop_last`, the new ranks may
+        drop more.
 
         Raises
         ------
@@ -603,9 +604,9 @@ class scDataset(IterableDataset[Any]):
         """Return statistics of the latest epoch of this rank.
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
-        last worker to finish writes the log line. The statistics then combine the workers that have finished: counts,
-        bytes and the times of the work are added, while ``wait_s``, ``elapsed_s`` and ``wait_share`` are each the
-        maximum over the workers.
+        last worker to finish writes the log line, and this method combines the statistics of the workers that have
+        finished so far: batches, rows, fetch tasks, bytes and work times are added, while ``wait_s``, ``elapsed_s`` and
+        ``wait_share`` are each the maximum over the workers.
 
         Returns
         -------
@@ -634,7 +635,7 @@ class scDataset(IterableDataset[Any]):
             Speed of the loop:
 
             - ``wait_s``: time that the loop waited for batches, in seconds
-            - ``elapsed_s``: time since the loop requested the first batch, in seconds
+            - ``elapsed_s``: time from the request of the first batch until the latest batch, in seconds
             - ``wait_share``: ``wait_s / elapsed_s``
             - ``rows_per_s``: rows yielded per second
 
@@ -642,11 +643,11 @@ class scDataset(IterableDataset[Any]):
 
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
               tasks received
-            - ``in_flight_bytes``: size of the finished tasks, plus an estimate for the tasks in progress (for each, the
-              size of the largest task so far)
+            - ``in_flight_bytes``: size of the results not yet received, plus an estimate for the tasks in progress (for
+              each, the size of the largest task so far)
             - ``limit_bytes``: limit of ``in_flight_bytes``
 
-            Times of the work in seconds, summed over threads:
+            Work times in seconds, summed over threads:
 
             - ``fetch_s``: duration of the received tasks
             - ``read_s``, ``decode_s``: parts of ``fetch_s``. For memory-mapped files, the wait for a page counts
@@ -658,7 +659,7 @@ class scDataset(IterableDataset[Any]):
         return merged(reports) if reports else self._stats.report()
 
     def _report(self, worker: Any, epoch: int, figures: dict[str, Any]) -> None:
-        """Pass the statistics of a DataLoader worker to the process of the loop."""
+        """Pass the statistics of a DataLoader worker to the process that runs the loop."""
         everything = self._counter.report(worker.seed - worker.id, worker.id, worker.num_workers, epoch, figures)
         if everything is not None:
             total = merged(everything)

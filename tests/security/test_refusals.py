@@ -398,7 +398,7 @@ def test_arrays_that_are_too_large_together_are_refused(tmp_path: Path, monkeypa
     with (
         bounded(),
         pytest.raises(
-            StorageError, match=r"bytes.* of them in uns\), but this machine has only 1073741824 bytes of memory"
+            StorageError, match=r"bytes.* of them in uns\), but this process may use only 1073741824 bytes of memory"
         ),
     ):
         dasksc.open(path)
@@ -409,7 +409,7 @@ def test_arrays_larger_than_their_file_are_refused(tmp_path: Path, how: str) -> 
     path = h5ad_without_room(tmp_path, "uns/huge", how)
     with (
         bounded(),
-        pytest.raises(StorageError, match=r"claims \d+ bytes .* its \d+ stored bytes cannot decompress to that many"),
+        pytest.raises(StorageError, match=r"claims \d+ bytes .* their \d+ stored bytes cannot decompress to that many"),
     ):
         dasksc.open(path)
 
@@ -424,7 +424,7 @@ def test_arrays_of_a_zarr_store_that_are_never_written_are_refused(tmp_path: Pat
     zarr.consolidate_metadata(path)
     with (
         bounded(),
-        pytest.raises(StorageError, match=r"claims \d+ bytes .* its \d+ stored bytes cannot decompress to that many"),
+        pytest.raises(StorageError, match=r"claims \d+ bytes .* their \d+ stored bytes cannot decompress to that many"),
     ):
         dasksc.open(path)
 
@@ -448,7 +448,7 @@ def test_a_container_has_less_memory_than_its_machine(tmp_path: Path, monkeypatc
         file["uns/large"] = np.ones(2**18)
     monkeypatch.setattr(element_sizes, "_ROOM_BYTES", 2**20)
     memory_of(2**20, monkeypatch)
-    with pytest.raises(StorageError, match="this machine has only 1048576 bytes of memory"):
+    with pytest.raises(StorageError, match="this process may use only 1048576 bytes of memory"):
         dasksc.open(path)
 
 
