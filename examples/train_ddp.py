@@ -4,9 +4,8 @@
     torchrun --nproc_per_node=2 train_ddp.py atlas.h5ad --checkpoint run.pt
     torchrun --nproc_per_node=3 train_ddp.py atlas.h5ad --checkpoint run.pt --resume
 
-Under mpirun or srun, set MASTER_ADDR to the name of the node of rank 0, and MASTER_PORT to a free port on that node.
-All cell types are drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end
-of an epoch.
+Under mpirun or srun, set MASTER_ADDR to the node of rank 0, and MASTER_PORT to a free port on it. All cell types are
+drawn equally often. A step uses `--batch-size` x `--accumulate` cells per rank, and fewer at the end of an epoch.
 """
 
 from __future__ import annotations
