@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="width of the hidden layers")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--checkpoint", help="folder for the checkpoints of each epoch and of the last step")
-    parser.add_argument("--resume", action="store_true", help="resume from the latest checkpoint; ranks may differ")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint, on any number of ranks")
     args = parser.parse_args()
 
     on_gpu, world = torch.cuda.is_available(), dasksc.World.detect()  # from the variables of torchrun, mpirun or srun
