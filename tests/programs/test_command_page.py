@@ -30,7 +30,7 @@ def without_figures(output: str) -> list[str]:
 
 def printed_by(*arguments: str) -> str:
     if arguments[0] == "check":  # reports the memory of its process
-        return run([sys.executable, "-m", "dasksc", *arguments])
+        return run([sys.executable, "-m", "dasksc", *arguments], is_preloaded=True)
     done = CliRunner().invoke(group, arguments, prog_name="dasksc")
     assert done.exit_code == 0, (arguments, done.output, done.exception)
     return done.stdout

@@ -28,7 +28,7 @@ TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
 def run(*command: object, **options: float) -> str:
-    return programs.run([sys.executable, *command], **options)
+    return programs.run([sys.executable, *command], is_preloaded=True, **options)
 
 
 @pytest.fixture(scope="session")

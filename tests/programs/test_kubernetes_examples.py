@@ -139,7 +139,9 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
         "MASTER_ADDR": "elsewhere",
         "MASTER_PORT": "23456",
     }
-    printed = run([*TORCHRUN, *command[1:], tmp_path / "train.yaml"], OMP_NUM_THREADS="1", **set_by_operator)
+    printed = run(
+        [*TORCHRUN, *command[1:], tmp_path / "train.yaml"], is_preloaded=True, OMP_NUM_THREADS="1", **set_by_operator
+    )
     assert re.search(r"ranks +2 x cpu, ddp", printed)
     assert (tmp_path / "run" / "step-00000004").is_dir()
 

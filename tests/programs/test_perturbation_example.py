@@ -18,7 +18,7 @@ pytestmark = pytest.mark.programs
 def test_a_screen_sorted_by_the_command_of_the_page_is_read_in_runs(tmp_path):
     synthetic_screen(tmp_path / "screen.h5ad", 4_000, 40, lines=2, perturbations=5)
     command = [sys.executable, "-m", "dasksc", "convert", "screen.h5ad", "screen.zarr", "--group-by", "cell_line,gene"]
-    run(command, cwd=tmp_path)
+    run(command, cwd=tmp_path, is_preloaded=True)
     written = anndata.read_zarr(tmp_path / "screen.zarr").obs
     keys = list(zip(written.cell_line.astype(str), written.gene.cat.codes, strict=True))
     assert keys == sorted(keys)
@@ -27,7 +27,7 @@ def test_a_screen_sorted_by_the_command_of_the_page_is_read_in_runs(tmp_path):
 def test_the_model_beats_both_means_on_two_ranks(tmp_path):
     program = ROOT / "examples" / "train_perturbation.py"
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", program, "--cells", "16000", "--epochs", "10"]
-    printed = run(command, TMPDIR=str(tmp_path))
+    printed = run(command, is_preloaded=True, TMPDIR=str(tmp_path))
     assert len(re.findall(r"^epoch \d+: loss", printed, re.MULTILINE)) == 10
     assert "20 conditions held out" in printed
     errors = dict(re.findall(r"^  (.*?) +(\d\.\d+)$", printed, re.MULTILINE))
@@ -52,6 +52,6 @@ def test_the_screen_has_effects_only_where_genes_are_expressed(tmp_path):
 def test_a_missing_file_ends_every_rank(tmp_path):
     program = ROOT / "examples" / "train_perturbation.py"
     command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", program, tmp_path / "nothing.h5ad"]
-    done = ended(command, cwd=tmp_path)
+    done = ended(command, cwd=tmp_path, is_preloaded=True)
     assert done.returncode
     assert "there is nothing at" in done.stderr

@@ -44,14 +44,16 @@ def test_the_commands_of_the_page_run(tmp_path):
     ]
     assert len(commands) == 3
     for command in commands:
-        printed = run([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path)
+        printed = run([sys.executable, "-m", *shlex.split(command)], cwd=tmp_path, is_preloaded=True)
         assert "2,000 of 2,000 cells predicted" in printed
 
 
 def test_the_example_trains_embeds_and_draws(tmp_path):
     program = ROOT / "examples" / "embed_umap.py"
     sizes = ["--cells", "8000", "--genes", "2000", "--drawn", "600", "--epochs", "5"]
-    printed = run([sys.executable, program, *sizes, "--figure", "umap.png"], cwd=tmp_path, TMPDIR=str(tmp_path))
+    printed = run(
+        [sys.executable, program, *sizes, "--figure", "umap.png"], cwd=tmp_path, is_preloaded=True, TMPDIR=str(tmp_path)
+    )
     assert "embedded 8,000 cells" in printed
     shared, chance = map(int, re.search(r"share cell_type: (\d+)%, by chance (\d+)%", printed).groups())
     assert shared > 2 * chance

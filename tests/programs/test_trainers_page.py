@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 def run_text(program: str, name: str, folder: Path) -> None:
     (folder / name).write_text(program)
-    run([sys.executable, "-W", "ignore", name], cwd=folder)
+    run([sys.executable, "-W", "ignore", name], cwd=folder, is_preloaded=True)
 
 
 def test_every_library_of_the_page_has_a_program():

@@ -108,19 +108,23 @@ def install_wheel(folder: Path) -> Path:
 def run_with(site: Path, command: list[object], folder: Path) -> Any:
     """Run a command to completion with the package at `site`, and without the repository."""
     programs = f"{site / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
-    return ended(command, cwd=folder, PYTHONPATH=str(site), PATH=programs)
+    return ended(command, cwd=folder, is_preloaded=True, PYTHONPATH=str(site), PATH=programs)
 
 
 # --- Running a page -----------------------------------------------------------------------------------
 
 PRELUDE = """\
-import os, subprocess, sys
+import os, shlex, subprocess
+from tests.support import preloaded
 def _run(mark, *commands):
     print(mark, end="", flush=True)
     for command in commands:
-        done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise SystemExit(f"{command}\\n{done.stderr}")
+        if preloaded.can_run(command):
+            status = preloaded.call(shlex.split(command), cwd=os.getcwd(), environment=os.environ)
+        else:
+            status = subprocess.run(command, shell=True).returncode
+        if status:
+            raise SystemExit(f"{command}: exit status {status}")
 """
 
 

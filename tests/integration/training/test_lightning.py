@@ -256,7 +256,7 @@ def test_labels_can_be_had_before_there_is_a_trainer(path, tmp_path):
 
 
 def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):
-    run([sys.executable, PROGRAMS / "lightning_ddp.py", path, tmp_path])
+    run([sys.executable, PROGRAMS / "lightning_ddp.py", path, tmp_path], is_preloaded=True)
     whole, rest = (
         [json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for rank in range(2)] for name in ("whole", "rest")
     )
@@ -391,5 +391,5 @@ def test_a_writer_needs_a_data_module_that_knows_rows(path, tmp_path):
 
 
 def test_two_devices_write_together(path, tmp_path):
-    run([sys.executable, PROGRAMS / "lightning_predict.py", path, tmp_path / "emb.zarr"])
+    run([sys.executable, PROGRAMS / "lightning_predict.py", path, tmp_path / "emb.zarr"], is_preloaded=True)
     assert np.array_equal(dasksc.open(tmp_path / "emb.zarr").obsm["X_emb"].compute(), embedding(Embedder(), path))
