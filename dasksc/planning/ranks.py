@@ -126,10 +126,9 @@ class World:
                 "process would read the share of rank 0. Give rank=, or start the processes with torchrun"
             )
         if rank is not None and world_size is None and rank >= found.world_size:
-            raise InputError(
-                f"rank={rank} was given without world_size=, and the number of processes is {found.world_size} (from "
-                f"{found.source}). Give world_size= as well"
-            )
+            detected = f"the number of processes is {found.world_size} (from {found.source})"
+            known = "no launcher was detected" if found == cls() else detected
+            raise InputError(f"rank={rank} was given without world_size=, and {known}. Give world_size= as well")
         return cls(
             rank=found.rank if rank is None else int(rank),
             world_size=found.world_size if world_size is None else int(world_size),

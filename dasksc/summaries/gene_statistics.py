@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,7 +248,7 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
                 f"qc[{name!r}]={genes!r} is a string; give a list of gene names or, for a prefix, a mask: "
                 f"qc={{{name!r}: adata.var_names.str.startswith({genes!r})}}"
             )
-        chosen = np.asarray(genes)
+        chosen = np.asarray([*genes] if isinstance(genes, Set) else genes)
         absent = (
             [] if chosen.dtype.kind in "biuf" else [gene for gene in chosen.tolist() if gene not in adata.var_names]
         )

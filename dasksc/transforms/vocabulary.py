@@ -245,5 +245,5 @@ def _numbered(names: list[str], where: str, advice: str) -> dict[str, int]:
     ids = {name: i for i, name in enumerate(names)}
     if len(ids) < len(names):
         twice = dict.fromkeys(name for i, name in enumerate(names) if ids[name] != i)
-        raise InputError(f"{where}: names repeat: {some(twice)}. {advice}")
+        raise InputError(f"duplicate names in {where}: {some(twice)}. {advice}")
     return ids

@@ -399,6 +399,12 @@ def test_a_low_memory_limit_changes_no_results():
         np.testing.assert_array_equal(found.groups.layers[name], expected.groups.layers[name])
 
 
+def test_the_genes_of_a_set_may_be_a_python_set():
+    adata = make_adata(20, 9, layout="csr")
+    listed, unordered = (dasksc.statistics(adata, qc={"a": some}) for some in (["gene1", "gene2"], {"gene1", "gene2"}))
+    pd.testing.assert_frame_equal(listed.cells, unordered.cells)
+
+
 def test_genes_of_a_set_that_the_atlas_lacks_raise():
     adata = make_adata(20, 9, layout="csr")
     first = adata.var_names[0]

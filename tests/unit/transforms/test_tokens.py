@@ -302,7 +302,7 @@ def test_vocabulary_files_are_read_and_completed(tmp_path, name, text, ids):
         ("v.json", b'{"a": true}', "id of 'a'.*True"),
         ("v.json", b"[1]", "object of ids by name.* got a list"),
         ("v.json", b"{", "is not JSON"),
-        ("v.txt", b"a\nb\na\na\n", "names repeat: 'a'. Give every name once, one per line"),
+        ("v.txt", b"a\nb\na\na\n", "duplicate names in .*v.txt: 'a'. Give every name once, one per line"),
         ("v.bin", b"\x80\x04\x95", "is not a text file"),
         ("v.pkl", b"\x80\x04\x95", "pickled dict that maps names"),
     ],
