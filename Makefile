@@ -27,7 +27,9 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgro
 # The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
-CHECKS := lint types docs fuzz demo bounds test test-faults test-programs
+# The site is built by one process, so the other short checks run beside it.
+SHORT_CHECKS := docs lint types fuzz demo bounds
+TESTS := test test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs tutorials-record lowest rapids clean
 
@@ -107,12 +109,13 @@ lowest:
 rapids:
 	$(MAKE) VENV=.venv-rapids CONSTRAINTS=constraints-rapids.txt test
 
-# Run all checks, the fastest first; print the wall-clock and CPU time of each, and stop at the first failure.
+# Run all checks, print the wall-clock and CPU time of each, and stop at the first failure.
 check: $(VENV)/.dev
-	@for part in $(CHECKS); do \
-	    TIMEFORMAT="make $$part: %0R s, %0U s of user time, %0S s of system time"; \
-	    time $(MAKE) --no-print-directory $$part || exit 1; \
-	done
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(SHORT_CHECKS:%=timed-%)
+	@$(MAKE) --no-print-directory $(TESTS:%=timed-%)
+
+timed-%:
+	@TIMEFORMAT="make $*: %0R s, %0U s of user time, %0S s of system time"; time $(MAKE) --no-print-directory $*
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-rapids .cache docs/generated build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ def atlas(atlas_of) -> Path:
 
 
 def ask(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=True)
     return done.stdout.strip()
 
 

@@ -58,7 +58,7 @@ def run(program: str, *arguments: str) -> None:
     # Without the module site, no other package is imported at the start.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-S", "-c", program, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

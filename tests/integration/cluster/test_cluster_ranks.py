@@ -92,7 +92,7 @@ def test_ranks_on_two_machines_share_an_encrypted_cluster(
         for i, (enter, _) in enumerate(two_machines)
     ]
     try:
-        printed = [rank.communicate(timeout=180)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -289,7 +289,7 @@ def test_the_environment_names_the_scheduler(scheduler_file: Path, by: str) -> N
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), by: value},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=True,
     )
     assert done.stdout == f"Dask scheduler at {address}\n"

@@ -42,7 +42,7 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
         for process in range(2)
     ]
     for process in processes:
-        _, complaints = process.communicate(timeout=180)
+        _, complaints = process.communicate(timeout=600)
         assert process.returncode == 0, complaints
     found = [json.loads((tmp_path / f"found.{process}").read_text()) for process in range(2)]
     assert [(one["source"], one["rank"], one["size"]) for one in found] == [

@@ -79,7 +79,7 @@ def test_two_nodes_start_a_rank_each(atlas, tmp_path):
         for rank in range(2)
     ]
     try:
-        printed, complaints = zip(*(node.communicate(timeout=240) for node in nodes), strict=True)
+        printed, complaints = zip(*(node.communicate(timeout=600) for node in nodes), strict=True)
     finally:
         for node in nodes:
             node.kill()

@@ -289,7 +289,7 @@ def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
     ]
     for rank in ranks:
         rank.start()
-    found = dict(reports.get(timeout=120) for _ in ranks)
+    found = dict(reports.get(timeout=600) for _ in ranks)
     done.set()
     for rank in ranks:
         rank.join()

@@ -81,7 +81,7 @@ def test_it_runs_as_a_module_and_ctrl_c_is_exit_code_130(tmp_path: Path) -> None
         try:
             assert run.stderr.readline().startswith("round 1")
             os.killpg(run.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-            _, stderr = run.communicate(timeout=120)
+            _, stderr = run.communicate(timeout=600)
         finally:
             run.kill()
     assert run.returncode == 130

@@ -42,7 +42,7 @@ def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
         [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
@@ -133,7 +133,7 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
     def convert():
         command = [sys.executable, "-c", SMALL_DISK_PROGRAM, str(source), str(out)]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}
+            command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
 
     codes = set()
@@ -202,7 +202,7 @@ def test_memory_stays_within_the_limit_whatever_the_size_of_the_input(tmp_path):
         [sys.executable, "-c", MEMORY_PROGRAM, *map(str, paths), str(limit)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])},
     )
     assert done.returncode == 0, done.stderr

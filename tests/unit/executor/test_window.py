@@ -458,7 +458,7 @@ def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedP
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=600)
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)

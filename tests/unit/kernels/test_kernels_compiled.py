@@ -40,7 +40,7 @@ def run(cache, turn: int, **environment: str) -> subprocess.Popen[str]:
 
 
 def n_hits_of(process: subprocess.Popen[str]) -> int:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return int(out)
 

@@ -407,7 +407,7 @@ def test_an_interpreter_can_be_interrupted_and_end_in_the_middle_of_an_epoch(pat
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,7 @@ def epoch(
             assert process.stdout.readline() == "ready\n"
             if meanwhile is not None:
                 meanwhile()
-            printed, _ = process.communicate("\n", timeout=200)
+            printed, _ = process.communicate("\n", timeout=600)
         finally:
             process.kill()
     assert process.returncode == 0

@@ -31,7 +31,7 @@ def found_in(path: Path, *out: Path, group: Cgroup | None = None) -> dict[str, A
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         preexec_fn=None if group is None else group.enter,
-        timeout=250,
+        timeout=600,
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found | {"said": done.stderr}
