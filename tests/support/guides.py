@@ -102,6 +102,11 @@ def install_wheel(folder: Path) -> Path:
     (wheel,) = (folder / "dist").glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target"]
     run([*install, folder / "site", wheel], cwd=folder)
+    # The kernels compiled in the repository are valid for the same sources in any folder.
+    compiled = Path("dasksc", "kernels", "__pycache__")
+    (folder / "site" / compiled).mkdir(exist_ok=True)
+    for file in (ROOT / compiled).glob("*.nbc"):
+        shutil.copy(file, folder / "site" / compiled)
     return folder / "site"
 
 
