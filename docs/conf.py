@@ -60,7 +60,7 @@ python_maximum_signature_line_length = 88  # longer ones have a line for each pa
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 numpydoc_show_class_members = False
-# If a trainer is not installed, its module is documented without the arguments of the trainer.
+# If a trainer is not installed, the module of dasksc for it is documented without the arguments of the trainer.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
 autodoc_mock_imports = [name for name in TRAINERS if importlib.util.find_spec(name) is None]
 
@@ -94,7 +94,7 @@ html_theme_options = {
     "logo": {"image_light": "_static/logo-light.svg", "image_dark": "_static/logo-dark.svg", "alt_text": "dasksc"},
 }
 
-# Pages outside docs/, which holds a link in place of each.
+# Pages whose text is outside docs/, where a short page links to each.
 ELSEWHERE = {"benchmarks_log": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
 
 

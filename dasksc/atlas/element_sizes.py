@@ -25,8 +25,8 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk, which is decoded as a whole, may be larger than its array by this much. Tables and uns whose total size is at
-# most this are read without comparing it with their stored bytes.
+# A chunk, which is decoded as a whole, may be larger than its array by this much. If the total size of tables and uns
+# does not exceed this, it is not compared with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
@@ -46,7 +46,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the parts of a table to read: `columns` and, if names are read, the index. It may be the whole table."""
+    """Return the parts of a table to read: `columns` and, if names are read, the index, or the whole table."""
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -78,8 +78,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
         if stored < needed:
             raise CorruptDataError(
                 f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but "
-                f"their {stored} stored bytes cannot decompress to that many. The file is corrupt or malicious; write "
-                "it again from its source."
+                f"these elements are stored in {stored} bytes, which cannot decompress to that many. The file is "
+                "corrupt or malicious; write it again from its source."
             )
 
 

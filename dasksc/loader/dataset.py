@@ -154,8 +154,9 @@ class scDataset(IterableDataset[Any]):
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
-        repeated rows. If False, no row is repeated, and ranks may differ in size: unless `drop_last` is True, the ranks
-        together yield every row of the epoch exactly once, as evaluation requires.
+        repeated rows. If False, no row is repeated to make the ranks equal, so ranks may yield different numbers of
+        rows. Unless `drop_last` is True, the ranks together yield every row of the epoch exactly once, as evaluation
+        requires.
     scheduler
         Scheduler of fetches: ``"threads"``, ``"synchronous"``, a Dask Client or the address of its scheduler. None
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
@@ -216,9 +217,9 @@ class scDataset(IterableDataset[Any]):
 
     Notes
     -----
-    Each iteration reads the next epoch, including in DataLoader workers, persistent or not. After an unfinished epoch,
-    too, the next epoch follows. `set_epoch` selects an epoch. `projected_bytes` is an estimate of the maximum anonymous
-    memory of an iteration.
+    Each iteration reads the next epoch, including in DataLoader workers, persistent or not. An iteration that stops
+    early also counts as an epoch: the next iteration reads the following one. `set_epoch` selects an epoch.
+    `projected_bytes` is an estimate of the maximum anonymous memory of an iteration.
 
     Examples
     --------
@@ -494,9 +495,9 @@ class scDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from `state`, at the batch that follows it.
 
-        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Except
-        for padding, no row of the epoch is repeated. Dropped rows stay dropped, and with `drop_last`, the new ranks may
-        drop more.
+        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Apart
+        from padding, resuming repeats no row of the epoch. Dropped rows stay dropped, and with `drop_last`, the new
+        ranks may drop more.
 
         Raises
         ------
@@ -644,7 +645,7 @@ class scDataset(IterableDataset[Any]):
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
               tasks received
             - ``in_flight_bytes``: size of the results not yet received, plus an estimate for the tasks in progress (for
-              each, the size of the largest task so far)
+              each, the size of the largest result so far)
             - ``limit_bytes``: limit of ``in_flight_bytes``
 
             Work times in seconds, summed over threads:

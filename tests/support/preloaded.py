@@ -1,8 +1,8 @@
-"""Python programs in processes that have already imported the dependencies of dasksc, which takes seconds otherwise.
+"""Python programs in processes that have already imported the dependencies of dasksc, since the imports take seconds.
 
 ``python -m tests.support.preloaded SOCKET`` is a server that imports the dependencies once. For each request, it forks
-itself twice: one process becomes the program, with its own arguments, environment, folder and open files, and the other
-waits for it. The program imports dasksc itself. Ranks of torchrun are forks, too.
+a process that forks again: the second becomes the program, with the arguments, environment, folder and output files of
+the request, and the first waits for it. The program imports dasksc itself. Ranks of torchrun are forks, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROGRAMS = ("dasksc", "python", "torchrun")
 
 
 def can_run(command: str) -> bool:
-    """Return True if a line of a shell is a call of one of `PROGRAMS`, without special characters of the shell."""
+    """Return True if a shell command calls one of `PROGRAMS` and has none of the special characters below."""
     return command.startswith(PROGRAMS) and not set(command) & set("|&;<>$*~`")
 
 
@@ -40,7 +40,7 @@ def serve_on(path: Path) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
         [sys.executable, "-m", __name__, str(path)],
         cwd=Path(__file__).parents[2],
-        # Libraries read the number of threads when they are imported. torchrun gives each rank one thread, too.
+        # Libraries read the number of threads when they are imported. torchrun also sets one thread for each rank.
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -164,7 +164,7 @@ def _prepare(cwd: str, environment: Mapping[str, str], files: Sequence[int]) -> 
 
 
 def _execute(command: Sequence[str]) -> None:
-    """Run one of `PROGRAMS`, of which Python has the options -c, -m, -u and -W."""
+    """Run one of `PROGRAMS`. For Python, only the options -c, -m, -u and -W are supported."""
     program, arguments = command[0], [*command[1:]]
     name = Path(program).name
     while name.startswith("python") and arguments[0] in ("-u", "-W"):
@@ -205,6 +205,6 @@ def _torchrun(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tests.support import preloaded  # programs import this module under its name
+    from tests.support import preloaded  # under its own name, not as __main__, because programs import it
 
     preloaded.main()
