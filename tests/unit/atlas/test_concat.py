@@ -18,7 +18,7 @@ import scipy.sparse as sp
 import torch
 from anndata import AnnData
 from anndata.experimental import AnnCollection
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
@@ -130,6 +130,7 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)  # each takes long
 @given(
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=3, unique=True),
     sizes=st.lists(st.integers(0, 30), min_size=3, max_size=3),

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import zarr
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
@@ -57,6 +57,7 @@ def content(store: Path) -> dict[str, Any]:
     return found
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)  # each takes long
 @given(
     ends=st.lists(st.sampled_from(["", "é", "-1", "細胞"]), min_size=4, max_size=40),
     form=st.sampled_from(["h5ad", "zarr"]),

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
@@ -75,6 +75,7 @@ STRATEGIES = {
 }
 
 
+@settings(max_examples=settings.default.max_examples * 2 // 5)  # each takes long
 @given(
     mib=st.sampled_from([0, 20, 2**20]),
     mmap=st.sampled_from([True, False, "auto"]),
