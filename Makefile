@@ -112,7 +112,7 @@ rapids:
 # Run all checks, print the wall-clock and CPU time of each, and stop at the first failure.
 check: $(VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(SHORT_CHECKS:%=timed-%)
-	@$(MAKE) --no-print-directory $(TESTS:%=timed-%)
+	@$(MAKE) --no-print-directory --jobs 1 $(TESTS:%=timed-%)
 
 timed-%:
 	@TIMEFORMAT="make $*: %0R s, %0U s of user time, %0S s of system time"; time $(MAKE) --no-print-directory $*

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import guides
+from tests.support import guides, preloaded
 
 pytestmark = pytest.mark.programs
 
@@ -49,7 +49,7 @@ def test_a_guide_runs_its_commands(page):
     blocks = guides.blocks_of(page.read_text())
     commands = [command for block in blocks if block.language == "bash" for command in block.commands]
     assert commands[0] == guides.DEMO
-    assert {command.split()[0] for command in commands} <= set(guides.COMMANDS)
+    assert {command.split()[0] for command in commands} <= set(preloaded.PROGRAMS)
 
 
 # --- The harness itself -------------------------------------------------------------------------------

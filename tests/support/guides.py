@@ -33,7 +33,6 @@ TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 MARK = "\x00block {}\x00"
 DEMO = "dasksc demo-data demo"
 HOME = "/path/to"  # folder of the reader, as shown in pages
-COMMANDS = ("dasksc", "python", "torchrun")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,9 @@
 ``python -m tests.support.preloaded SOCKET`` is a server that imports the dependencies once. For each request, it forks
 a process that forks again: the second becomes the program, with the arguments, environment, folder and output files of
 the request, and the first waits for it. The program imports dasksc itself. Ranks of torchrun are forks, too.
+
+Tests of the following need new interpreters: warnings and side effects of imports, variables that the dependencies read
+when they are imported, hash seeds that differ between processes, and the finalization of the interpreter.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import multiprocessing.process
 import os
 import runpy
 import shutil
@@ -23,7 +27,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import Any, NoReturn
 
 ADDRESS = "DASKSC_TEST_PRELOADED"  # environment variable with the path of the server's socket
 DEPENDENCIES = ("anndata", "dask.array", "distributed", "numba", "torch.distributed.run", "zarr")
@@ -32,7 +36,7 @@ PROGRAMS = ("dasksc", "python", "torchrun")
 
 def can_run(command: str) -> bool:
     """Return True if a shell command calls one of `PROGRAMS` and has none of the special characters below."""
-    return command.startswith(PROGRAMS) and not set(command) & set("|&;<>$*~`")
+    return command.startswith(PROGRAMS) and not set(command) & set("|&;<>$*?[]{}()~`!#")
 
 
 def serve_on(path: Path) -> subprocess.Popen[bytes]:
@@ -55,10 +59,11 @@ def ended(
 ) -> subprocess.CompletedProcess[str]:
     """Run one of `PROGRAMS` to completion, and capture its output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = call(command, cwd=cwd, environment=environment, files=(out, err), timeout_s=timeout_s)
+        files = (out.fileno(), err.fileno())
+        status = call(command, cwd=cwd, environment=environment, files=files, timeout_s=timeout_s)
         for file in (out, err):
             file.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), err.read())
+        return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
 
 def call(
@@ -66,60 +71,66 @@ def call(
     *,
     cwd: Path,
     environment: Mapping[str, str],
-    files: tuple[IO[str], IO[str]] = (sys.stdout, sys.stderr),
+    files: tuple[int, int] = (1, 2),
     timeout_s: float | None = None,
 ) -> int:
     """Run one of `PROGRAMS` to completion with `files` as its standard output and error; return its exit status."""
-    request = json.dumps({"command": [*map(str, command)], "cwd": str(cwd), "environment": dict(environment)}).encode()
+    words = [*map(str, command)]
     with socket.socket(socket.AF_UNIX) as connection, connection.makefile("r") as replies:
         connection.connect(environment[ADDRESS])
-        socket.send_fds(connection, [len(request).to_bytes(8, "big")], [file.fileno() for file in files])
-        connection.sendall(request)
+        socket.send_fds(connection, [b"\0"], files)
+        connection.sendall(json.dumps({"command": words, "cwd": str(cwd), "environment": dict(environment)}).encode())
+        connection.shutdown(socket.SHUT_WR)
         pid = int(replies.readline())
         connection.settimeout(timeout_s)
         try:
             return int(replies.readline())
-        except TimeoutError:
-            raise subprocess.TimeoutExpired([*map(str, command)], timeout_s or 0) from None
-        finally:
+        except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            if isinstance(error, TimeoutError):
+                raise subprocess.TimeoutExpired(words, timeout_s or 0) from None
+            raise
 
 
 def main() -> None:
     """Import the dependencies, and serve requests until the process that started the server ends."""
-    for name in DEPENDENCIES:
-        __import__(name)
     parent = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that wait for the programs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in DEPENDENCIES:
+        __import__(name)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(sys.argv[1])
         listening.listen(64)
         listening.settimeout(1)
         print("ready", flush=True)
         while os.getppid() == parent:
-            with contextlib.suppress(TimeoutError):
+            try:
                 connection, _ = listening.accept()
-                if os.fork() == 0:
+            except TimeoutError:
+                continue
+            if os.fork() == 0:
+                try:
                     listening.close()
-                    connection.setblocking(True)
                     _answer(connection)
-                connection.close()
+                finally:
+                    os._exit(1)
+            connection.close()
 
 
 def _answer(connection: socket.socket) -> NoReturn:
     """Run the program of a request; reply with its pid and, after its end, with its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, files, _, _ = socket.recv_fds(connection, 1, 2)
     with connection.makefile("rb") as requests:
-        size, files, _, _ = socket.recv_fds(connection, 8, 2)
-        request = json.loads(requests.read(int.from_bytes(size, "big")))
+        request = json.loads(requests.read())
     if (pid := os.fork()) == 0:
         connection.close()
         _become(files=files, **request)
     connection.sendall(f"{pid}\n".encode())
     _, status = os.waitpid(pid, 0)
-    with contextlib.suppress(BrokenPipeError):
-        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
@@ -132,7 +143,7 @@ def _become(command: Sequence[str], cwd: str, environment: Mapping[str, str], fi
         status = 0
     except SystemExit as exited:
         status = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
-        if isinstance(exited.code, str):
+        if not isinstance(exited.code, int | None):
             print(exited.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -149,34 +160,39 @@ def _prepare(cwd: str, environment: Mapping[str, str], files: Sequence[int]) -> 
     """Set what a new interpreter takes from its surroundings."""
     import dask
     import numba
+    import numpy as np
 
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
     for number, file in zip((1, 2), files, strict=True):
         os.dup2(file, number)
         os.close(file)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
     installed = [entry for entry in sys.path if entry.startswith((sys.prefix, sys.base_prefix))]
     sys.path[:] = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *installed]
+    np.random.seed()  # noqa: NPY002
     dask.config.refresh()
     numba.core.config.reload_config()
 
 
 def _execute(command: Sequence[str]) -> None:
     """Run one of `PROGRAMS`. For Python, only the options -c, -m, -u and -W are supported."""
-    program, arguments = command[0], [*command[1:]]
-    name = Path(program).name
-    while name.startswith("python") and arguments[0] in ("-u", "-W"):
+    program, arguments = Path(command[0]).name, [*command[1:]]
+    if not program.startswith("python"):
+        arguments = [shutil.which(command[0]) or command[0], *arguments]
+    elif arguments[:2] == ["-m", "torch.distributed.run"]:
+        program, arguments = "torchrun", ["torchrun", *arguments[2:]]
+    if program == "torchrun":
+        _torchrun(arguments)
+        return
+    while arguments[0] in ("-u", "-W"):
         if arguments.pop(0) == "-W":
             warnings.simplefilter(arguments.pop(0))  # type: ignore[arg-type]
-    if name == "torchrun" or arguments[:2] == ["-m", "torch.distributed.run"]:
-        _torchrun(arguments[2 * (name != "torchrun") :])
-    elif not name.startswith("python"):
-        sys.argv = [shutil.which(program) or program, *arguments]
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    elif arguments[0] == "-c":
+    if arguments[0] == "-c":
         sys.argv, module = ["-c", *arguments[2:]], types.ModuleType("__main__")
         sys.path.insert(0, "")
         sys.modules["__main__"] = module
@@ -187,21 +203,34 @@ def _execute(command: Sequence[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(os.path.abspath(arguments[0]), run_name="__main__")
 
 
-def _torchrun(arguments: Sequence[str]) -> None:
-    """Run torchrun, which starts each rank as a fork of this process and runs the program in it."""
+def _torchrun(arguments: list[str]) -> None:
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    sys.argv = ["torchrun", *arguments]
-    options = run.parse_args(arguments)
-    if not options.module and not options.no_python:
-        options.run_path, options.start_method = True, "fork"
-        options.training_script = str(Path(options.training_script).resolve())
-        sys.path.insert(0, str(Path(options.training_script).parent))
-    run.run(options)
+    subprocess_handler.Popen = _Rank  # type: ignore[misc]
+    sys.argv = arguments
+    run.main()
+
+
+class _Rank(subprocess.Popen[bytes]):
+    """Process of a rank: a fork of torchrun instead of a new interpreter."""
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        if args[0] != sys.executable:
+            return super()._execute_child(args, *given)  # type: ignore[misc]
+        environment, out, err = given[5], given[12], given[14]
+        if (pid := os.fork()) == 0:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            files = [os.dup(1 if out < 0 else out), os.dup(2 if err < 0 else err)]
+            _become(args, os.getcwd(), environment, files)
+        self.pid, self._child_created = pid, True
+        return None
 
 
 if __name__ == "__main__":

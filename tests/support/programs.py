@@ -26,7 +26,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @cache
 def _server() -> tuple[str, object]:
     """Start a server of preloaded processes, which ends with this process; return its address."""
-    folder = tempfile.TemporaryDirectory()
+    folder = tempfile.TemporaryDirectory(dir="/tmp")  # paths of sockets are short
     path = Path(folder.name) / "socket"
     return str(path), (folder, preloaded.serve_on(path))
 
