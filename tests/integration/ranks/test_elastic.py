@@ -21,7 +21,7 @@ pytestmark = pytest.mark.faults
 
 PROGRAM = PROGRAMS / "ddp_elastic.py"
 N_OBS = 203
-PATIENCE_S = 240
+PATIENCE_S = 600
 
 Batches = dict[tuple[int, int], list[int]]
 
