@@ -19,7 +19,7 @@ from distributed.security import Security
 import dasksc
 
 NOT_LOOPBACK = "127.0.0.2"  # treated as not loopback, but unreachable from other machines
-START_S = 60.0
+START_S = 180.0
 
 
 def rows_of_epoch(path: Path, **options: Any) -> list[int]:

@@ -21,7 +21,7 @@ from tests.support.programs import PROGRAMS, ROOT
 PROGRAM = PROGRAMS / "ddp_faults.py"
 N_OBS = 203
 # Longer than the 20 s timeout of the process group plus the start of three processes.
-PATIENCE_S = 180
+PATIENCE_S = 600
 
 pytestmark = [
     pytest.mark.faults,

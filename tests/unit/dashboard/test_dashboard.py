@@ -31,7 +31,7 @@ from dasksc.executor import reporting
 
 pytestmark = pytest.mark.core
 
-WAIT_S = 30.0  # timeout in seconds; only a failing test waits this long
+WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
 LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 

@@ -35,7 +35,7 @@ from dasksc.executor.window import Window
 
 pytestmark = pytest.mark.core
 
-WAIT_S = 20.0  # timeout in seconds; only a failing test waits this long
+WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
