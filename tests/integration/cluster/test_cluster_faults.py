@@ -615,7 +615,7 @@ def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> Non
     """The store of torchrun's agent outlives the ranks and still holds the address of a scheduler that has ended."""
     path = write_store(make_adata(n_obs=101), tmp_path, "h5ad")
     program = [PROGRAMS / "restarted_cluster.py", path, tmp_path]
-    run([*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", *program])
+    run([*TORCHRUN, "--standalone", "--nproc_per_node=2", "--max-restarts=2", *program], is_preloaded=True)
     ranks = [(tmp_path / f"read-2-{rank}").read_text().split() for rank in range(2)]
     assert len({address for _, address in ranks}) == 1
     assert sum(int(n_rows) for n_rows, _ in ranks) >= 101

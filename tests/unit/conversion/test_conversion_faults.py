@@ -21,7 +21,7 @@ import dasksc
 from dasksc.errors import StorageError
 from dasksc.output.work_folder import atomic_array
 from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
-from tests.support.programs import PROGRAMS, ROOT
+from tests.support.programs import PROGRAMS, ROOT, ended
 
 pytestmark = pytest.mark.faults
 
@@ -131,10 +131,7 @@ def test_a_disk_of_any_size_that_fills_up_ends_no_conversion_by_a_signal(small_d
     old, whole = contents(many_short_rows / "old.zarr"), contents(many_short_rows / f"{kind}.zarr")
 
     def convert():
-        command = [sys.executable, "-c", SMALL_DISK_PROGRAM, str(source), str(out)]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        return ended([sys.executable, "-c", SMALL_DISK_PROGRAM, source, out], is_preloaded=True)
 
     codes = set()
     for kilobytes in (150, 600, 1200, 1500, 1800, 3500):
