@@ -25,8 +25,8 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk, which is decoded as a whole, may be larger than its array by this much. If the total size of tables and uns
-# does not exceed this, it is not compared with their stored bytes.
+# A chunk, which is decoded as a whole, may be larger than its array by this much. If the total size of the elements to
+# read does not exceed this, it is not compared with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
@@ -46,7 +46,10 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the parts of a table to read: `columns` and, if names are read, the index, or the whole table."""
+    """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index.
+
+    A table that is read as a whole is the only part.
+    """
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -58,7 +61,8 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
     """Refuse elements that link to files outside the folder, or whose total size is impossible or exceeds memory.
 
-    A total size is impossible if the stored bytes of the elements cannot decompress to it.
+    A total size counts as impossible if it exceeds `_ROOM_BYTES` plus `DEFLATE_RATIO` times the stored bytes of the
+    elements.
     """
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
@@ -78,8 +82,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
         if stored < needed:
             raise CorruptDataError(
                 f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but "
-                f"these elements are stored in {stored} bytes, which cannot decompress to that many. The file is "
-                "corrupt or malicious; write it again from its source."
+                f"these elements are stored in {stored} bytes, less than 1/{DEFLATE_RATIO} of that. The file is "
+                "probably corrupt or malicious; write it again from its source."
             )
 
 

@@ -111,10 +111,10 @@ class scDataset(IterableDataset[Any]):
     batch_size
         Number of rows in a batch, per rank.
     fetch_factor
-        Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order and,
-        unless the strategy is `Streaming` without `shuffle`, shuffled in memory. None chooses the largest number that
-        `memory_limit` allows. For the same arguments, the choice depends only on the stored data, so it is equal on
-        every rank and machine.
+        Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order and, with
+        `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling` or ``Streaming(shuffle=True)``, then shuffled
+        in memory. None chooses the largest number that `memory_limit` allows. For the same arguments, the choice
+        depends only on the stored data, so it is equal on every rank and machine.
     drop_last
         If True, omit the last, smaller batch of each rank and, with `equal_ranks`, rows that cannot be divided equally
         among ranks.
