@@ -116,7 +116,7 @@ def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
 def name_defaults(
     app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str | None, str | None]:
-    """Return a signature with functions as default values by name, which Sphinx can parse."""
+    """Replace functions that are default values in a signature by their names, so that Sphinx can parse it."""
     named = re.sub(r"<(?:built-in )?function (\w+)[^>]*>", r"\1", signature) if signature else signature
     return named, returned
 
