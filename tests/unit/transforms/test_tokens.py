@@ -382,7 +382,7 @@ def test_one_bin_is_too_few():
 
 
 def test_names_that_are_there_twice_are_refused():
-    with pytest.raises(InputError, match="repeat: 'a'.*var_names_make_unique"):
+    with pytest.raises(InputError, match="duplicate names in genes: 'a'.*var_names_make_unique"):
         RankTokens(["a", "b", "a"])
 
 
