@@ -48,7 +48,7 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
     """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index.
 
-    A table that is read as a whole is the only part.
+    If the table is read as a whole, the list holds only the table itself.
     """
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
