@@ -70,7 +70,7 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
     memory = memory_limit().n_bytes if n_bytes > _ROOM_BYTES else n_bytes
     if n_bytes > memory:
         raise StorageError(
-            f"{path} has {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but this "
+            f"{path} has {n_bytes} bytes in the elements to read ({sizes[largest]} of them in {largest}), but this "
             f"process may use only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If the "
             "file should be smaller, it is corrupt."
         )
@@ -81,7 +81,7 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:
             raise CorruptDataError(
-                f"{path} claims {n_bytes} bytes outside its matrices ({sizes[largest]} of them in {largest}), but "
+                f"{path} claims {n_bytes} bytes in the elements to read ({sizes[largest]} of them in {largest}), but "
                 f"these elements are stored in {stored} bytes, less than 1/{DEFLATE_RATIO} of that. The file is "
                 "probably corrupt or malicious; write it again from its source."
             )
