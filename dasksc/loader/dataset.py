@@ -113,8 +113,8 @@ class scDataset(IterableDataset[Any]):
     fetch_factor
         Number of batches read at once: a fetch is ``batch_size * fetch_factor`` rows, read in ascending order and, with
         `BlockShuffling`, `BlockWeightedSampling`, `ClassBalancedSampling` or ``Streaming(shuffle=True)``, then shuffled
-        in memory. None chooses the largest number that `memory_limit` allows. For the same arguments, the choice
-        depends only on the stored data, so it is equal on every rank and machine.
+        in memory. None chooses the largest number, up to 4096, that `memory_limit` allows. For the same arguments, the
+        choice depends only on the stored data, so it is equal on every rank and machine.
     drop_last
         If True, omit the last, smaller batch of each rank and, with `equal_ranks`, rows that cannot be divided equally
         among ranks.
