@@ -27,8 +27,8 @@ EXAMPLES = ROOT / "examples"
 TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
-def run(*command: object, **options: float) -> str:
-    return programs.run([sys.executable, *command], is_preloaded=True, **options)
+def run(*command: object) -> str:
+    return programs.run([sys.executable, *command], is_preloaded=True)
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ class _Rank(subprocess.Popen[bytes]):
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:
         if args[0] != sys.executable:
             return super()._execute_child(args, *given)  # type: ignore[misc]
-        environment, out, err = given[5], given[12], given[14]
+        environment, out, err = given[5], given[12], given[14]  # env, c2pwrite and errwrite in Python 3.11 to 3.13
         if (pid := os.fork()) == 0:
             os.setsid()
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

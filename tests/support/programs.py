@@ -20,6 +20,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 # Ranks use gloo because a machine may have fewer GPUs than ranks.
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+TIMEOUT_S = 600  # only a program that hangs takes this long
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -37,7 +38,6 @@ def ended(
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
     is_preloaded: bool = False,
-    timeout_s: float = 600,
     **changes: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to completion, on CPUs unless an environment is given; `changes` add environment variables.
@@ -49,14 +49,14 @@ def ended(
     given = {**given, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **changes}
     if is_preloaded:
         given[preloaded.ADDRESS] = _server()[0]
-        return preloaded.ended(command, cwd=cwd or Path.cwd(), environment=given, timeout_s=timeout_s)
+        return preloaded.ended(command, cwd=cwd or Path.cwd(), environment=given, timeout_s=TIMEOUT_S)
     return subprocess.run(
         [*map(str, command)],
         cwd=cwd,
         env=given,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=TIMEOUT_S,
         check=False,
     )
 
