@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from time import monotonic
+from time import monotonic, thread_time
 
 from dask.utils import format_bytes
 
@@ -17,8 +17,8 @@ __all__ = ["AdaptiveReadingMode"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# Minimum time between checks of the limits, in seconds and as a multiple of the duration of a check. A check takes
-# about a millisecond; for a thousand files, about forty.
+# Minimum time between checks of the limits, in seconds and as a multiple of the CPU time of a check, which is about a
+# millisecond, or forty for a thousand files. Wall time would delay the next check when a process waits for memory.
 _CHECK_INTERVAL_S, _CHECK_PAUSE = 0.5, 50
 
 
@@ -62,10 +62,10 @@ class AdaptiveReadingMode:
     def depth(self) -> int:
         """Return the number of parts of fetches that may be in flight; memory is checked again at intervals."""
         with self._lock:
-            start = monotonic()
-            if start > self._next_check:
+            if monotonic() > self._next_check:
+                start = thread_time()
                 before, now = self._mode, self._decide(n_parts=self._mode.n_parts)
-                self._next_check = start + max(_CHECK_INTERVAL_S, _CHECK_PAUSE * (monotonic() - start))
+                self._next_check = monotonic() + max(_CHECK_INTERVAL_S, _CHECK_PAUSE * (thread_time() - start))
                 # The mode changes in one direction only, because switching back would read mapped files again. Memory
                 # that becomes available is used from the next epoch on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
