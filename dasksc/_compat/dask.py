@@ -68,7 +68,7 @@ ELEMENTWISE_NAMES = frozenset([("dask._task_spec", "_identity_cast"), ("dask.arr
 # another prefix, dasksc does not find the matrix behind an array, and tests fail.
 MATRIX_KEY_PREFIX = "original-"
 
-_BY_WHOLE_CHUNKS = "array code that selects or shuffles rows is computed on whole chunks"
+_BY_WHOLE_CHUNKS = "Dask operations that select or shuffle rows are computed on whole chunks"
 
 
 def getters() -> tuple[Any, ...]:

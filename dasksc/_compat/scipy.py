@@ -41,7 +41,7 @@ def _report_missing_flags() -> None:
     for name in _FLAGS:
         if name not in vars(block):
             error = UnsupportedVersionError("scipy", f"csr_matrix.{name}")
-            warn_once(error, without="every step of array code on sparse X checks all column indices")
+            warn_once(error, without="every Dask operation on sparse X checks all column indices")
 
 
 _report_missing_flags()

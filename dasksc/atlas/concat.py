@@ -122,7 +122,7 @@ def concatenated(
         _warn_of_types(parts, joined, names, label)
         if joined.n_missing():
             logger.warning(
-                "%s, joined from %d atlases, has NaN in %d of %d columns, for cells of atlases that lack them. "
+                "%s, joined from %d atlases, has NaN in %d of %d columns, for cells of atlases without these columns. "
                 "Give fill_value=0 for zeros, or join='inner' for the columns common to all",
                 *(label, len(names), joined.n_missing(), joined.shape[1]),
             )

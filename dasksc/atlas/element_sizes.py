@@ -71,8 +71,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
     if n_bytes > memory:
         raise StorageError(
             f"{path} has {n_bytes} bytes in the elements to read ({sizes[largest]} of them in {largest}), but this "
-            f"process may use only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If the "
-            "file should be smaller, it is corrupt."
+            f"process may use only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If you "
+            "expected less data in this file, it is probably corrupt."
         )
     if n_bytes > _ROOM_BYTES:
         # Totals are compared, not single arrays, because a valid column that repeats one value a billion times takes

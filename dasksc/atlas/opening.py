@@ -188,7 +188,9 @@ def open(
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         names = False  # AnnData would convert the numbers to strings
     if not names and index_unique is not None:
-        raise InputError("index_unique= changes obs_names, which names=False does not read; leave one of them out")
+        raise InputError(
+            "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
+        )
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
@@ -311,7 +313,7 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
         f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
-        "give join='outer', which fills in missing values."
+        "give join='outer', which marks the values of these atlases as missing."
     )
 
 

@@ -142,7 +142,8 @@ def _prepared(
     if recorded is None:
         raise dasksc.InputError(
             f"{model} does not record which genes its model reads, since an earlier version of dasksc wrote it. Load "
-            "it with dasksc.train.load_model, and call dasksc.predict with a data set of the genes of its training data"
+            "it with dasksc.train.load_model, and call dasksc.predict with a data set that has the genes of the "
+            "training data"
         )
     dataset = predicting.dataset_for(recorded, data, batch_size=batch_size, genes_missing=genes_missing)
     return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)

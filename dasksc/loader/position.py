@@ -152,8 +152,8 @@ def state_of(
         state["worker"] = (worker.id, worker.num_workers)
     elif (epoch := unfinished()) is not None:
         logger.warning(
-            "the state contains whole epochs only: DataLoader workers are in the middle of epoch %d, and a run "
-            "resumed from this state skips the rest of it. Use num_workers=0, or save the state of torchdata's "
+            "the state counts only whole epochs, but DataLoader workers are in the middle of epoch %d: a run "
+            "resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of torchdata's "
             "StatefulDataLoader",
             epoch,
         )

@@ -268,11 +268,12 @@ class MemoryProjection:
         factor = self.fetch_factor
         while factor > 1 and self.least_demand(factor).anonymous > self.limit:
             factor //= 2
+        n = self._prefetch or 1
+        fetches = f"{n} fetch{'es' * (n != 1)} of {self._batch_size} x {self.fetch_factor} rows in flight"
         raise InputError(
-            f"fetches of {self._batch_size} x {self.fetch_factor} rows, {self._prefetch or 1} in flight, and their "
-            f"batches need {format_bytes(given)} of memory, but memory_limit is {format_bytes(self.limit)}. Lower "
-            f"fetch_factor, batch_size or prefetch, or raise memory_limit to at least {_rounded_up(given)!r}; "
-            f"fetch_factor={factor} fits the limit"
+            f"{fetches}, with the batches gathered from them, take {format_bytes(given)} of memory, but memory_limit "
+            f"is {format_bytes(self.limit)}. Lower fetch_factor, batch_size or prefetch, or raise memory_limit to at "
+            f"least {_rounded_up(given)!r}; fetch_factor={factor} fits the limit"
         )
 
 

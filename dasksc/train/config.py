@@ -46,7 +46,7 @@ _Count = Annotated[int, Field(ge=0), BeforeValidator(no_bool)]
 def _no_dict(genes: Any) -> Any:
     if isinstance(genes, Mapping):
         raise ValueError(
-            "expected one list, or a file; genes of several modalities are given in Python (dasksc.scDataset)"
+            "expected one list, or a file; genes of several modalities can be set only in Python (dasksc.scDataset)"
         )
     return genes
 

@@ -130,7 +130,7 @@ def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
     # The file may come from an unknown source, and name any function, such as os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
-            f"{path} contains parameters of {name!r}, which is not a torch.nn.Module class, so it is not called. If "
+            f"{path} names {name!r} as its model, which is not a torch.nn.Module class, so dasksc does not call it. If "
             "you trust the file, create the model yourself and call "
             "model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
         )

@@ -84,10 +84,10 @@ class _Tokens:
         check_choice("missing", missing, ("error", "drop"))
         check_choice("padding", padding, ("longest", "max_length"))
         if not _is_share(mask_ratio) or mask_ratio == 1:
-            raise InputError(f"mask_ratio={mask_ratio!r} must be the share of hidden tokens, a number in [0, 1)")
+            raise InputError(f"mask_ratio={mask_ratio!r} must be the share of tokens to mask, a number in [0, 1)")
         for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
             if not _is_share(share):
-                raise InputError(f"{name}={share!r} must be a share of the hidden tokens, a number in [0, 1]")
+                raise InputError(f"{name}={share!r} must be a share of the masked tokens, a number in [0, 1]")
         if random_replace_ratio + keep_ratio > 1:
             raise InputError(
                 f"random_replace_ratio={random_replace_ratio} and keep_ratio={keep_ratio} sum to more than 1"

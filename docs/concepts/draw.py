@@ -57,7 +57,7 @@ mpl.rcParams.update(
 
 
 def plan_of(n_rows: int, block_size: int, **sizes: Any) -> dasksc.EpochPlan:
-    """Return the plan of shuffled blocks of a collection with `n_rows` rows."""
+    """Return the plan that `BlockShuffling` makes for a data set of `n_rows` rows."""
     sampler = dasksc.BlockShuffling(block_size).bind(n_rows, lambda name: None)
     return dasksc.EpochPlan(sampler=sampler, **sizes)
 
@@ -104,7 +104,7 @@ def bracket(panel: Axes, start: float, stop: float, y: float, text: str) -> None
 
 
 def canvas(width: float, height: float, x: float, y: float) -> tuple[Any, Axes]:
-    """Return a figure of some inches whose one panel spans [0, x] and, downwards, [0, y]."""
+    """Return a figure of `width` by `height` inches, and its panel, whose axes span [0, x] and, downwards, [0, y]."""
     figure, panel = plt.subplots(figsize=(width, height))
     figure.subplots_adjust(0, 0, 1, 1)
     panel.set(xlim=(-0.2, x), ylim=(y, 0))
@@ -241,7 +241,7 @@ def draw_resume() -> None:
 
 
 def draw_memory() -> None:
-    """Draw where the rows of fetches and batches are, in files that are mapped and in files that are read."""
+    """Draw which kind of memory holds the rows of fetches and batches, for mapped files and for files that are read."""
     figure, panel = canvas(9, 4.2, 90, 42)
 
     def box(x: float, y: float, width: float, text: str, hue: str, *, filled: bool = True, height: float = 7) -> None:
@@ -302,7 +302,8 @@ def draw_memory() -> None:
 
 
 def measure(path: str, mmap: bool, queue: Any) -> None:
-    """Put the resident memory of this process into `queue`, after each batch of an epoch beyond that before it."""
+    """Put the growth of the resident memory since the beginning of an epoch, after each of its batches, into
+    `queue`."""
 
     def resident() -> tuple[int, int]:
         fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -319,7 +320,7 @@ def measure(path: str, mmap: bool, queue: Any) -> None:
 
 
 def draw_resident() -> None:
-    """Draw the resident memory of an epoch of a mapped file, and of one that is read."""
+    """Draw the resident memory during an epoch with `mmap=True`, and during one with `mmap=False`."""
     context = multiprocessing.get_context("spawn")
     figure, panels = plt.subplots(1, 2, figsize=(8.5, 3.2), sharey=True, constrained_layout=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -344,7 +345,7 @@ def draw_resident() -> None:
 
 
 def rows_by_number(n_obs: int) -> anndata.AnnData:
-    """Return a collection whose one gene is the row number."""
+    """Return an AnnData object with a single gene, whose value in each cell is the row number."""
     return anndata.AnnData(np.arange(n_obs, dtype=np.float32)[:, None])
 
 

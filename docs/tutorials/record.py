@@ -3,8 +3,8 @@
     make tutorials-record
     python docs/tutorials/record.py watch
 
-The site includes the records, because its build can neither limit memory nor photograph a dashboard. A record holds the
-blocks of its page next to their output, and tests/project/test_docs.py compares them with the page.
+The site includes the records, because its build can neither limit memory nor take screenshots of a dashboard. A record
+holds the blocks of its page next to their output, and tests/project/test_docs.py compares them with the page.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ import dasksc.dashboard  # noqa: E402
 from tests.support.programs import BLOCK  # noqa: E402
 
 MEMORY_LIMIT = 2**30
-# Per second, as a busy network file system may allow.
+# Disk requests per second: about as many as a busy network file system allows.
 DISK_REQUESTS = 1_000
-# Page of the dashboard, seconds from the start of its block, and seconds until its plots are drawn, of each picture.
+# For each picture: the page of the dashboard, the seconds between the start of the code block and the screenshot, and #
+# the seconds to wait until the plots of the page are drawn.
 PICTURES = {"reading": ("loader", 15.0, 1.0), "healthy": ("loader", 6.0, 1.0), "status": ("status", 7.5, 4.5)}
-WIDTH, HEIGHT = 1120, 860  # of the window, whose frame takes some of it
+WIDTH, HEIGHT = 1120, 860 # of the browser window, including its frame
 
 
 def main() -> None:
-    """Record the tutorials named on the command line, or both."""
+    """Record the tutorials named on the command line, or both if none is named."""
     for name in sys.argv[1:] or RECORDERS:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             outputs = RECORDERS[name](name)
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def blocks_of(name: str) -> list[tuple[str, str]]:
-    """Return the language and the text of each block of a page that a reader runs."""
+    """Return the language and the text of each code block that a reader of the page runs."""
     found = [(block[1], block[2]) for block in BLOCK.finditer((HERE / f"{name}.md").read_text())]
     return [(language, text) for language, text in found if language in ("bash", "python")]
 
@@ -68,7 +69,7 @@ def write(name: str, outputs: list[str]) -> None:
 
 
 def larger_than_memory(name: str) -> list[str]:
-    """Run the commands of the page in a control group; blocks of Python are files that begin with their name."""
+    """Run the commands of the page in a control group; save each Python block to the file named in its first line."""
     from tests.support.cgroups import memory_cgroup
 
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -98,7 +99,7 @@ def larger_than_memory(name: str) -> list[str]:
 
 
 def forget_files() -> None:
-    """Drop the files of this folder from the page cache, since pages of other groups do not count here."""
+    """Drop files from the page cache, since pages cached outside the control group do not count toward its limit."""
     os.sync()
     for path in Path().glob("*.h5ad"):
         with path.open("rb") as file:
@@ -106,7 +107,7 @@ def forget_files() -> None:
 
 
 def watch(name: str) -> list[str]:
-    """Run the blocks of the page as one session, and photograph the dashboard while they run."""
+    """Run the blocks of the page as one session, and take screenshots of the dashboard while they run."""
     text = (HERE / f"{name}.md").read_text()
     # A block is followed by its pictures.
     parts = re.split(r"^```python\n.*?^```$", text, flags=re.MULTILINE | re.DOTALL)[1:]
@@ -143,13 +144,13 @@ def photograph_all(photograph: Callable[[str, Path, float], None], client: Any, 
 
 
 def last_states(printed: str) -> str:
-    """Return what a terminal shows at the end: a progress bar overwrites its line."""
+    """Return the text that a terminal finally shows, without the earlier states of progress bars."""
     return "\n".join(line.rsplit("\r", 1)[-1] for line in printed.split("\n"))
 
 
 @contextlib.contextmanager
 def limited_disk() -> Iterator[None]:
-    """Limit the requests per second that this process reads with, in a control group of version 1."""
+    """Limit the read requests per second of this process, with a control group of version 1."""
     root = Path("/sys/fs/cgroup/blkio")
     group = root / f"dasksc-{os.getpid()}"
     device = os.stat(".").st_dev

@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ROLES = ("client", "scheduler", "worker")
 # Instructions for creating the file of `security`, used in error messages.
 SECRET_FILE = (
-    "the path of a file that only you can read and that every rank can open, made by "
+    "the path of a file that every rank can open but other users cannot read, made by "
     "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem"
 )
 

@@ -76,10 +76,10 @@ class Watchdog:
                 k,
                 address,
                 silence_s,
-                "Its fetches are sent to other workers. If its process hangs, end it."
+                "Its fetches are sent to other workers. If the process of this worker hangs, end it."
                 if self.others
-                else "No other worker is running: reading continues when this one answers or another joins. If its "
-                "process hangs, end it.",
+                else "No other worker is running: reading continues when this one answers or another joins. If the "
+                "process of the silent worker hangs, end it.",
             )
         return bool(self.others)
 

@@ -70,7 +70,7 @@ class Compiler:
             if not self._graph.reaches(key):
                 raise NotRowLocalError(
                     f"{_layer(key)} does not come from an array that dasksc opened. Open the file with "
-                    "dasksc.open and apply the array code to its X, layers or obsm"
+                    "dasksc.open and apply the operations to its X, layers or obsm"
                 )
             self._nodes[key] = self._compiled(key, self._graph.node(key))
         return self._nodes[key]
@@ -230,8 +230,8 @@ class Compiler:
             places = [place for place, index in enumerate(indices or ()) if index == row]
             if places not in ([], [0]) or by_name.setdefault(name, bool(places)) != bool(places):
                 raise NotRowLocalError(
-                    f"{_layer(key)} uses the rows of an array as columns, as a transposition or a product "
-                    "of cells with cells does. Keep cells as the first axis of every array"
+                    f"{_layer(key)} uses the rows of an array as columns, as X.T or X @ X.T does. "
+                    "Keep cells as the first axis of every array"
                 )
         return {dep: by_name.get(dep, by_name.get(layer_of(dep), False)) for dep in task.dependencies}
 

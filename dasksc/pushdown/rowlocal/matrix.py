@@ -73,7 +73,7 @@ class RowLocalMatrix(DaskMatrix):
             ) from error
         except UnsupportedVersionError as error:
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
-            warn_once(error, without="array code is computed on whole chunks")
+            warn_once(error, without="Dask operations on X are computed on whole chunks")
             raise NotRowLocalError(str(error)) from error
         # Kinds of row chunks that passed the trial and, if some of their functions are merely believed to be row-local,
         # the comparison with stored rows.
@@ -197,8 +197,8 @@ class RowLocalMatrix(DaskMatrix):
             return
         self._believed = False
         logger.warning(
-            "%s: the functions in its graph were assumed to compute each row from that row alone, but %s. Whole row "
-            "chunks are computed instead.",
+            "%s: the functions in its graph were assumed to compute each row from that row alone, but %s. Row "
+            "chunks are computed as a whole instead.",
             self.label,
             reason,
         )

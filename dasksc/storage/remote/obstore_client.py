@@ -155,8 +155,8 @@ class ObstoreClient:
         if self._public_root.startswith("http"):
             raise StorageError(
                 f"{self._path(prefix)} is on a web server, which does not list its files. Give the URLs of several "
-                "atlases as a list. A Zarr store needs consolidated metadata: zarr.consolidate_metadata(path), before "
-                "it is uploaded."
+                "atlases as a list. A Zarr store needs consolidated metadata: run "
+                "zarr.consolidate_metadata(path) before uploading it."
             )
 
     def _translated(self, error: Exception, key: str, span: str) -> StorageError:

@@ -148,7 +148,7 @@ def _refusal_of(steps: Any) -> str | None:
     """Return the reason to refuse unsafe codecs, or bounded codecs named in the metadata; None to accept all."""
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
-            return f"arrays that name the codec {_NAME!r}, which dasksc sets itself, are not read"
+            return f"arrays whose metadata name the codec {_NAME!r}, which is reserved for dasksc, are not read"
         if name in _ANY_OBJECTS:
             return f"arrays that are decoded by {name!r} are not read"
         if name == "lzma" and (config.get("format", lzma.FORMAT_XZ) != lzma.FORMAT_XZ or config.get("filters")):

@@ -78,7 +78,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ),
         (
             {"data": {"path": "a", "genes": {"rna": ["x"]}}},
-            "data.genes={'rna': ['x']}: expected one list, or a file; genes of several modalities are given in Python",
+            "data.genes={'rna': ['x']}: expected one list, or a file; genes of several modalities can be set only in",
         ),
         ({"training": {"precision": "bf16"}}, "training.precision='bf16': did you mean 'bf16-mixed'?"),
         ({"training": {"strategy": "fsdb"}}, "training.strategy='fsdb': did you mean 'fsdp'?"),

@@ -87,7 +87,7 @@ def test_configurations_that_some_data_satisfy_pass(tmp_path, sections):
         ({"training": {"optimizer": {"weight_decay": "x"}}}, "training.optimizer has an invalid value: Ty"),
         ({"tokenizer": {"max_gene": 4}}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'?"),
         ({"tokenizer": {"strategy": "rank_vale"}}, "tokenizer.strategy must be 'rank_value' or 'value_bins'"),
-        ({"tokenizer": {"masking": {"mask_ratio": "0.15"}}}, "mask_ratio='0.15' must be the share of hidden tokens"),
+        ({"tokenizer": {"masking": {"mask_ratio": "0.15"}}}, "mask_ratio='0.15' must be the share of tokens to mask"),
         ({"tokenizer": {"vocabulary": "nowhere.json"}}, "there is no vocabulary file 'nowhere.json'"),
         ({"training": {"checkpoint_dir": __file__}}, f"cannot be written to: {__file__} is not a directory"),
         ({"training": {"checkpoint_dir": f"{__file__}/run"}}, f"cannot be written to: {__file__} is not a directory"),
