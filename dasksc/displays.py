@@ -1,7 +1,7 @@
 """Text for displays: values on one line, constructor calls without default arguments, full signatures.
 
-These functions compute nothing, read nothing and run no user code. They show an object of an unknown class by the name
-of its class.
+These functions compute nothing, read nothing and run no user code. For an object of a class that they do not support,
+they show only the name of the class.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ __getattr__ = late_names(
     "dask", __name__, {"Blockwise": ("dask.blockwise", "Blockwise"), "chunk": ("dask.array", "chunk")}
 )
 
-# Element-wise functions of chunks, by module and name. A function that a version of Dask renames is trusted only after
-# a trial.
+# Element-wise functions of chunks, by module and name. If a version of Dask renames one of them, dasksc no longer knows
+# that it treats rows independently, and tests it on more rows (see `dasksc.pushdown.trust`).
 ELEMENTWISE_NAMES = frozenset([("dask._task_spec", "_identity_cast"), ("dask.array.core", "_concatenate2")])
 
 # Prefix that `da.from_array` puts before the name of an array to form the key of its source. If a version of Dask uses

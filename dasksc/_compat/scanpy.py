@@ -1,7 +1,8 @@
 """Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-If another version renames a function, dasksc trusts it only after a trial, and the CSR results of the function hold
-copies of the column indices instead of sharing those of the input.
+If another version renames a function, dasksc no longer knows that it treats rows independently, and tests it on more
+rows (see `dasksc.pushdown.trust`). If `SCALE_ROWS` is renamed, its CSR results also hold copies of the column indices
+instead of sharing those of the input.
 """
 
 from __future__ import annotations

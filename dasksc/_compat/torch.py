@@ -44,7 +44,7 @@ def default_store(distributed: Any) -> Any:
 
 
 def is_stacking_fetcher(caller: object) -> bool:
-    """Return True if an object fetches for a DataLoader that stacks the elements of an iterable data set.
+    """Return True if an object is the fetcher of a DataLoader that stacks the elements of an iterable data set.
 
     Uses ``_IterableDatasetFetcher`` and two of its attributes; raises if missing.
     """

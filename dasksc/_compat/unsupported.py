@@ -87,7 +87,10 @@ def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]
 
 
 def optional(library: str, module: str, name: str, *, without: str) -> Any:
-    """Return an object of a module by name; if it is missing, log the consequence `without` once and return None."""
+    """Return an object of a module by name, or None if it is missing.
+
+    If it is missing, log a warning once, which names the consequence (`without`).
+    """
     try:
         with needed(library):
             found = importlib.import_module(module)

@@ -121,7 +121,7 @@ def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[s
     options = OpenOptions() if options is None else options
     where = where_of(path, options)
     with naming_errors(where), root_of(where, options) as root:
-        # This file was opened without `genome`, which a file with several matrices requires, so it has only one.
+        # A file with several matrices requires `genome`. This file was opened without it, so it has only one matrix.
         if matrices := cell_ranger_matrices(root):
             yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
             return

@@ -235,7 +235,7 @@ def _nameless_obs(
 ) -> pd.DataFrame | None:
     """Concatenate obs without names; None if there are names, which `anndata.concat` joins.
 
-    `anndata.concat` would need 8 bytes per cell to store the number of the cell's atlas.
+    `anndata.concat` would need 8 bytes per cell to store the index of the atlas that the cell comes from.
     """
     alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
     unified = unified_dtypes(tables) if alike and index_unique is None else None
@@ -292,7 +292,7 @@ def _widths(widths: Sequence[int], fill_value: float | None, *, join: Join) -> C
 def _joined(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
 ) -> dict[str, list[da.Array | None]]:
-    """Return the matrices of a group to concatenate, None where an atlas lacks one; log those that are left out."""
+    """Return the matrices to concatenate, with None for atlases that lack one; log the matrices that are left out."""
     joined: dict[str, list[da.Array | None]] = {}
     for key in dict.fromkeys(key for held in groups for key in held):
         arrays = [held.get(key) for held in groups]

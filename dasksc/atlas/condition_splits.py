@@ -23,7 +23,7 @@ __all__ = ["ConditionRequest", "Conditions", "SplitRows", "is_control", "table_o
 _Int64s = NDArray[np.int64]
 _Rows = slice | _Int64s
 
-# Maximum number of combinations, which are counted in eight bytes each.
+# Maximum number of combinations. The counter of each takes eight bytes.
 _MAX_COMBINATIONS = 2**28
 _PIECE_ROWS = 2**20
 
@@ -191,8 +191,8 @@ class ConditionRequest:
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
         """Return a mask of the held-out conditions that are used for training, shape (n_conditions,).
 
-        Their share of each context is `few_shot`, rounded: at least one condition if there are two or more, and never
-        all.
+        In each context, the share `few_shot` of the held-out conditions is used, rounded to a whole number. At least
+        one is used if there are two or more, and never all.
         """
         seen = np.zeros_like(held)
         if not self.few_shot:

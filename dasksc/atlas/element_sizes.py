@@ -1,4 +1,4 @@
-"""Checks before reading: elements larger than memory, or larger than their stored bytes can decompress to."""
+"""Checks before reading: elements whose size exceeds memory, or is impossible for their stored bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk, which is decoded as a whole, may be larger than its array by this much. If the total size of the elements to
-# read does not exceed this, it is not compared with their stored bytes.
+# A chunk, which is decoded as a whole, may be larger than its array by this much. Elements of at most this total size
+# are not compared with their stored bytes.
 _ROOM_BYTES = 2**30
 
 
@@ -59,7 +59,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse elements that link to files outside the folder, or whose total size is impossible or exceeds memory.
+    """Refuse elements that link outside the folder of `path`, or whose total size is impossible or exceeds memory.
 
     A total size counts as impossible if it exceeds `_ROOM_BYTES` plus `DEFLATE_RATIO` times the stored bytes of the
     elements.

@@ -57,7 +57,7 @@ def explaining_control(control: Any) -> Iterator[None]:
         if not isinstance(control, str):
             raise
         safe, names = _parsed(control)
-        # A label such as "non-targeting" is an expression over columns, but compares nothing.
+        # The label "non-targeting" parses as a subtraction of columns. Unlike conditions, it has no comparison or call.
         has_condition = any(isinstance(node, ast.Compare | ast.Call) for node in ast.walk(ast.parse(safe, mode="eval")))
         if has_condition or not any(repr(name) in str(error) for name in names.values()):
             raise
@@ -184,9 +184,9 @@ def _values(column: pd.Series[Any]) -> Any:
 def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """Replace calls of ``.str`` by columns of their results; return the expression and the extended table.
 
-    The results of pandas for missing text depend on its version and on the type of text. The rest of the expression
-    is not changed, including brackets: the precedence of ``&`` and ``|`` in pandas differs from that of Python's
-    syntax tree.
+    The results of pandas for missing text depend on its version and on the type of text. The rest of the text is not
+    changed. Text generated from the syntax tree could lack brackets that pandas needs, since ``&`` and ``|`` have a
+    lower precedence in pandas than in Python.
     """
     calls = [node for node in ast.walk(ast.parse(safe, mode="eval")) if isinstance(node, ast.Call)]
     prefix = "_answer"
@@ -268,7 +268,7 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 
 def _has_assignment(safe: str) -> bool:
     """Return True if an expression has a single ``=`` outside strings."""
-    # Remaining quotation marks begin a string without an end. The "=" of a call names an argument.
+    # Remaining quotation marks begin a string without an end. Calls are removed: their "=" marks an argument.
     outside = re.sub(r"\w\([^()]*\)", "", _QUOTED.sub("", safe))
     return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", outside) is not None
 

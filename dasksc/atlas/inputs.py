@@ -154,7 +154,7 @@ def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
 
 
 def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
-    """Name the parts: paths by their stems, preceded by as many folders as make them unique."""
+    """Name the parts: paths by their stems, preceded by the fewest folders that make the names unique."""
     paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
     stems = [stem_of(path) for path in paths.values()]
     names = stems if len(set(stems)) == len(stems) else _unique_names(list(paths.values()))

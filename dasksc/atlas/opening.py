@@ -92,8 +92,8 @@ def open(
         if the page cache has room for them within the memory that the process may use.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
-        only for the columns read (10^8 names take 10 GB). Without names, copies of the AnnData use the row numbers, as
-        strings, as names of the cells.
+        only for the columns read (10^8 names take 10 GB). Without names, a copy of the AnnData has row numbers,
+        converted to strings, as cell names.
     join, label, keys, index_unique, merge
         Options for several atlases, as for `anndata.concat`, which concatenates their tables:
 
@@ -260,7 +260,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)
-    if isinstance(getattr(data, "mod", None), Mapping):  # a MuData, or a Modalities, whose module imports this one
+    if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
         names = list(data.mod)
         raise InputError(
             f"a {type(data).__name__} holds several modalities ({', '.join(names)}), where one atlas is expected. Give "
@@ -349,7 +349,7 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 def is_several(data: Any) -> bool:
     """Return True if `data` is a list, tuple or dict of inputs of `open`.
 
-    A single AnnCollection does not count: `open` converts it to an AnnData, but hooks expect to index it.
+    A single AnnCollection does not count: hooks index the collection itself, which `open` would convert to an AnnData.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):

@@ -70,8 +70,8 @@ def split(
         ``validation`` and ``test``. They sum to 1. With `hold_out`, they are fractions of the conditions that are not
         held out: a dict by name, or two numbers for ``train`` and ``validation``; default: all for ``train``.
     by
-        Column of obs whose values are assigned to parts, each with all its rows. With ``by="donor"``, `fractions` are
-        fractions of the number of *donors*. Default: rows are assigned one by one.
+        Column of obs whose values are assigned to parts; all rows of a value are in the same part. With ``by="donor"``,
+        `fractions` are fractions of the number of *donors*. Default: rows are assigned one by one.
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
         part. `fractions` are then fractions of the number of rows, unlike with `by`. Several columns (and `by`) apply
@@ -121,9 +121,9 @@ def split(
 
     Notes
     -----
-    Without `by`, `groups` and `conditions`, all choices of rows are equally likely. The number of rows of each class in
-    a part differs by less than one row from the exact share. The total size of a part differs from its share by fewer
-    rows than there are parts.
+    Without `by`, `groups` and `conditions`, all choices of rows with the same number per part and class are equally
+    likely. The number of rows of each class in a part differs by less than one row from the exact share. The total size
+    of a part differs from its share by fewer rows than there are parts.
 
     With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
     to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,
@@ -376,8 +376,8 @@ def _classes(
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
     """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`.
 
-    Each is the exact number rounded: up for the parts with the largest deficit over the classes so far, down for the
-    others.
+    The exact numbers are rounded, one class after another: up for the parts that lack the most rows in the classes so
+    far, and down for the others.
     """
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -451,7 +451,10 @@ def _parts_of_groups(
 
 
 def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return the unit of each value of the first column; values linked through another column share a unit."""
+    """Return the unit of each value of the first column, shape (n_values,), int64.
+
+    A unit is a set of values that must be in one part, since other columns link their rows.
+    """
     first = columns[0]
     n_values = int(first.max(initial=-1)) + 1
     if len(columns) == 1:

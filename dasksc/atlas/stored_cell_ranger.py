@@ -1,4 +1,4 @@
-"""Opening of 10x ``.h5`` files, the output of Cell Ranger, as a lazy matrix of cells by features and two tables.
+"""Opening of 10x ``.h5`` files, the output of Cell Ranger, as two tables and a lazy matrix of cells by features.
 
 The columns of the tables have the names that `scanpy.read_10x_h5` gives them.
 """
@@ -26,7 +26,7 @@ from dasksc.storage.hdf5.cell_ranger import is_cell_ranger_matrix
 
 __all__ = ["cell_ranger_matrices", "read_barcodes", "read_cell_ranger"]
 
-# Feature type of all features in files of version 2, under its name in version 3.
+# All features in files of version 2 are genes. Version 3 gives genes this feature type.
 _GENES = "Gene Expression"
 # Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
 _PIECE_ROWS = 2**20

@@ -23,7 +23,7 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["holds_modalities", "naming_errors", "root_of", "where_of"]
 
-# Functions of anndata.io that read other files, and suffixes of the objects that R saves.
+# For error messages: functions of anndata.io for other formats, by suffix; and suffixes of files saved by R.
 _READERS = {".csv": "read_csv", ".tsv": "read_text", ".tab": "read_text", ".txt": "read_text", ".mtx": "read_mtx"}
 _OF_R = (".rds", ".rda", ".rdata")
 

@@ -73,7 +73,7 @@ class UnreadNames:
             yield from path_names(path, self.options)
 
     def index(self, names: Sequence[str]) -> pd.Index[Any]:
-        """Return some of the names as part of the index that `open` returns."""
+        """Return the given names as an index with the name and data type of the index that `open` returns."""
         return pd.Index(names, name=self.name, dtype=self.dtype)
 
 

@@ -40,7 +40,10 @@ class _Named(dict[str, Any]):
         raise NotImplementedError
 
     def _lacks_one(self, kind: str, key: Any, advice: str, hint: str = "") -> str:
-        """Return the error message for a missing key, with advice in the imperative; `hint` replaces similar keys."""
+        """Return the error message for a missing key.
+
+        `advice` is in the imperative. `hint`, if given, replaces the suggestion of similar keys.
+        """
         hint = hint or nearest(key, self)
         if hint.endswith("?"):
             advice = f"Otherwise, {advice[0].lower()}{advice[1:]}"
@@ -240,7 +243,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(entries: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[Mapping[Any, Any], Any, str]]:
-    """Yield each entry that is not a mapping itself: its mapping, its key, and its name as it is written in code."""
+    """Yield the containing mapping, the key, and the name in code of each entry that is not itself a mapping."""
     for key, value in entries.items():
         is_attribute = isinstance(entries, Batch) and isinstance(key, str) and key.isidentifier()
         name = f"{prefix}.{key}".lstrip(".") if is_attribute else f"{prefix}[{key!r}]"

@@ -154,8 +154,8 @@ class _ThreadPool:
 
     def __init__(self, n_threads: int) -> None:
         self.closed = _ThreadPool.exiting
-        # Threads reference only the queue. They must not keep alive a pool that Ctrl-C has left open; garbage
-        # collection of the pool ends them.
+        # Threads reference only the queue. They must not keep the pool alive: if Ctrl-C prevents it from being closed,
+        # its garbage collection ends the threads.
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=_run_all, args=(self._jobs,), name=f"dasksc-gather-{i}") for i in range(n_threads)
@@ -185,8 +185,8 @@ class _ThreadPool:
     def __exit__(self, *_: object) -> None:
         self.close()
         for thread in self._threads:
-            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded: garbage collection
-            # may close an iterator in a thread that holds a lock that a job waits for.
+            # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded to avoid a deadlock:
+            # garbage collection may close an iterator in a thread whose lock a job needs.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 
@@ -199,8 +199,8 @@ def _run_all(jobs: queue.SimpleQueue[_Job[Any] | None]) -> None:
         job.run()
         # Hold no batch while waiting for the next job.
         del job
-    # Pass the stop signal on to the next thread. `close` queues it once, not once per running thread, because it may be
-    # unknown whether a thread runs if Ctrl-C interrupted its start.
+    # Pass the stop signal on to the next thread. `close` queues the signal once, not once per thread, because the
+    # number of running threads is unknown if Ctrl-C interrupted the start of one.
     jobs.put(None)
 
 

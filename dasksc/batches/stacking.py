@@ -29,12 +29,12 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     Parameters
     ----------
     items
-        Iterator over the items of a data set, which has not started.
+        Iterator over the items of a data set, from which no item has been taken.
     requested_in
         Frame in which the iterator is requested.
     n_hook_rows
-        Number of rows in a batch if hooks yield the items; None if all items are batches. Items of hooks need not be
-        batches: stacking one number per batch, for example, is allowed.
+        Number of rows in a batch if the data set has hooks, such as `batch_transform`; None if it has none. Items that
+        hooks return need not be batches: stacking one number per batch, for example, is allowed.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The `dasksc` command, with one module per subcommand that is imported on use.
+"""The `dasksc` command, whose subcommands are modules that are imported on use.
 
 A subcommand is a module of this package with a click command named `command`. The name of the subcommand is that of
 the module, with hyphens instead of underscores. Subcommands with a report have an option `--json`. Exit codes: 0

@@ -32,7 +32,7 @@ _PYTHON_ADVICE = {
 }
 # A name without this character may also be a common word, so it is replaced only if "=" follows.
 _IS_ARGUMENT = "_"
-# Maximum width in columns of the name at the beginning of a report line, with the spaces that follow it.
+# Maximum width, in terminal columns, of the name that begins a report line, including the spaces after it.
 _NAMED = 24
 _QUOTED = re.compile("'([^']*)'")
 _CONVERT = re.compile(r"(Store it by rows once: )?dasksc convert .+? NEW\.zarr")
@@ -61,7 +61,7 @@ def as_options(text: str) -> str:
                 text = _with_flag(text, name, flag, is_flag=option.is_flag)
         elif option.metavar and option.name:
             text = re.sub(rf"(?<![-\w]){option.name}=(?=['\"])", f"{option.metavar} ", text)
-    # A message for Python and the command line names both: "overwrite=True (--overwrite)".
+    # Some messages name both the argument and the option, as in "overwrite=True (--overwrite)".
     return re.sub(r"(--[\w-]+) \(\1\)", r"\1", text)
 
 

@@ -126,7 +126,7 @@ def command(
 
 
 def _request(found: Check) -> Iterator[str]:
-    """Yield the resources to request from a job scheduler for the ranks of an epoch, without those of the model."""
+    """Yield the resources to request from a job scheduler for all ranks, not counting what the model needs."""
     if found.job_bytes is None:
         return
     mebibytes, n_ranks = recommended_bytes(found.job_bytes) // 2**20, found.world_size

@@ -123,11 +123,11 @@ def command(
     within groups. --overwrite also drops an unfinished conversion at OUT.zarr.
 
     GENES is a list of names (CD3E,CD4) or a vocabulary file (.json, .pkl, or one name per line). Genes that the input
-    lacks are refused, written as columns of zeros, or dropped (--genes-missing). Columns of the same gene are refused
-    or added up (--genes-repeated).
+    lacks raise an error, are written as columns of zeros, or are dropped (--genes-missing). Columns of the same gene
+    raise an error or are added up (--genes-repeated).
 
-    With several inputs, --label adds an obs column with their names, which --keys a,b sets. --fill-value needs
-    --join outer.
+    With several inputs, --label adds an obs column with the name of each cell's input; --keys a,b sets these names.
+    --fill-value needs --join outer.
 
     --merge selects the columns of var and arrays of varm to keep: those that are the same in all inputs (same), those
     that are the same in the inputs that have them (unique), the first of each name (first), or those that exactly one

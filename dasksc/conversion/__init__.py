@@ -150,7 +150,7 @@ def convert(
         it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column indices the
         types that SciPy chooses.
     memory_limit
-        Anonymous memory to use in addition to obs and var, in bytes or as a string such as ``"4GiB"``. Default:
+        Memory to use, not counting obs, var and the page cache, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
         longer reads.
     scheduler
@@ -260,7 +260,7 @@ def convert(
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
-                # A resumed conversion writes the names again, since its plan does not identify them.
+                # The plan does not record the names, so a resumed conversion writes them again: they may differ.
                 if names is not None and names.write(adata.n_obs):
                     warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)

@@ -169,7 +169,7 @@ class Verification:
     store, key
         Store and key of the matrix.
     rows, order
-        Files with the description of each input row, and with the input row of each row of the matrix.
+        Paths of two files: the descriptions of the input rows, and the input row number of each row of the matrix.
     task_rows, piece_rows
         Number of rows per task, and number of rows in memory at a time.
     n_obs
@@ -202,7 +202,7 @@ class Verification:
             found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
             expected = recorded[order[start:stop]]
             for name, what in (("length", "length"), ("sum", "sum"), ("digest", "checksum")):
-                # Sums are compared as bits, so that equal NaNs match.
+                # Bits are compared, since a sum that is NaN does not equal itself.
                 differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
                 if len(differs):
                     i = int(differs[0])

@@ -120,8 +120,7 @@ def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns |
     if columns is not None and columns.sums is not None:
         matrix = SummedMatrix(matrix, columns)
     elif columns is not None:
-        # Missing genes are output columns of the map that no column of the matrix is mapped to; they are filled with
-        # zeros.
+        # No column of the matrix is mapped to the output column of a missing gene, which is therefore zero.
         maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
         matrix = ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
     return matrix if rows is None else ReorderedMatrix(matrix, rows)
@@ -142,7 +141,7 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
     """
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
-    # If several positions are mapped to one column, the last assignment takes effect.
+    # If several positions are mapped to one column, NumPy keeps the last assignment, here of the first position.
     first[to[::-1]] = columns.positions[::-1]
     missing = first < 0
     if not missing.any():

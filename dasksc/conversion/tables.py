@@ -1,6 +1,6 @@
 """Tables and other elements of a store, except matrices with one row per cell.
 
-AnnData writes them to a temporary folder. They are moved into place once the matrices are complete.
+AnnData writes these elements to a temporary folder. They are moved into place once the matrices are complete.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def write_tables(
     how: Mapping[str, Any],
     names: StagedNames | None,
 ) -> None:
-    """Write obs and obsm in the new order, var, varm, varp and uns, and finally the metadata of the store.
+    """Write the tables and other elements, obs and obsm in the new row order, and finally the metadata of the store.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[N
 def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
     """Yield all elements of a store except matrices with one row per cell.
 
-    Each item is the key in the store, the element, and True if the element has one row per cell.
+    Each item is the key in the store, the element, and True if the element, such as obs, has one row per cell.
     """
     yield "obs", storable(adata.obs, "obs"), True
     yield "var", storable(adata.var, "var"), False

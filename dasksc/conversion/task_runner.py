@@ -50,7 +50,7 @@ class TaskRunner:
         tasks
             Tasks to run.
         what
-            Name of the step in the progress bar, the keys of the tasks and error messages, such as ``"writing X"``.
+            Name of the step, such as ``"writing X"``, for the progress bar, task keys and error messages.
         n_cells
             Number of cells by which all tasks together advance the progress bar.
         """

@@ -44,8 +44,8 @@ def install(target: Any) -> str | None:
     -------
     str or None
         Link to the page; None for a Scheduler. If the dashboard listens on loopback, the link works only on the
-        scheduler's machine. If the dashboard is disabled, the HTTP server of the scheduler serves the page, and the
-        link works only on the scheduler's machine, too.
+        scheduler's machine. If the dashboard is disabled, the HTTP server of the scheduler serves the page, and again
+        the link works only on the scheduler's machine.
 
     Raises
     ------

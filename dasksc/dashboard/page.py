@@ -24,7 +24,7 @@ _NAME = "dasksc-loader-page"
 _N_KEPT = 90  # reports of each loader, for the plots
 _N_LATEST = 3  # reports that make up the current figures
 _SHORT_S = 0.01  # shortest interval for which a rate is computed
-_N_LOADERS = 32  # loaders of each Client, beyond which the oldest is dropped
+_N_LOADERS = 32  # loaders kept per Client; beyond that, the one with the oldest report is dropped
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class LoaderReports:
     at
         Time of its arrival, by the scheduler's monotonic clock, in seconds.
     recent
-        Cells per second, fraction of time waited, and time of arrival of the later report, for each pair of
-        consecutive reports, in order of arrival.
+        For each pair of consecutive reports, in order of arrival: cells per second, fraction of time waited, and time
+        of arrival of the later report.
     """
 
     figures: Mapping[str, Any]
@@ -78,7 +78,7 @@ class LoaderPage(SchedulerPlugin):
     Parameters
     ----------
     scheduler
-        Scheduler to which the operation for reports is added.
+        Scheduler to which the handler that receives the reports is added.
     """
 
     name = _NAME
@@ -120,8 +120,8 @@ class LoaderPage(SchedulerPlugin):
     def _update_panel(self) -> None:
         """Make the progress panel of Dask's dashboard count the tasks of whole epochs.
 
-        The panel counts the tasks that the scheduler knows: the running fetches. Ranks hold the results of finished
-        fetches, which the scheduler forgets, and submit further fetches as results are consumed.
+        By default, the panel counts only the tasks that the scheduler knows: the running fetches. Ranks hold the
+        results of finished fetches, which the scheduler forgets, and submit further fetches as results are consumed.
         """
         epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
         for figures in (loader.figures for loader in self._loaders.values()):

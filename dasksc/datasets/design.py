@@ -75,7 +75,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """Labels of all cells, and the alias tables of their groups.
+    """Labels of all cells, and the alias tables (Walker's method) for drawing the genes of each group.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class Design:
     groups
         Row of the alias tables for each cell, shape (n_obs,).
     depths
-        Number of genes expressed in each cell, shape (n_obs,), int32.
+        Number of genes (not of molecules) expressed in each cell, shape (n_obs,), int32.
     tables
         Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_groups, n_vars).
     """
@@ -152,7 +152,7 @@ def _donors(rng: np.random.Generator, types: NDArray[Any], n_types: int, n_donor
 
 
 def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, n_vars: int) -> NDArray[np.int32]:
-    """Return the number of genes expressed in each cell; batches differ slightly in depth."""
+    """Return the number of genes expressed in each cell; its mean differs slightly between batches."""
     codes = np.zeros(n_obs, dtype=np.int8) if batches is None else batches
     of_batch = rng.normal(0, 0.1, codes.max() + 1)
     of_batch -= of_batch.mean()
@@ -179,7 +179,7 @@ def _type_profiles(rng: np.random.Generator, sizes: Sizes) -> NDArray[np.float64
 def _alias_tables(
     profiles: NDArray[np.float64], folds: NDArray[np.float64]
 ) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """Return the alias tables of each profile times each row of fold changes."""
+    """Multiply each profile by each row of fold changes, and return the alias tables of the products."""
     shape = (len(profiles) * len(folds), profiles.shape[1])
     keep, other = np.empty(shape, dtype=np.uint32), np.empty(shape, dtype=np.int32)
     for i in range(shape[0]):

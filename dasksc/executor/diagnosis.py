@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["diagnosis"]
 
-# Fraction of the time that training may wait before the loader counts as a bottleneck.
+# The loader counts as a bottleneck if training waits for at least this fraction of the time.
 _HEALTHY = 0.05
 
 # Name and remedy of the bottleneck, by part of the work.
@@ -44,8 +44,7 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;
-    3. otherwise the part of the work that took the longest in total: elapsed time, summed over threads or, for
-       transfers, over results.
+    3. otherwise the part of the work with the longest total time, summed over threads, or over results for transfers.
     """
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:

@@ -38,8 +38,8 @@ def epoch_array(
     matrix
         Matrix to read from.
     plan
-        Plan of the epoch. A task computes the row numbers of its own fetch. A pickled task carries the plan if the
-        plan takes at most 16 KiB, and otherwise the row numbers.
+        Plan of the epoch. A task computes the row numbers of its own fetch from the plan. If the plan takes more than
+        16 KiB, a pickled task carries the row numbers instead of the plan.
     name
         Prefix of the name of the array. A unique suffix is appended.
     layout, dtype, columns
@@ -73,7 +73,7 @@ class _EpochArray(da.Array):
     """Dask array in which each delayed chunk has a graph of its own.
 
     A Client sends the whole graph of a delayed chunk to the scheduler, which then drops the unneeded tasks. With a
-    shared graph, the rows of the whole epoch would be sent with every chunk.
+    shared graph, the row numbers of the whole epoch would be sent with every chunk.
     """
 
     __slots__ = ()
@@ -122,7 +122,10 @@ def _n_bytes(plan: EpochPlan) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRows:
-    """Row numbers of one fetch, computed when they are used or pickled. The pickle does not contain the plan."""
+    """Row numbers of one fetch, computed when they are used or pickled.
+
+    The pickle contains the row numbers instead of the plan. Tasks of small plans do not pickle this object.
+    """
 
     plan: EpochPlan
     k: int

@@ -84,7 +84,7 @@ _collectors: dict[str, Any] = {}
 
 
 def export(name: str = "fetches", collector: Any = None) -> None:
-    """Register a collector for this process's ``/metrics``, once per name; default: the collector of the totals.
+    """Register `collector` (default: the collector of the totals) for this process's ``/metrics``, once per name.
 
     Do nothing if Dask has not imported ``prometheus_client``.
     """

@@ -202,8 +202,8 @@ class _SharedThreadPool:
 
     When the interpreter exits, a `concurrent.futures.ThreadPoolExecutor` waits for all threads and all queued work
     before any handler can cancel them. The threads of this pool are daemons, and an exit handler that waits for a
-    limited time closes the windows that are still open. Idle threads also end by themselves, because a window that
-    Ctrl-C left open, and that a traceback keeps alive, would never end them.
+    limited time closes the windows that are still open. Idle threads also end by themselves: if Ctrl-C prevents a
+    window from closing and a traceback keeps the window alive, nothing else would end them.
     """
 
     _current: _SharedThreadPool | None = None
@@ -215,8 +215,8 @@ class _SharedThreadPool:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._limit = 0
-        # The references are weak, so that a window that could not leave because of Ctrl-C does not keep the threads
-        # alive.
+        # The references are weak, so that a runner that could not leave the pool because of Ctrl-C does not keep the
+        # threads alive.
         self._members: weakref.WeakSet[ThreadRunner] = weakref.WeakSet()
         self._queue: queue.SimpleQueue[tuple[Future[Timed], Callable[[], Timed]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

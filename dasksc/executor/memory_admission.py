@@ -86,8 +86,8 @@ class MemoryAdmission:
     def _try_begin(self, reserved: int, *, is_known: bool) -> bool:
         with self._lock:
             now = time.monotonic()
-            # A rank that takes no results must not block the other ranks on its workers forever, so a fetch starts once
-            # `_PATIENCE_S` seconds have passed since the last one began.
+            # If a rank takes no results, fetches of other ranks on the same workers must not wait forever. A fetch
+            # therefore starts once `_PATIENCE_S` seconds have passed since the last one began.
             if not self._has_room(reserved, is_known=is_known) and now - self._last_begun < _PATIENCE_S:
                 return False
             self._last_begun = now
@@ -120,7 +120,7 @@ class MemoryAdmission:
         most = self._limit - wanted
         if self._process_bytes() <= most:
             return True
-        # Releasing pages at every check would slow down the running fetches that read through them.
+        # Releasing pages at every check would slow down the running fetches, which still read from them.
         now = time.monotonic()
         if now - self._last_release < _RELEASE_S:
             return False

@@ -33,7 +33,7 @@ class FetchFigures:
     fetch_s
         Duration of the consumed tasks, summed over threads, in seconds.
     read_s, decode_s
-        Parts of `fetch_s` spent reading and decoding. The remainder locates chunks and runs array code.
+        Parts of `fetch_s` spent reading and decoding. The remainder is spent locating chunks and running array code.
     transfer_s
         Duration of the transfers of results from Dask workers to this process, summed, in seconds.
     """
@@ -61,8 +61,8 @@ class EpochStats:
     n_left
         Number of batches that this pass will yield.
     has_last
-        True if this pass yields the rank's last batch, which may be short. Only one DataLoader worker of the
-        rank does.
+        True if this pass yields the rank's last batch, which may be short. If the rank uses several DataLoader workers,
+        only one of them yields it.
 
     Attributes
     ----------
@@ -193,7 +193,7 @@ def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
     report
         Figures of the epoch.
     title
-        Format string of the beginning of the line, whose fields are figures of `report`.
+        Format string for the beginning of the line; its fields are names of figures in `report`.
     """
     before = f" after {report['n_batches_before']:,} earlier ones" if report["n_batches_before"] else ""
     return (

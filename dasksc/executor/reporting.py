@@ -72,10 +72,10 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
 
 @dataclass(slots=True)
 class _ReportState:
-    """State of the reports to a Client's scheduler, in seconds of the event loop's clock.
+    """State of the reports to a Client's scheduler.
 
     `has_page` is True if the scheduler has the page, `checked_at` is the time of the last check, and `sent_at` has the
-    time of the last report of each loader.
+    time of the last report of each loader. Times are in seconds of the event loop's clock.
     """
 
     has_page: bool = False

@@ -155,7 +155,7 @@ def portable_scheduler(scheduler: FetchScheduler | Client | str | None) -> str |
 
 
 class SchedulerChoice:
-    """Scheduler given by the user, resolved on each call, because a Client may be created or closed in between.
+    """Scheduler given by the user, resolved at each use, because a Client may be created or closed between two uses.
 
     Parameters
     ----------
@@ -300,8 +300,8 @@ def remember_security(address: str, security: Any) -> None:
 def securities_for_child() -> dict[str, Any]:
     """Return the security settings by scheduler address if a child process is being spawned, else an empty dict.
 
-    Private keys may be sent through the pipe to a child process. Other pickles may be written to a file, so they omit
-    the keys.
+    Private keys may be sent through the pipe to a child process. A pickle made for any other purpose may be written to
+    a file, so it omits the keys.
     """
     return _securities if get_spawning_popen() is not None else {}
 
@@ -309,8 +309,8 @@ def securities_for_child() -> dict[str, Any]:
 def connected(address: Any, **options: Any) -> Client:
     """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
-    Garbage collection would otherwise close the failed Client, in any thread. If that thread has just been started by
-    another Client, which still holds a lock, the thread and that Client deadlock.
+    Garbage collection would otherwise close the failed Client, in any thread. In a thread that another Client has just
+    started while holding a lock, this would deadlock the thread and the other Client.
     """
     import distributed
 

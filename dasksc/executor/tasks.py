@@ -1,4 +1,4 @@
-"""Task of a fetch: the same rows of several matrices."""
+"""Task of a fetch, which reads the same rows of several matrices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class FetchedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """Task of a fetch: a pure function of its rows, pickled once per window on a cluster, not with each fetch.
+    """Task of a fetch: a pure function of its row numbers.
+
+    For a cluster, the task is pickled once per window, not with each fetch.
 
     Parameters
     ----------
@@ -71,8 +73,8 @@ class FetchMatrices:
 def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
-    The progress panel of Dask's dashboard splits a name at its hyphens, and cuts it off at the first part that contains
-    a non-letter, here the rank ``r1``; the part before the first hyphen may contain any characters. It therefore shows
-    a single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
+    The progress panel of Dask's dashboard splits a name at its hyphens. It keeps the first part, whatever it contains,
+    and the following parts that precede the first one with a non-letter, here the rank ``r1``. It therefore shows a
+    single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"

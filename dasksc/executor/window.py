@@ -50,7 +50,7 @@ EXIT_WAIT_S = 10.0  # Maximum wait for running fetches when the interpreter exit
 
 
 class Promise(Protocol):
-    """A submitted fetch: the part of `concurrent.futures.Future` that the window uses."""
+    """Interface of a submitted fetch: the methods of `concurrent.futures.Future` that the window uses."""
 
     def result(self) -> Timed:
         """Wait for the fetch; return its duration in seconds and its result."""
@@ -196,8 +196,8 @@ class Window(Generic[T]):
     scheduler
         Scheduler that runs the fetches, as for `resolve_scheduler`.
     argument
-        Function of k that returns the argument of `task`; default: k itself. It is called in this process, so
-        a fetch sent through a Client carries only its rows, not the plan.
+        Function of k that returns the argument of `task`; default: k itself. It is called in this process, so a fetch
+        sent through a Client carries only its row numbers, not the plan.
     max_bytes
         Maximum number of bytes in flight, including finished fetches not yet consumed. An unfinished fetch counts as
         the largest result so far. One fetch is always admitted, and only one until a size is known.
@@ -206,7 +206,7 @@ class Window(Generic[T]):
     n_threads
         Threads for fetches in this process, shared by all windows; default: `default_threads`.
     expected_bytes
-        Expected size of a result, in bytes: the initial value of the largest result so far.
+        Expected size of a result, in bytes. It counts as the size of the largest result until a result is larger.
 
     Raises
     ------

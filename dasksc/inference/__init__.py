@@ -11,16 +11,16 @@ Each rank
    a lock.
 2. predicts and writes the missing units of its range, without the lock. Memory holds batches that are read ahead, and a
    chunk of each output.
-3. publishes the result, under the lock, if all units are complete: it writes the metadata and moves the arrays, store
-   or file into place (`dasksc.inference.targets`). A reader sees a key complete or not at all.
+3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames the result
+   (arrays, a store or a file) into place (`dasksc.inference.targets`). A reader sees a key complete or not at all.
 4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
    call returns. A rank that fails records its error, and the other ranks then fail as well.
 
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
 
-Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is needed. Complete
-units are kept, and the same call predicts the others.
+Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is needed. After an
+error, complete units are kept; repeating the call predicts the missing ones.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def predict(
         ``{"predicted": ["B cell", "T cell"]}``. Labels must be all text or all numbers. The codes become categorical
         columns of obs; -1 stands for a missing value.
     device
-        Device of the batches, to which a module is moved. Default: that of the module's first parameter.
+        Device to which the batches and the module, if there is one, are moved. Default: that of the module's first
+        parameter.
     in_place
         If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
         and replaces the file by the copy.
@@ -185,9 +186,9 @@ def predict(
     Raises
     ------
     InputError
-        If an argument is invalid; if a key exists; if `out` has other cells or lies inside a store; if unfinished
-        predictions are of another model, other data or other options; or if the model returns an unexpected shape or
-        type, or NaN.
+        If an argument is invalid; if a key exists; if the cells of `out` are not those of the atlas; if `out` lies
+        inside a store; if unfinished predictions are of another model, other data or other options; or if the model
+        returns an unexpected shape or type, or NaN.
     StorageError
         If the disk is full, another rank failed, or another process predicts the same cells. Finished predictions are
         kept.
@@ -293,12 +294,12 @@ class Predictions:
         original = self.target.original
         if isinstance(source, MatrixSource):
             read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
-            if original is not None:  # publishing replaces the file, and thereby changes the tokens of its matrices
+            if original is not None:  # publishing replaces the file, which changes the Dask tokens of its matrices
                 read = [original, *sorted(source.matrices)]
             return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
         data = getattr(source.collection, "adata", source.collection)
         values = getattr(data, "X", data)
-        # Dask arrays are compared by their stored matrices, because the names of Dask arrays over data in memory differ
+        # Dask arrays are compared by their `Matrix`, not by name: the name of a Dask array over data in memory differs
         # between processes. Collections other than arrays are compared only by type and length.
         read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
         read = original or read

@@ -56,7 +56,7 @@ class Predictor:
         owner = model.__self__ if isinstance(model, MethodType) else None
         if not isinstance(owner, nn.Module):
             return cls(function=model, module=None, identity=model)
-        # The class has the original method; sharding may have wrapped that of the instance.
+        # Take the method of the class: sharding may have wrapped the method of the instance.
         name = getattr(model, "__name__", "")
         identity = (name, getattr(type(owner), name, model.__func__), owner)
         if isinstance(owner, FSDPModule):
@@ -96,7 +96,8 @@ class Predictor:
     def inference(self) -> Iterator[None]:
         """Disable gradients and set the module to evaluation mode; restore the mode of each submodule."""
         parts = [] if self.module is None else [(part, part.training) for part in self.module.modules()]
-        # FSDP frees and fills parameters in place, which PyTorch forbids for inference tensors outside inference mode.
+        # FSDP frees and refills parameters in place. PyTorch forbids this for inference tensors once inference mode has
+        # ended, so a sharded model runs under `no_grad`.
         mode = torch.no_grad() if self.is_sharded else torch.inference_mode()
         try:
             if self.module is not None:

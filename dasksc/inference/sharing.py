@@ -206,7 +206,7 @@ class RankStatus:
     def fail(self, error: BaseException) -> None:
         """Record that this rank has failed."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # the store may have ended with its process
+            with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
                 self._store.compare_set(f"rank {self._world.rank}", "", f"failed: {type(error).__name__}: {error}")
 
     def await_others(self, work: Work) -> None:

@@ -51,8 +51,8 @@ __all__ = ["InFile", "Names", "Target", "target_of"]
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""
 
-# Attribute of the root of a file: its size and modification time before predictions were added, and its modification
-# time afterwards.
+# Root attribute of an h5ad file: size and modification time of the file before predictions were added, and its
+# modification time afterwards.
 _ORIGINAL = "dasksc-original"
 _PIECE_BYTES = 2**24
 # Estimates of the disk space of metadata, and of the name of a cell.
@@ -67,8 +67,8 @@ class Target(Protocol):
     path
         Path of the destination.
     original
-        Identity of the atlas before predictions were added to it, if publishing replaces the file that is read;
-        otherwise None.
+        Path, size and modification time of the atlas file before predictions were added, if publishing replaces this
+        file; otherwise None.
     """
 
     path: Path
@@ -339,7 +339,7 @@ class InFile:
                 )
             recorded = np.asarray(file.attrs.get(_ORIGINAL, ()))
         self._before = self._identity
-        # If the modification time is that of the publication, only predictions were added to the original file.
+        # If the modification time is the recorded one, nothing but predictions has been added to the original file.
         if recorded.shape == (3,) and recorded[2] == self._identity.mtime_ns:
             size, mtime_ns = map(int, recorded[:2])
             self._before = FileIdentity(path=str(self.path), size=size, mtime_ns=mtime_ns)
@@ -347,7 +347,7 @@ class InFile:
 
     @property
     def folder(self) -> Path:
-        """See `Target`. All keys share the folder, so two runs cannot replace the same file."""
+        """See `Target`. All keys share the folder and its lock, so two runs cannot replace the same file at once."""
         return self.path.with_name(f"{self.path.name}.partial")
 
     def found(self, digest: str) -> dict[str, PublishedArray]:
@@ -426,7 +426,7 @@ class InFile:
 
     @staticmethod
     def _remove_digests(file: h5py.File) -> None:
-        """Remove the digests of all predictions, since any may have been computed from a key that is replaced."""
+        """Remove the digests of all predictions, since any prediction may have been computed from a replaced key."""
         for group in ("obsm", "obs"):
             for item in file[group].values() if group in file else ():
                 item.attrs.pop(ATTRIBUTE, None)
@@ -458,5 +458,5 @@ def copy_file(source: Path, target: Path) -> None:
     shutil.copymode(source, target)
 
 
-# Request of Linux to share the blocks of another file, from linux/fs.h.
+# Linux ioctl request code (linux/fs.h) that makes a file share the blocks of another file.
 _FICLONE = 0x40049409

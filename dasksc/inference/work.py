@@ -3,7 +3,7 @@
 The rows of an atlas are divided into *units* of whole batches. Their size depends only on the number of cells and the
 batch size, so a batch contains the same rows on any rank. A unit is one shard of every output, and a marker that is
 written after the shards. Units are kept in a folder named by the digest of the plan: the model, the data and the
-options, without rank and world size. Later runs on any number of ranks predict the units without a marker.
+options, without rank and world size. Later runs, on any number of ranks, predict the units that have no marker.
 
 A process claims its range of units with a locked file, so no two processes predict the same unit at the same time.
 """
@@ -118,7 +118,7 @@ class Work(WorkFolder):
         self.n_obs = n_obs
         self.batch_size = batch_size
         self.unit_rows = unit_rows_for(n_obs, batch_size)
-        # Each plan has its own folder, since a run that this one replaces may still be writing.
+        # Each plan has its own folder, since an earlier run with another plan may still be writing.
         self._own = folder / self.digest
         self.store = self._own / "store"
 

@@ -50,7 +50,7 @@ class PublishedArray(NamedTuple):
 
 
 def write_metadata(work: Work, one: Output, nan: Nan) -> None:
-    """Write the metadata that makes the shards of an output an element of AnnData."""
+    """Write the metadata with which anndata reads the shards of an output as one element."""
     path = work.store / one.key
     own = {ATTRIBUTE: work.digest, NAN: list(nan.get(one.name, NanRows()))}
     if one.labels is None:

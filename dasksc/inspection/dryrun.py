@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Maximum number of rows whose classes are counted; at least one set, or one batch with per_batch=True, is counted.
+# Maximum number of rows whose classes are counted. At least one unit of the sampler is counted: a set of cells, or a
+# batch with per_batch=True.
 _MAX_COUNTED_ROWS = 2**20
 
 
@@ -178,7 +179,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Count the classes of rows, or of whole sets, taken at equal intervals from the draws of an epoch."""
+    """Return the share of each class in drawn and in stored rows; a large epoch is sampled at equal intervals."""
     codes, names = encode_labels(labels)
     unit = plan.sampler.unit
     n_units = plan.n_rows // unit

@@ -161,7 +161,7 @@ class Check:
         yield f"{self.name}, epoch {self.epoch}, {self.world_size} rank{'s' * (self.world_size > 1)}"
         n_blocks = f"{self.n_blocks:,} block{'s' * (self.n_blocks != 1)}"
         blocks = f", in {n_blocks} of {self.block_size:,}" if self.sets is None else ""
-        yield f"  rows     {self.n_rows:,} of the {self.n_obs:,} stored{blocks}"
+        yield f"  rows     {self.n_rows:,} drawn (atlas: {self.n_obs:,}){blocks}"
         yield (
             f"  batches  {self.batch_size:,} rows per rank, {self.global_batch_size:,} over all ranks; "
             f"fetches of {self.fetch_size:,} rows"
@@ -183,7 +183,7 @@ class Check:
             yield f"  {name}: {share}"
         yield f"  padded   {self.n_padded:,} rows over all ranks; dropped {self.n_dropped:,}"
         if self.classes:
-            texts = [f"{one.name} {one.drawn:.1%} ({one.stored:.1%} stored)" for one in self.classes[:_N_SHOWN]]
+            texts = [f"{one.name} {one.drawn:.1%} (atlas: {one.stored:.1%})" for one in self.classes[:_N_SHOWN]]
             rest = len(self.classes) - len(texts)
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(texts)}{more}"

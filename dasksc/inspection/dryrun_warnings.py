@@ -78,7 +78,7 @@ def _advice_on_runs(sets: SetSampler | None) -> str:
 
 
 def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
-    """Return the fraction of the rows in the chunks of a fetch that the fetch uses, for runs at random positions.
+    """Return the used fraction of the rows in the chunks that a fetch reads, for runs of rows at random positions.
 
     Parameters
     ----------

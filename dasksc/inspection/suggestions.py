@@ -110,7 +110,7 @@ def suggest_parameters(
     target_ram_fraction
         Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. The suggestion is the minimum, because each rank reads with its own threads.
+        Bounds on ``num_workers``. ``min_workers`` is suggested, because each rank already reads with its own threads.
     verbose
         If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform
@@ -270,7 +270,7 @@ def _memory_bytes(data: Any) -> int:
 
 
 def _memory_of_machine() -> tuple[int, int]:
-    """Return the available and the total memory in bytes, within the limits of control groups."""
+    """Return the available and the total memory in bytes, taking cgroup limits into account."""
     limit = memory_limit()
     return limit.n_bytes - limit.held, limit.n_bytes
 

@@ -159,7 +159,8 @@ class DataModule:
         self._predicted_by = loader_of
 
     def __str__(self) -> str:
-        # Lightning's method iterates over every object that is not a DataLoader, which would begin an epoch.
+        # Lightning's method iterates over every object that is not a DataLoader, and iterating over a data set begins
+        # an epoch.
         return repr(self)
 
     def _shown(self) -> Mapping[str, Any]:
@@ -274,7 +275,8 @@ class _TrainingLoader:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        # Lightning's epoch number is ignored, because the data set continues to count when a second trainer uses it.
+        # Lightning's epoch number is ignored: a second trainer starts again at 0, whereas the data set continues its
+        # own count.
         shift, self._shift = self._shift, 0
         if shift and self._module.trainer is not None:
             count = self._module.trainer.fit_loop.epoch_loop.batch_progress.current

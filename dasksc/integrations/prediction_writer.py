@@ -1,6 +1,6 @@
 """Callback that writes the predictions of a Lightning run, for either of Lightning's two packages.
 
-Lightning requests the data set of `predict` from the data module after it has loaded the parameters. The callback then
+Lightning loads the parameters before it requests the data set of `predict` from the data module. The callback then
 replaces the data set by the batches of this rank's share, and writes the results of ``predict_step``.
 """
 
@@ -110,7 +110,7 @@ class Writer:
                 self._n_done += self._run.write_batch(self._share, outputs)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Write the last predictions of this rank, publish if all units are complete, then wait for the other ranks."""
+        """Write the last predictions of this rank, publish the result if complete, and wait for the other ranks."""
         run, status = self._run, self._status
         if stage != "predict" or run is None or status is None:
             return

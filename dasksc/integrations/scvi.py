@@ -149,7 +149,7 @@ class SCVIDataModule(scDataModule):
 
     @property
     def n_samples(self) -> int:
-        """Number of samples; 0, because SCVI has no samples."""
+        """Number of categories of a sample key; 0, because SCVI has no sample key."""
         return 0
 
     @property

@@ -35,11 +35,12 @@ _STATE_FILE = "dasksc_state.json"
 class scTrainer(Trainer):
     """A `Trainer` that reads a `dasksc.scDataset` directly and resumes it from checkpoints.
 
-    ``train_dataset`` and ``eval_dataset`` yield whole batches, so the training arguments for loaders (workers, pinning,
-    dropping, batch sizes) have no effect. Nevertheless, set ``per_device_train_batch_size`` to the batch size of the
-    data set, because the Trainer computes its reported figures from it. Batches are dicts: the ``forward`` of a model
-    takes ``X``, ``obs`` and so on by name. Alternatively, define ``compute_loss`` in a subclass of `scTrainer`.
-    Evaluation gathers results after every batch, so its data set needs ``equal_ranks=True``, the default.
+    ``train_dataset`` and ``eval_dataset`` yield whole batches, so the training arguments for loaders (workers, pinned
+    memory, ``dataloader_drop_last``, batch sizes) have no effect. Nevertheless, set ``per_device_train_batch_size`` to
+    the batch size of the data set, because the Trainer computes its reported figures from it. Batches are dicts: the
+    ``forward`` of a model takes ``X``, ``obs`` and so on by name. Alternatively, define ``compute_loss`` in a subclass
+    of `scTrainer`. Evaluation gathers results after every batch, so its data set needs ``equal_ranks=True``, the
+    default.
 
     ``train(resume_from_checkpoint=)`` resumes with the next batch, on the same number of ranks.
 

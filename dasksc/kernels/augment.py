@@ -8,9 +8,9 @@ distribution function; a larger count is divided into several small ones. The la
 rejection of Hörmann [1]_ or, if the expected number is small, a sequential search.
 
 A fixed number of molecules is drawn without replacement in two steps. First, all counts are thinned with the same
-probability, which leaves about the target number. Given its size, such a sample is uniform for any probability. Then
-the difference is drawn without replacement, from the kept molecules if there are too many, otherwise from the removed
-ones. The result is multivariate hypergeometric.
+probability, which leaves about the target number. Whatever this probability is, all samples of the same size are
+equally likely. Then the difference is drawn without replacement, from the kept molecules if there are too many,
+otherwise from the removed ones. The result is multivariate hypergeometric.
 
 A random word has 53 bits. The first 32 bits come from a hash that uses only 32-bit operations, which processors compute
 for many elements at a time. These 32 bits decide a comparison with a step, except with probability 2**-32. The other
@@ -26,7 +26,7 @@ key, number
 rows
     Row numbers of the batch, shape (n_rows,), int64.
 first_row
-    Position in the batch of the first of the given rows.
+    Position in the batch of the first row of `indptr` or `dense`.
 indptr, columns, values
     CSR rows of the batch: shapes (n + 1,), (nnz,) and (nnz,). Values are changed in place, and zeros stay stored.
 dense
@@ -85,11 +85,12 @@ _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2),
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS
-# Largest difference that is drawn one by one.
+# Largest difference for which `_reach` draws molecules one by one.
 _FEW = 8
 # Number of values in a block. A search uses the sums of blocks, so it looks at the values of only one.
 _BLOCK, _BLOCKS = N_STEPS, np.uint64(N_STEPS)
-# Number of elements of dense rows, and of nonzeros of CSR rows, to change at a time; more if a single row has more.
+# Maximum number of elements of dense rows, and of nonzeros of CSR rows, to change at a time. A larger row is changed as
+# a whole.
 _DENSE_AT_ONCE, _NONZEROS_AT_ONCE = 2**14, 2**13
 _WORD_BITS, _WORDS, _WORD_SHIFT, _WORD_MASK = 64, np.uint64(64), np.uint64(6), np.uint64(63)
 # Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
@@ -262,14 +263,14 @@ def _in_parts(key, count, table):
 
 @kernel
 def _large(row_key, column, count, p, table):
-    # Keep each of `count` > N_TABLE counts with probability `p`.
+    # Keep each of `count` > N_TABLE molecules with probability `p`.
     key = stream(row_key, column)
     return _in_parts(key, count, table) if count <= N_TABLES else binomial_kept(key, count, p)
 
 
 @kernel
 def _thin(row_key, columns, counts, n, p, table, kept):
-    # Thin `n` values of any size, with probability `p` for each count.
+    # Thin `n` values of any size, with probability `p` for each molecule.
     for i in range(n):
         k = np.uint64(i)
         if counts[k] <= N_TABLE:
@@ -291,9 +292,9 @@ def _single_bits(key, number, n_shares):
 
 @kernel
 def _take(key, pool, n, n_taken, kept, step, ends, taken):
-    # Draw `n_taken` counts without replacement from the `n` values in `pool`, and add `step` to the entry in `kept`
+    # Draw `n_taken` molecules without replacement from the `n` values in `pool`, and add `step` to the entry in `kept`
     # for each. `pool`, uint32, is padded with zeros to a multiple of the size of a block. `taken` has a bit for each
-    # count in `pool`, which is set when the count is drawn; all bits are cleared at the end.
+    # molecule in `pool`, which is set when the molecule is drawn; all bits are cleared at the end.
     n_blocks = np.uint64((n + _BLOCK - 1) // _BLOCK)
     n_groups = (n_blocks + _BLOCKS - _ONE) // _BLOCKS
     pool_at, ends_at = pool.ctypes.data, ends.ctypes.data
@@ -325,8 +326,8 @@ def _take(key, pool, n, n_taken, kept, step, ends, taken):
 
 @kernel
 def _reach(row_key, columns, counts, n, target, kept):
-    # Keep `target` counts of `n` values of any size. Each round draws approximately the remaining difference by
-    # thinning. The error is the difference of the next round.
+    # Keep `target` molecules of `n` values of any size. Each round draws approximately the remaining difference by
+    # thinning, and the next round corrects the error.
     pool, drawn = np.empty(n, np.int64), np.empty(n, np.int64)
     table = np.empty((N_TABLE + 1) * N_TABLE, np.uint64)
     difference, number = np.int64(target), _ROUNDS
@@ -462,7 +463,7 @@ def _flat_position(first, n_vars, indptr, columns, bad):
 
 @kernel
 def downsample(key, number, rows, first_row, indptr, columns, values, p, table, heads):
-    """Keep each count of CSR rows with probability `p`.
+    """Keep each molecule counted in CSR rows with probability `p`.
 
     `table` and `heads` are those of `steps_of`. Return the position in `values` of the first value that is not a whole
     number from 0 to 2**53, or -1. If there is one, other values may have been changed already.
@@ -570,7 +571,7 @@ def _longest(indptr):
 
 @kernel
 def sample(key, number, rows, first_row, indptr, columns, values, target):
-    """Keep `target` of the counts of each CSR row.
+    """Keep `target` molecules of each CSR row, or all if there are fewer.
 
     Return the position in `values` of the first value that is not a whole number from 0 to 2**53, or that makes the sum
     of its row larger than 2**53; -1 if there is none. If there is one, the rows before it have been changed already.

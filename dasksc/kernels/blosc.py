@@ -1,7 +1,7 @@
 """Decoding of parts of Blosc chunks, with one call for all chunks of a fetch.
 
-The kernel calls the decoder of C-Blosc by its address. A loop in Python would spend a third of its time
-between the chunks, where it holds the GIL.
+The kernel calls the decoder of C-Blosc by its address. A Python loop would spend a third of its time between calls of
+the decoder, while holding the GIL.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
     chunk_bytes
         Decoded size of each chunk.
     chunks, starts, stops
-        Chunk of each piece and its decoded bytes [start, stop) in the chunk, both ascending, shape
-        (n_pieces,), int64.
+        Chunk of each piece, and decoded bytes [start, stop) of the piece in that chunk, shape (n_pieces,), int64.
+        Chunks are ascending, and pieces are ascending within a chunk.
     to
         Offset of each piece in `out`, shape (n_pieces,), int64.
     scratch

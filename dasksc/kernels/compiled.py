@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a function for each combination of argument types, serial and without the GIL, and cache it on disk."""
+    """Compile a function to serial code that releases the GIL, and cache it on disk.
+
+    One version is compiled for each combination of argument types.
+    """
     dispatcher: Any = njit(nogil=True)(function)
     if config.DISABLE_JIT or not can_cache():
         return dispatcher

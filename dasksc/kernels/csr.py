@@ -20,8 +20,8 @@ like_data, like_indices, like
     Empty arrays of the data type stored at the addresses.
 maps, lookups
     `maps` holds the row of `lookups` that applies to each fetched row, shape (n_fetched,), int32. `lookups` holds
-    the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and any
-    value below -1 a column that no row may contain.
+    the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and a value
+    below -1 marks a column that no row may contain.
 kinds
     `LEFT_OUT`, `KEPT` or `REFUSED` for each entry of `lookups`, uint8.
 renumbered
@@ -72,13 +72,13 @@ __all__ = [
 LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 # Result of a kernel for a row whose columns are not strictly ascending.
 UNORDERED = -2
-# Source of output columns that have no column in the matrix: a fill value, or zero.
+# Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.
 NOWHERE, ZERO = -1, -2
 
 # Number of elements of a dense row that are cleared at a time if the columns of the CSR row are not ascending.
 _CLEARED_AHEAD = np.uint64(2048)
-# Longest dense row that is cleared as a whole, because it stays in the L1 cache. A longer row is cleared step by step,
-# before each `_CLEARED_STRIDE` values are written.
+# Longest dense row that is cleared as a whole, because it stays in the L1 cache. A longer row is cleared piece by
+# piece, each piece just before the next `_CLEARED_STRIDE` values are written.
 _CLEARED_WHOLE = 4096
 _CLEARED_STRIDE = 256
 # Number of elements processed between two prefetches.
@@ -87,7 +87,8 @@ _STRIDE = 64
 _TRIED = 4096
 _LINE_BYTES = 64
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
-# Number of bits of a word that are listed at a time, so that few branches depend on the number of set bits.
+# Number of set bits of a word whose positions are written at a time, so that few branches depend on how many bits are
+# set.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
@@ -153,8 +154,8 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         columns_at, values_at = indices_at[row], data_at[row]
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         dense = out[i]
-        # Elements are cleared just before they are written, since columns are mostly ascending. After clearing a
-        # whole row, its beginning would no longer be in the L1 cache.
+        # Elements are cleared just before they are written, since columns are mostly ascending. If a whole row were
+        # cleared first, its beginning would no longer be in the L1 cache when values are written.
         n_cleared = np.uint64(0)
         ascending = True
         for first in range(0, n, _STRIDE):
@@ -164,8 +165,8 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
             ascending = _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices)
             if not ascending:
                 break
-            # The last column of a stride is its largest. Each column is checked nevertheless, since the file may
-            # change during the read.
+            # The last of these columns is the largest. Each column is checked nevertheless, since the file may change
+            # during the read.
             last = np.uint64(load(columns_at, end - 1, like_indices))
             if last >= n_columns:
                 return row
@@ -685,7 +686,7 @@ def squeeze(dense, indptr, indices, data):
         for w in range(n_whole):
             bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
         if rest and n_whole:
-            # The last 64 elements of the row; the shift drops those in the words above.
+            # Read the last 64 elements of the row; the shift drops those that the preceding words contain.
             bits[np.uint64(n_whole)] = nonzero_bits(at, n_vars - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
         else:
             for k in range(rest):
@@ -702,7 +703,10 @@ def squeeze(dense, indptr, indices, data):
 
 @kernel
 def put(indptr, indices, data, dense):
-    """Write the values of CSR rows without repeated columns into `dense`, shape (n_rows, n_vars), of the same type."""
+    """Write the values of CSR rows into `dense`, shape (n_rows, n_vars), of the type of `data`.
+
+    No column may occur twice in a row.
+    """
     for i in range(dense.shape[0]):
         row = dense[i]
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
@@ -803,7 +807,7 @@ def count_bytes(values, bits):
 
 @kernel
 def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
-    """Copy runs of rows that cross extents of a file into `out`, one after the other.
+    """Copy runs of rows into `out`, one run after the other; a run may span several extents of the file.
 
     Run i consists of rows ``[starts[i], stops[i])``, and begins in extent ``extents[i]``. Extent e holds rows
     ``[firsts[e], ends[e])`` of `row_bytes` bytes each, from byte ``offsets[e]`` of `source`, uint8. An offset of -1

@@ -19,7 +19,8 @@ def _word(value):
     """Return 64 bits that identify a value, equal for every data type that represents it."""
     if value == np.floor(value) and -_LIMIT <= value < _LIMIT:
         return np.uint64(np.int64(value))
-    # Fractional values give their bits as float64, mixed so that they do not coincide with those of a whole number.
+    # For a fractional value, return the bits of its float64, mixed so that they do not coincide with the bits of a
+    # whole number.
     return mix(np.float64(value).view(np.uint64))
 
 
@@ -45,7 +46,7 @@ def digest_csr(indptr, indices, data, sums, digests, largest):
         Output: sum of each row, shape (n_rows,), float64.
     digests
         Output: digest of the columns and values of each row, independent of their order, shape (n_rows,),
-        uint64. It is the sum, modulo 2**64, of a mixed word per nonzero.
+        uint64. It is the sum, modulo 2**64, of a 64-bit hash of the column and value of each nonzero.
     largest
         Output: largest value of each row if all its values are counts, otherwise infinity, shape
         (n_rows,), float64.

@@ -1,9 +1,9 @@
 """Weighted and balanced draws, computed one segment of rows at a time.
 
 Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty, `values` holds the
-weights. Otherwise `values` holds integer codes, and ``table[c + 1]`` is the weight of code c, starting with -1 (no
-label). `lookup` holds the position in `values` of each candidate; if it is empty, the entry of candidate i is at
-position i. A heap is a binary tree of sums in one array: the children of node i are nodes 2 i and 2 i + 1.
+weights. Otherwise `values` holds integer codes from -1 (no label) upwards, and ``table[c + 1]`` is the weight of code
+c. `lookup` holds the position in `values` of each candidate; if it is empty, the entry of candidate i is at position i.
+A heap is a binary tree of sums in one array: the children of node i are nodes 2 i and 2 i + 1.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ABREAST = 64
 # Number of weights processed at a time in passes over all weights.
 _CHUNK = 1024
 
-# Number of candidates of a segment whose weights are summed as one run.
+# Number of neighboring candidates in a run. In a segment, the weights of each run are summed first.
 _RUN = 8
 
 _U0 = np.uint64(0)
@@ -85,7 +85,7 @@ def _copy_weights(start, size, values, table, lookup, out):
 
 @kernel
 def segment_sums(n, segment, values, table, lookup, out):
-    """Sum the weights of each run of `segment` candidates into `out`, float64.
+    """Sum the weights of each segment of `segment` candidates into `out`, float64.
 
     Return the first candidate whose weight is negative or not finite, or -1. The weights in `table` are
     not checked.
@@ -127,7 +127,7 @@ def sum_up(tree):
 
 @kernel
 def count_codes(n, codes, lookup, out):
-    """Add the number of candidates of each code c, starting with -1, to ``out[c + 1]``, int64."""
+    """Add the number of candidates with code c to ``out[c + 1]``, int64, for each code c from -1 (no label) upwards."""
     if lookup.shape[0] > 0:
         for i in range(n):
             out[np.int64(codes[lookup[i]]) + 1] += 1
@@ -308,7 +308,8 @@ def _go_left(key, node, count, left, right):
 @kernel
 def _descend(heap, n_levels, n, nodes, rests):
     # Descend a heap from the first n of `nodes`, level by level for all of them, to overlap cache misses.
-    # `rests` holds the part of each node's weight that lies before the draw, and is updated at each level.
+    # A draw is a point on the axis of cumulative weight. `rests` holds its distance from the start of its node, and is
+    # updated at each level.
     for _ in range(n_levels):
         for i in range(n):
             child = nodes[i] << _U1
@@ -317,7 +318,8 @@ def _descend(heap, n_levels, n, nodes, rests):
             nodes[i] = child + np.uint64(goes_right)
             rests[i] = rests[i] - left if goes_right else rests[i]
     for i in range(n):
-        # Rounding can make a rest as large as the node's weight; the draw must not select a candidate of weight 0.
+        # Rounding can make an entry of `rests` as large as the node's weight; the draw must still not select a
+        # candidate of weight 0.
         while heap[nodes[i]] == 0.0:
             nodes[i] -= _U1
             rests[i] = heap[nodes[i]]
@@ -342,9 +344,9 @@ def _fall(key, node, n_draws, numbers, shares):
 def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
     """Compute the candidates of weighted draws with replacement; the draws are in storage order.
 
-    A heap over the candidates splits the draws. The number of a node's draws that go to its left child is
-    binomial, with the weights of the two children and a key of the node. Any single draw is found by
-    descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few
+    A heap over the candidates splits the draws. The number of a node's draws that go to its left child is binomial: its
+    probability is the left child's share of the weight, and its random numbers come from a key of the node. Any single
+    draw is found by descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few
     draws, each draw uses a random number of its own.
 
     Parameters
@@ -586,7 +588,7 @@ def select_above(n, values, table, lookup, key, low, high, out, near, near_keys)
     """
     weights = np.empty(_CHUNK, dtype=np.float64)
     # A key above `low` requires -log1p(-u) < weight * exp(-low). Since u <= -log1p(-u), most candidates are
-    # rejected without a logarithm. Outside these bounds exp would underflow or overflow.
+    # rejected without a logarithm. For `low` outside (-700, 700), exp could underflow or overflow.
     scale = math.exp(-low) * (1.0 + 1e-9) if -700.0 < low < 700.0 else math.inf
     n_out = 0
     n_near = 0

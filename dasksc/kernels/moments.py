@@ -36,10 +36,10 @@ FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
 def add_moments(indptr, columns, values, groups, order, moments):
     """Add nonzero values to `moments`, shape (n_groups, n_vars, 4), float64.
 
-    The four entries of a group and a column are the number of nonzeros, the first nonzero, and the sums of the
-    differences from it and of their squares. These differences keep precision if the mean is large. If the first
-    nonzero is not finite, 0 replaces it, so that a sum of infinite values is infinite. Rows are added in `order`,
-    shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
+    The four entries of a group and a column are the number of nonzeros, the first nonzero, the sum of the differences
+    from the first nonzero, and the sum of the squared differences. These differences keep precision if the mean is
+    large. If the first nonzero is not finite, 0 replaces it, so that a sum of infinite values is infinite. Rows are
+    added in `order`, shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
     """
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)

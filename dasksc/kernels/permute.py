@@ -6,7 +6,7 @@ and position, on every platform.
 
 `permuted` evaluates a keyed permutation of ``range(n)`` at one position in O(1) memory. It is a balanced
 Feistel network [2]_ over the next even power of two, with cycle walking until the result is below n.
-Such a network is always an even permutation and mixes poorly for small n; a `shuffle` table serves these.
+Such a network is always an even permutation and mixes poorly for small n, for which a `shuffle` table is used instead.
 
 .. [1] Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
 .. [2] Luby, Rackoff: How to construct pseudorandom permutations, SIAM J. Comput. 17 (1988); cycle
@@ -159,8 +159,8 @@ def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
 def deal(start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out):
     """Write the range ``[start, start + len(out))`` of one rank's sequence of rows into `out`.
 
-    The sequence consists of the rank's full blocks, one per round (order positions ``first + rank + k *
-    world_size``), with `piece` inserted before round `piece_round`.
+    The sequence consists of the rank's full blocks, one per round (positions ``first + rank + k * world_size`` in the
+    block order), with `piece` inserted before round `piece_round`.
 
     Parameters
     ----------
@@ -171,10 +171,10 @@ def deal(start, block_size, rank, world_size, first, piece_round, piece, n_block
     rank, world_size
         Rank of the sequence, and number of ranks.
     first
-        Order position of the first full block to deal.
+        Position in the block order of the first full block to deal.
     piece_round, piece
         Round before which the piece is inserted, and storage positions of the piece, shape (n_piece,), int64. The piece
-        is the rank's share of the rows outside full blocks (`dasksc.planning.plan`).
+        is the rank's share of the leftover rows, which do not fill a round (`dasksc.planning.plan`).
     n_blocks, table, half_bits, round_keys
         Order of the blocks, see `permuted` and `shuffle`.
     out

@@ -20,7 +20,10 @@ __all__ = ["read_ranges"]
 
 @intrinsic
 def call_pread(typingctx: Any, function: Any, descriptor: Any, address: Any, size: Any, offset: Any) -> Any:
-    """Call the function ``ssize_t pread(int, void*, size_t, off_t)`` at an address, if these types have 64 bits."""
+    """Call the function ``ssize_t pread(int, void*, size_t, off_t)`` at an address.
+
+    `ssize_t`, `size_t` and `off_t` must have 64 bits.
+    """
     signature = types.int64(types.uint64, types.int64, types.uint64, types.int64, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -111,7 +111,7 @@ def draw_groups(key, positions, cumulative, out):
     key
         Key of the epoch, uint64.
     positions
-        Numbers of the sets in the epoch, shape (n,), int64.
+        Position of each set in the epoch, shape (n,), int64.
     cumulative
         Cumulative sums of the weights, shape (n_groups,), float64.
     out
@@ -127,7 +127,7 @@ def draw_groups(key, positions, cumulative, out):
 
 @kernel
 def set_keys(key, numbers, out):
-    """Write the key of the stream of each number under `key` into `out`; `numbers` and `out` have shape (n,)."""
+    """Write the key derived from `key` and each number into `out`; `numbers` and `out` have shape (n,)."""
     for i in range(numbers.shape[0]):
         out[i] = stream(key, numbers[i])
 
@@ -215,7 +215,7 @@ def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table,
     set_size
         Number of cells in a set.
     out
-        Output: numbers of members, shape (n_sets * set_size,), int64.
+        Output: indices of the drawn members, shape (n_sets * set_size,), int64.
     """
     drawn = np.empty(set_size, dtype=np.int64)
     order = np.empty(set_size, dtype=np.int64)
@@ -247,7 +247,7 @@ def fill_controls(keys, pools, starts, counts, block_size, n_controls, set_size,
     n_controls, set_size
         Number of controls per row, and number of rows in a set.
     out
-        Output: numbers of members, shape (n_sets * set_size * n_controls,), int64. The controls of row i
+        Output: indices of the drawn members, shape (n_sets * set_size * n_controls,), int64. The controls of row i
         begin at ``i * n_controls``.
     """
     drawn = np.empty(set_size * n_controls, dtype=np.int64)

@@ -2,10 +2,10 @@
 
 An epoch has `n_units` batches of equal size, with ``quotas[c]`` rows of class c in total. A batch has ``quotas[c] //
 n_units`` rows of class c, and ``quotas[c] % n_units`` of the batches have one more. Systematic sampling [1]_, computed
-in integer arithmetic, determines these batches. The remainders of all classes are laid one after the other around a
-circle of `n_units` places, and batch u has one more row of each class whose arc covers the place ``(stride * u + shift)
-% n_units``. Since `stride` and `n_units` are coprime, every batch has a different place. All batches are therefore of
-equal size, and every class has exactly its quota.
+in integer arithmetic, determines these batches. On a circle of `n_units` places, class c occupies an arc of ``quotas[c]
+% n_units`` places, which begins where the arc of the preceding class ends. Batch u has one more row of each class whose
+arc covers the place ``(stride * u + shift) % n_units``. Since `stride` and `n_units` are coprime, every batch has a
+different place. All batches are therefore of equal size, and every class has exactly its quota.
 
 The rows of a class are drawn in passes. A pass draws each row of the class once: it begins at a random row and is cut
 into runs of neighbors, which are in random order.
@@ -57,7 +57,7 @@ def more_before(unit, n_units, first, length, stride, shift):
 
 @kernel
 def drawn_of_class(first, n_rows, run_rows, key, out):
-    """Write draws ``[first, first + len(out))`` of a class of `n_rows` rows, as numbers of rows in the class."""
+    """Write draws ``[first, first + len(out))`` from a class of `n_rows` rows, as row indices in [0, n_rows)."""
     table = np.empty(_TABLE_RUNS, dtype=np.int64)
     round_keys = np.empty(N_ROUNDS, dtype=np.uint64)
     n_runs = n_rows // run_rows
@@ -121,7 +121,7 @@ def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_r
         n_here = min(group_units, n_units - begin)
         group_key = stream(keys[1], groups[g])
         filled[:] = 0
-        ahead = np.int64(0)  # total of the remainders laid on the circle before this class
+        ahead = np.int64(0)  # total length of the arcs of the preceding classes
         for c in range(quotas.shape[0]):
             every = quotas[c] // n_units
             length = quotas[c] % n_units

@@ -68,7 +68,7 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
     """Draw the molecules of a run of cells as CSR rows with sorted indices.
 
     A cell is complete when `depths` different genes have been seen. Each cell has a random stream of its own, so its
-    counts depend on the key, its number and its arguments only.
+    counts depend only on the key, the alias tables, and the number, group and depth of the cell.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
     groups
         Row of the alias tables for each cell, shape (n_cells,), integers.
     depths
-        Number of genes seen in each cell, shape (n_cells,), int32, in [1, n_genes].
+        Number of distinct genes (not molecules) to draw in each cell, shape (n_cells,), int32, in [1, n_genes].
     keep, other
         Alias tables, shape (n_groups, n_genes).
     indices, data

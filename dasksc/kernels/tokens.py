@@ -191,7 +191,7 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
 
 @kernel
 def mask_tokens(lengths, keys, ratio, replaced, kept, first, out, draws):
-    """Choose the share `ratio` of the tokens of each row, at least one token, and draw their fates.
+    """Choose a fraction `ratio` of the tokens of each row, but at least one, and draw the fate of each chosen token.
 
     The fates are written into `out`, shape (n_rows, length), uint8, which holds zeros on entry. A fate is `REPLACED`
     with probability `replaced`, `SHOWN` with probability `kept`, and otherwise `HIDDEN`. For replaced tokens a random

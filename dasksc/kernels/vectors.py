@@ -140,7 +140,7 @@ def n_sums_below(typingctx: Any, address: Any, index: Any, like: Any, value: Any
         sums = _vector(context, builder, signature.args[2], args, N_STEPS)
         width = 1
         while width < N_STEPS:
-            # The lanes of the zeros come before those of the sums.
+            # Indices below `N_STEPS` select from the vector of zeros, and the others from `sums`.
             moved = [0 if i < width else N_STEPS + i - width for i in range(N_STEPS)]
             order = ir.Constant(ir.VectorType(ir.IntType(32), N_STEPS), moved)
             sums = builder.add(sums, builder.shuffle_vector(ir.Constant(sums.type, None), sums, order))

@@ -129,8 +129,8 @@ class scDataset(IterableDataset[Any]):
         Function applied to each batch. If the collection is an AnnData and no other hook converts its rows, the
         function receives AnnData objects, not tensors. Hooks run one at a time.
     rank, world_size
-        Rank of this process and number of ranks, which share every epoch. Default: those of the process group or the
-        launcher (see `World.detect`).
+        Rank of this process, and number of ranks. The ranks divide the rows of every epoch among them. Default: those
+        of the process group or the launcher (see `World.detect`).
     seed
         Seed of all random draws, an integer in [0, 2**64). None draws a random seed, the same on all ranks of a
         process group. `Streaming` without shuffling needs no seed.
@@ -148,15 +148,15 @@ class scDataset(IterableDataset[Any]):
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Data type of the values. None keeps the data type of ``adata.X``, which may be wider than the stored one. A
-        batch with a value that an integer type or float16 cannot represent raises an `InputError`. With ``"bool"``,
-        nonzeros become True.
+        Data type of the values. None keeps the data type of ``adata.X``; the file may store the values in a narrower
+        type. A batch with a value that an integer type or float16 cannot represent raises an `InputError`. With
+        ``"bool"``, nonzeros become True.
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
         repeated rows. If False, no row is repeated to make the ranks equal, so ranks may yield different numbers of
-        rows. Unless `drop_last` is True, the ranks together yield every row of the epoch exactly once, as evaluation
-        requires.
+        rows. In this case, unless `drop_last` is True, the ranks together yield every row of the epoch exactly once, as
+        evaluation requires.
     scheduler
         Scheduler of fetches: ``"threads"``, ``"synchronous"``, a Dask Client or the address of its scheduler. None
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
@@ -165,8 +165,9 @@ class scDataset(IterableDataset[Any]):
         Number of fetches in flight in addition to the one being yielded. None chooses a number that gives each fetching
         thread two tasks, within `memory_limit`; a large fetch consists of several tasks.
     memory_limit
-        Maximum anonymous memory during iteration on this rank, in bytes or as text such as ``"2GiB"``. DataLoader
-        workers share it by prefetching less; a warning is logged if they still exceed it.
+        Maximum anonymous memory (allocated memory, without memory-mapped files and page cache) during iteration on this
+        rank, in bytes or as text such as ``"2GiB"``. DataLoader workers share it by prefetching less; a warning is
+        logged if they still exceed it.
     mmap
         Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that `dasksc.open` returns, pass
         `mmap` to `dasksc.open` instead.
@@ -177,9 +178,10 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Processes that share every epoch, if not all processes of the run do: a ``torch.distributed`` process group, or
-        a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or
-        similar. Ranks that differ only in other dimensions (tensor or pipeline parallel) read the same batches.
+        Processes that divide the rows of every epoch among them, if not all processes of the run do: a
+        ``torch.distributed`` process group, or a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``,
+        ``"data"``, ``"fsdp"`` or similar. Ranks that differ only in other dimensions (tensor or pipeline parallel) read
+        the same batches.
     transform
         Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
@@ -382,8 +384,8 @@ class scDataset(IterableDataset[Any]):
         """Page cache that iteration needs at one time, in bytes; None if `projected_bytes` is None.
 
         For memory-mapped files, the value covers the pages of the fetch being yielded and of all fetches in flight; for
-        files that are read instead, only the pages of the fetch tasks being read. Pages do not count towards
-        `memory_limit` or `projected_bytes`, but the cgroup of a Slurm job or a container counts them.
+        files that are read instead of mapped, it covers only the pages of the fetch tasks in progress. Pages do not
+        count towards `memory_limit` or `projected_bytes`, but the cgroup of a Slurm job or a container counts them.
         """
         return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
 
@@ -502,11 +504,11 @@ class scDataset(IterableDataset[Any]):
         Raises
         ------
         InputError
-            If the state is invalid, belongs to other data, or was saved with another strategy, `drop_last`,
-            `equal_ranks` or, if this data set was given a seed, another seed; the message lists the differences. Also
-            if it was saved in the main process and is loaded in a DataLoader worker, or the reverse; or if it was saved
-            in another worker, or with another `num_workers`. In a DataLoader worker, also if the state was saved in the
-            middle of an epoch and with another world size, batch size or fetch size.
+            If the state is invalid, belongs to other data, or was saved with a different strategy, `drop_last` or
+            `equal_ranks`, or with a different seed if this data set was given one; the message lists the differences.
+            Also if it was saved in the main process and is loaded in a DataLoader worker, or the reverse; or if it was
+            saved in another worker, or with another `num_workers`. In a DataLoader worker, also if the state was saved
+            in the middle of an epoch and with another world size, batch size or fetch size.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)

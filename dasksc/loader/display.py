@@ -1,4 +1,4 @@
-"""Display of a data set in notebooks, from sizes that are known without reading or drawing."""
+"""Display of a data set in notebooks, from sizes that are known without reading data or sampling rows."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class EpochRun:
     hooks, transform, placement
         Functions applied to fetched rows and to each batch, and the destination of batches.
     key
-        Key that distinguishes data sets with the same name on the loader page.
+        Key that distinguishes data sets with the same name on the loader page of the Dask dashboard.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ def _add_batch_note(error: Exception, fetch: FetchPlan, i: int, plan: EpochPlan)
 
 
 def _call_each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method of each object in a batch that has the method; leave other objects unchanged."""
+    """Call a method on each object in a batch if the object has that method; leave other objects unchanged."""
     if isinstance(batch, torch.Tensor) and method == "to":
         return on_device(batch, *args, **options)
     if hasattr(batch, method):

@@ -25,7 +25,7 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """Number of an epoch, and its segments that have been read, each with constant sizes."""
+    """Number of an epoch, and its segments read so far, each with one world size, batch size and fetch factor."""
 
     epoch: int
     consumed: tuple[ConsumedSegment, ...] = ()
@@ -60,7 +60,7 @@ class EpochTracker:
     def __init__(self) -> None:
         self._current: EpochPosition | _Reading | None = None
         self._resume: EpochPosition | None = None
-        # Epoch that this DataLoader worker has finished, while other workers may still read it.
+        # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
         self._ended: int | None = None
 
     @property
@@ -78,7 +78,7 @@ class EpochTracker:
         self._current = to
 
     def forget(self) -> None:
-        """Return to the loaded position if it has not been resumed yet; otherwise, discard the current position."""
+        """Set the current position to the loaded one if no iteration has begun since loading, otherwise to None."""
         self._current = self._resume
 
     def finish(self, epoch: int) -> None:
@@ -103,7 +103,8 @@ class EpochTracker:
         position, loaded = self.resuming(epoch), self._resume
         self._resume = None
         if loaded is not None and loaded.epoch != epoch:
-            # In later passes, workers are copies of a data set whose own epoch has not advanced.
+            # In DataLoader workers, this is expected: from the second pass on, new workers are copies of a data set
+            # that still holds the loaded state.
             logger.log(
                 logging.WARNING if get_worker_info() is None else logging.DEBUG,
                 "the loaded state is of epoch %d, so epoch %d starts from the beginning",
@@ -136,8 +137,8 @@ def state_of(
     seed
         Seed of the data set.
     unfinished
-        Function that returns the epoch that DataLoader workers of this process are reading, which the state does not
-        contain.
+        Function that returns the epoch that DataLoader workers of this process are reading, if any. The state does not
+        contain the positions of these workers.
     """
     state: dict[str, Any] = {
         "version": STATE_VERSION,

@@ -25,7 +25,8 @@ __all__ = ["MemoryProjection"]
 logger = logging.getLogger("dasksc.dataset")
 
 _AHEAD_BYTES = 2**24
-# Size of a fetch in storage order, and minimum number of chunks in it: chunks at its ends are decoded twice.
+# Size of a fetch in storage order, and minimum number of chunks in it. Chunks at the ends of a fetch are decoded twice,
+# which is costly if the fetch has few chunks.
 _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
@@ -85,7 +86,7 @@ class MemoryProjection:
         self._refuse_too_large()
 
     def in_storage_order(self, session: RankSession) -> MemoryProjection:
-        """Return the projection of a pass in storage order in another session.
+        """Return the projection of a pass in storage order, with the ranks of `session`.
 
         If a fetch of `fetch_factor` batches is large, the pass uses smaller fetches. Large fetches serve to mix distant
         rows, which a pass in storage order does not need, and several of them are in memory at a time.
@@ -159,14 +160,14 @@ class MemoryProjection:
 
     @property
     def job_bytes(self) -> int:
-        """Memory of a process that reads at full speed, in bytes: fetches, page cache, code, current memory."""
+        """Memory of a process that reads at full speed, in bytes: fetches, page cache, code, memory already in use."""
         demand = self._model(self.fetch_factor).everything(prefetch=self._prefetch, n_threads=self.n_threads)
-        # The demand includes batches in existing buffers.
+        # The demand already includes the buffers kept for reuse, so they are not counted again.
         held = max(0, process_memory.own_bytes() - buffers.kept_bytes())
         return held + process_memory.CODE_BYTES + demand.total
 
     def depth(self, n_threads: int | None = None) -> int:
-        """Return the number of parts of fetches in flight beyond the fetch being yielded, with `n_threads` threads."""
+        """Return the number of fetch tasks in flight, not counting the fetch being yielded, for `n_threads` threads."""
         if isinstance(self._source, MatrixSource):
             return self.reading_mode(n_threads).depth
         return self._prefetch if self._prefetch is not None else 2 * (n_threads or self.n_threads)

@@ -54,7 +54,7 @@ class RankSession:
             self._seed = config.whole_number("seed", seed, 0, 2**64)
 
     def detect(self) -> World:
-        """Detect the rank and world size again, even if others are fixed."""
+        """Return the rank and world size as detected now, which may differ from the fixed ones."""
         return World.detect(*self._given)
 
     def current_world(self) -> World:
@@ -70,7 +70,7 @@ class RankSession:
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        # The seed of a state takes precedence, since its batches were drawn with it.
+        # The seed of a loaded state takes precedence, since the earlier batches of the epoch were drawn with that seed.
         self._seed, self.seed_is_given = seed, True
 
     @property
@@ -79,7 +79,10 @@ class RankSession:
         return self._seed
 
     def fix_world_if_distributed(self) -> None:
-        """Fix a world of several ranks. A world of one is not fixed, because a process group may be created later."""
+        """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet.
+
+        A world of one rank is not fixed, because a process group may be created later.
+        """
         if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
             self.fix_world()
 
@@ -120,8 +123,8 @@ class RankSession:
         return world
 
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies, such as those
-        # of ranks spawned by a parent outside the group, detect their own.
+        # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies, for example in
+        # ranks that a parent process outside the group spawns, detect their own world.
         if get_spawning_popen() is not None and self.current_world().world_size > 1:
             self.fix_world()
         state = self.__dict__ | {"agreement": None}

@@ -1,4 +1,4 @@
-"""Reading of a range of rows with the request of a data set, in storage order and in this process alone."""
+"""Reading of a range of rows into batches like those of a data set, in storage order and in this process alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """Transform of batches whose numbers do not start at 0."""
+    """Wrapper of a transform that adds an offset to the batch numbers."""
 
     transform: Any
     first: int

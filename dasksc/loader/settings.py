@@ -31,7 +31,7 @@ def settings_of(strategy: SamplingStrategy, filter: str | None) -> dict[str, str
     filter
         Text of the expression over obs that rows must satisfy.
     """
-    given: Any = strategy  # classes of users need not be dataclasses
+    given: Any = strategy  # strategy classes defined by users need not be dataclasses
     names = [field.name for field in dataclasses.fields(given)] if dataclasses.is_dataclass(given) else []
     arguments = {_OF_STRATEGY.get(name, name): brief(getattr(given, name)) for name in names}
     return {"strategy": type(strategy).__name__, **arguments} | ({} if filter is None else {"filter": filter})

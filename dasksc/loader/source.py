@@ -96,7 +96,7 @@ class Source:
                 "instead"
             )
         for name in filtering.columns_of(expression):
-            self.labels_of(name)  # its error for a missing column names the atlas
+            self.labels_of(name)  # raises an error that names the atlas if the column is missing
         return filtering.holds(expression, table)
 
     def _table(self) -> Any:
@@ -314,8 +314,8 @@ def source_of(
     hooks
         Functions that replace indexing or follow it.
     strategy
-        Strategy. Its labels may be an obs column. Its indices determine the number of rows of a collection without a
-        length, which only a `fetch_callback` can read.
+        Strategy. Its labels may be an obs column. If the collection has no length, only a `fetch_callback` can read it,
+        and the indices of the strategy determine the number of rows.
     filtered_by
         Columns of obs that a filter uses.
     mmap
@@ -505,7 +505,7 @@ def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
-    """Return a dict with `columns` for each key of a matrix whose columns are genes; empty if `columns` is None."""
+    """Return a dict that maps each key, except keys of obsm matrices, to `columns`; empty if `columns` is None."""
     return {} if columns is None else {key: columns for key in keys if not _is_obsm(key)}
 
 

@@ -14,8 +14,8 @@ from dasksc.storage import FetchCost
 
 __all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "ReadingMode"]
 
-# Safety factor for long rows. The mean length in a fetch is close to that of all rows, unless weights
-# favor long rows.
+# Safety factor for long rows. The mean number of stored values per row in a fetch is close to that of all rows, unless
+# weights favor long rows.
 LONGER_ROWS = 1.1
 # Bytes per row in a plan: the row number and the position.
 PLAN_ROW_BYTES = 16
@@ -27,7 +27,7 @@ _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
 # Share of the remaining memory that mapped files may fill if the page cache is to hold all of them.
 _CACHED_SHARE = 0.9
-# Share of the available memory that may be in use if files are larger than the page cache. With less free memory, the
+# Share of the available memory that may be in use if files are larger than the page cache. If more is in use, the
 # kernel evicts pages before they are used.
 _PAGES_SHARE = 0.5
 # Number of threads assumed when the size of a fetch is chosen, so that it does not depend on the machine.
@@ -102,7 +102,8 @@ class MemoryModel:
     n_batches
         Number of batches held at once: gathered ahead, yielded and in use.
     run_rows
-        Mean length of the runs of contiguous rows in a fetch. The pages at both ends of a run are needed as a whole.
+        Mean length of the runs of contiguous rows in a fetch. The first and the last page of a run count in full, even
+        if the run fills only part of them.
     is_interprocess
         True if other processes fetch the rows and send them.
     forced
@@ -165,8 +166,8 @@ class MemoryModel:
             n_reading = min(depth, n_threads) / n_parts
             for label in self.mappable:
                 row = self.read[label].held - self.mapped[label].held
-                # Pages of a file that is read are needed only while reading; mapped pages are needed
-                # until the fetch is released.
+                # Pages of a file that is not mapped are needed only during the read; mapped pages are needed until the
+                # fetch is released.
                 of_row = n_reading * row if label in unmapped else n_fetches * (row + 2 * _PAGE_BYTES / self.run_rows)
                 # Several fetches of a small file need the same pages.
                 pages += min(LONGER_ROWS * rows * of_row, self._file_bytes(label) + 2 * _PAGE_BYTES)
@@ -184,18 +185,20 @@ class MemoryModel:
     ) -> ReadingMode:
         """Return the reading mode of an epoch.
 
-        If all files fit in the page cache, they are memory-mapped, so that later epochs find them there. Otherwise,
-        the largest are read into anonymous memory. That is faster for files
-        that every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number
-        of parts in flight is the largest that fits, at most the result of `depth`.
+        If all files fit in the page cache, they are memory-mapped, so that later epochs find them there. Otherwise, the
+        largest files are not mapped: each fetch reads its rows into anonymous memory. That is faster for files that
+        every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number of parts in
+        flight is the largest that fits, at most the result of `depth`.
 
-        If no mode fits, files are mapped. The number of parts in flight is then reduced until anonymous memory fits
-        in `limit` and all memory in use fits in half of `available`, or until a single part is in flight.
+        If no mode fits, files are mapped. Unless `prefetch` is given, the number of parts in flight is then reduced
+        until anonymous memory fits in `limit` and all memory in use fits in half of `available`, or until a single part
+        is in flight.
 
         Parameters
         ----------
         prefetch
-            Requested number of fetches in flight, which is never reduced; None for the number that the threads can use.
+            Requested number of fetches in flight, which is kept even if no mode fits; None for the number that the
+            threads can use, which is reduced if memory is short.
         n_threads
             Number of threads that fetch, in this process or in the processes that send rows.
         limit
@@ -235,7 +238,7 @@ class MemoryModel:
 
     @staticmethod
     def _fits_mapped(demand: Demand, limit: int, available: int) -> bool:
-        """Return True if files larger than the page cache may be mapped, because the cache holds all pages in use."""
+        """Return True if all pages in use fit in the page cache, so that files larger than the cache may be mapped."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:

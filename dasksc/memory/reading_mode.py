@@ -17,8 +17,9 @@ __all__ = ["AdaptiveReadingMode"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-# Minimum time between checks of the limits, in seconds and as a multiple of the CPU time of a check, which is about a
-# millisecond, or forty for a thousand files. Wall time would delay the next check when a process waits for memory.
+# Minimum times between checks of the limits, in seconds and in multiples of the CPU time of the last check; the longer
+# one applies. A check takes about 1 ms, or 40 ms for a thousand files. Its wall time is not used, because waiting for
+# memory would lengthen it and delay the next check.
 _CHECK_INTERVAL_S, _CHECK_PAUSE = 0.5, 50
 
 
@@ -66,8 +67,9 @@ class AdaptiveReadingMode:
                 start = thread_time()
                 before, now = self._mode, self._decide(n_parts=self._mode.n_parts)
                 self._next_check = monotonic() + max(_CHECK_INTERVAL_S, _CHECK_PAUSE * (thread_time() - start))
-                # The mode changes in one direction only, because switching back would read mapped files again. Memory
-                # that becomes available is used from the next epoch on.
+                # The mode changes only if fewer parts fit or more files must be unmapped, because files that are mapped
+                # again may have to be read from disk again. Memory that becomes available is used from the next epoch
+                # on.
                 if now.depth < before.depth or not now.unmapped <= before.unmapped:
                     self._mode = now
                 if not self._mode.unmapped <= before.unmapped:

@@ -147,7 +147,10 @@ class WorkFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder: first the results, then the plan, which records the publication, and finally the lock."""
+        """Remove the folder: first the results, then the plan, and finally the lock.
+
+        The plan is removed after the results, since it may record that they were published.
+        """
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
         (self.folder / "lock").unlink()
@@ -185,8 +188,8 @@ class StoreWorkFolder(WorkFolder):
         Raises
         ------
         InputError
-            If `overwrite` is False and the target exists or the folder holds a conversion with another plan; or if
-            the target is not a Zarr store.
+            If the target exists and is not a Zarr store; or if `overwrite` is False, and either the target exists or
+            the folder holds a conversion with another plan.
         """
         begun = self.read_plan()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()

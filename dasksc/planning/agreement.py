@@ -83,9 +83,9 @@ def _unless_gone() -> Iterator[None]:
 
 _Ordinals = defaultdict[tuple[int, str], Iterator[int]]
 
-# Number of data sets that each rank of each group has created. The numbers for the store of the run do not depend on
-# the store object, because torch may replace it by another with the same keys. Each store that the user passes has
-# numbers of its own.
+# Number of data sets that each rank of each group has created. All objects that represent the run's own store share one
+# set of counters, because torch may replace the object by another with the same keys. Each store that the user passes
+# has its own counters.
 _ordinals: _Ordinals = defaultdict(itertools.count)
 _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
 

@@ -1,7 +1,7 @@
 """Plan of an epoch: the rows that each rank reads, and their order.
 
-A plan is a pure function of its fields. It reads no data and stores only derived values. Any fetch can
-be computed without the preceding ones, in time and memory that depend on the size of that fetch alone.
+A plan is a pure function of its fields. It reads no data. Besides its fields, it stores only values derived from them.
+Any fetch can be computed without the preceding ones, in time and memory that depend on the size of that fetch alone.
 
 The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
 are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
@@ -25,8 +25,8 @@ segment leaves unread are dealt again in the next. The untouched full blocks for
 as at the start; all other unread rows join the leftover rows.
 
 A plan deals units of the sampler. A unit is a row, a set of rows (`CellSets`) or a batch
-(``ClassBalancedSampling(per_batch=True)``). The storage position of a unit is its number in storage order. Positions
-and the sizes of blocks, pieces and padding are in units; public sizes are in rows.
+(``ClassBalancedSampling(per_batch=True)``). The storage position of a unit is its number in storage order. Internally,
+positions and the sizes of blocks, pieces and padding are in units. Public sizes such as `n_padded` are in rows.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class EpochPlan:
 
     @property
     def _piece_round(self) -> int:
-        """Round before which every rank inserts its piece; in storage order, after the last round."""
+        """Round before which every rank inserts its piece. If blocks are in storage order, the piece comes last."""
         if not self.sampler.shuffle_blocks:
             return self._sizes.n_rounds
         return int(permute.below(self._deal_keys[0], 0, self._sizes.n_rounds + 1))
@@ -346,7 +346,8 @@ class EpochPlan:
     def _units(self, k: int) -> tuple[_Int64s, _Int64s]:
         """Return the storage positions of the units of a fetch, and the order in which they are yielded."""
         start = k * self._fetch_units
-        # The last fetch includes its dropped units, so that the permutation drops a random subset.
+        # The units to drop are still part of the last fetch here, so that a random subset is dropped after the
+        # permutation.
         stop = min(start + self._fetch_units, self._sizes.n_sequence(self.rank))
         positions = self._sequence.positions(start, stop)
         order = np.arange(len(positions), dtype=np.int64)

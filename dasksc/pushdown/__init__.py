@@ -2,9 +2,9 @@
 
 `to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with `csr_matrix` or
 `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the `Matrix` behind an array that
-`to_dask` made, and each fetch reads its rows directly from that matrix. Array code on such an array runs on the fetched
-rows alone (`RowLocalMatrix`) if it treats every row independently. Any other Dask array becomes a `DaskMatrix`, which
-computes whole row chunks and therefore costs more.
+`to_dask` made, and each fetch reads its rows directly from that matrix. Array code (Dask operations on such an array)
+is computed for the fetched rows alone (`RowLocalMatrix`) if it treats every row independently. Any other Dask array
+becomes a `DaskMatrix`, which computes whole row chunks and therefore costs more.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ _ASSUMED_DENSITY = 0.1
 class DaskMatrix:
     """Matrix over any Dask array; a fetch computes every row chunk that contains a requested row.
 
-    Chunks are computed one after another on the calling thread. Only the requested rows of each are
-    kept, so memory holds one row of chunks and the result. Intermediate results that most row chunks
-    use, such as a mean over the rows, are computed by the first fetch and cached if they are small.
+    Chunks are computed one after another on the calling thread. Only the requested rows of each are kept, so memory
+    holds one row chunk at a time, and the result. Intermediate results that most row chunks use, such as a mean over
+    the rows, are computed by the first fetch and cached if they are small.
 
     Parameters
     ----------

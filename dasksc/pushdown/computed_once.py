@@ -42,10 +42,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that exactly one
-        # row chunk depends on are counted. The next pass ignores paths through the keys found so far. A task that only
-        # one row chunk still reaches is then counted for that row chunk, so the results that it uses may be shared as
-        # well.
+        # A result is shared if tasks of at least half of the row chunks use it directly. Only uses by tasks that serve
+        # a single row chunk are counted. The next pass ignores paths through the keys found so far. Without these
+        # paths, more tasks serve a single row chunk, so the results that they use may be shared as well.
         shared |= more
     return shared
 
@@ -74,7 +73,7 @@ def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
     """
     if not keys:
         return array
-    # One sampled value per layer gives the size of the layer's other values.
+    # One value per layer of the graph is computed first; the layer's other values are assumed to have the same size.
     counts = Counter(map(_layer_of, keys))
     samples = {_layer_of(key): key for key in keys}
     values = _computed(array, list(samples.values()))

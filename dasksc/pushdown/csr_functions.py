@@ -73,7 +73,7 @@ class _Elementwise:
         return with_values(block, self._ufunc(block.data))
 
 
-# One object per function, so that the comparison of tasks finds equal functions identical.
+# One object per function, since tasks are compared by the identity of their functions.
 _elementwise = functools.cache(_Elementwise)
 
 

@@ -4,8 +4,8 @@ For Dask, ``X * s`` and ``X ** 2`` are elementwise, and the resulting array has 
 blocks, and for its ``csr_matrix`` these operators mean matrix product and matrix power. The result has a different
 shape, so computing the array fails. If a block has as many rows as columns, the shape is the same but the values are
 wrong. SciPy does not support ``X + 1``, ``da.clip(X, 0, 10)`` and similar calls. This module gives all of them the
-elementwise result. Blocks remain ``csr_matrix`` where zeros remain zero, since scanpy, anndata and Dask's serializers
-expect that class, and user code relies on the meaning of its ``*``.
+elementwise result. Where zeros remain zero, blocks remain ``csr_matrix``: scanpy, anndata and Dask's serializers expect
+that class, and user functions called with a block may use its ``*`` as the matrix product.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Elementwise:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function elementwise.
 
-        The result for a CSR block is a CSR block that shares its index arrays if the function keeps zeros.
+        If the function keeps zeros, the result for a single CSR block is a CSR block that shares the index arrays of
+        the argument; otherwise it is dense.
         """
         function = self._function
         args = tuple(map(_plain, args))
@@ -82,7 +83,7 @@ class Elementwise:
 
 @functools.cache
 def _of(function: Callable[..., Any]) -> Elementwise:
-    """Return one object per function, so that the comparison of tasks finds equal functions identical."""
+    """Return the same object for the same function, since tasks are compared by the identity of their functions."""
     return Elementwise(function)
 
 

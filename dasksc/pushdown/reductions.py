@@ -148,7 +148,7 @@ def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[
     if not n:
         return moments
     rows = sp.coo_array(block)
-    # Position in the result of the row or column that each stored value belongs to.
+    # For each stored value, the position of its row or column in the result.
     where = np.zeros_like(rows.row) if len(axis) == 2 else rows.coords[1 - axis[0]]
     n_stored = np.bincount(where, minlength=moments.size)
     mean = np.bincount(where, weights=rows.data, minlength=moments.size) / n

@@ -60,7 +60,8 @@ _ELEMENTWISE = frozenset(
         *(mean_of, variance_of),
     ]
 )
-# SCALE_ROWS is elementwise because the factors of rows or columns are separate inputs in the graph.
+# SCALE_ROWS counts as elementwise: its scaling factors are a separate input of the task, so the graph shows whether
+# they are aligned with the rows of the block.
 _ELEMENTWISE_NAMES = ELEMENTWISE_NAMES | {SCALE_ROWS}
 
 _REDUCTIONS = frozenset(

@@ -116,7 +116,10 @@ class Candidates:
         raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row number of each candidate position; `positions` itself if positions are row numbers."""
+        """Return the row number of each candidate position.
+
+        If the candidates are a range from row 0, these are `positions` themselves.
+        """
         if self.array is not None:
             return self.array[positions]
         return positions + self.start if self.start else positions
@@ -148,7 +151,7 @@ def check_entries(name: str, values: Any, indices: Any) -> None:
     InputError
         If the number of entries fits neither, is 0 or is unknown.
     WrongTypeError
-        If `values` is not a collection.
+        If `values` is not an array or a sequence.
     """
     try:
         n = count_rows(values)

@@ -53,9 +53,9 @@ class CellSets(BuiltInStrategy):
     """Strategy that draws sets of cells of one group, such as one perturbation in one cell line, with matched controls.
 
     A batch holds ``batch_size / set_size`` whole sets, with the rows of a set next to each other. Sets are shuffled;
-    rows never leave their set. A `Batch` also has the entry ``batch.sets``: the group of each set, as a code of
-    ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control cells, whose
-    rows ``i * n_controls`` to ``(i + 1) * n_controls - 1`` match row i of the batch.
+    rows never leave their set. A `Batch` also has the entry ``batch.sets``: the group of each set, as its row number in
+    the data frame ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control
+    cells, whose rows ``i * n_controls`` to ``(i + 1) * n_controls - 1`` match row i of the batch.
 
     Each set depends only on the seed, the epoch and its number in the epoch. The sets are therefore the same for any
     number of ranks and workers, and after resuming.
@@ -78,7 +78,8 @@ class CellSets(BuiltInStrategy):
         leaves it out.
     replace
         If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
-        False, every cell is drawn once per epoch, except in sets that a group cannot fill (see `incomplete`).
+        False, every cell is drawn once per epoch, except that the last, incomplete set of a group repeats cells or is
+        left out (see `incomplete`).
     block_size
         Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas is
         sorted by group, for example with ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
@@ -268,7 +269,7 @@ class CellSets(BuiltInStrategy):
         return self._sampler(candidates, groups, tuple(by), controls, accounts)
 
     def _no_sets_error(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
-        """Return the error for rows without a group to draw."""
+        """Return the error to raise if no group can be drawn."""
         reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(

@@ -96,7 +96,7 @@ def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
 def max_draws(counts: _Int64s, share: NDArray[np.float64]) -> int:
     """Return the number of rows that can be drawn with these shares before a class runs out of rows."""
     wanted = share > 0
-    # The factor corrects rounding errors: 3 rows with a share of 3/9 allow 9 rows, not 8.
+    # The factor corrects rounding errors: a class of 5 rows with a share of 5/29 allows 29 draws in total, not 28.
     return int(np.floor(np.min(counts[wanted] / share[wanted]) * (1 + 1e-12)))
 
 

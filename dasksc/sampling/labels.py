@@ -22,9 +22,9 @@ _MAX_FRACTIONAL_LABELS = 100
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
     """Encode labels as integer codes and return the codes with the label of each code.
 
-    Equal labels have equal codes in any data type. Whole numbers below the number of rows, or below 65,536, are
-    used as codes unchanged. Categories keep their codes. All other labels are numbered in the order of their first
-    occurrence, or of their values.
+    Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
+    below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
+    of their first occurrence, or of their values.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
     Raises
     ------
     InputError
-        If there is not one label per row, or labels are continuous.
+        If labels are not one-dimensional, are continuous, or cannot be compared.
     """
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):

@@ -47,7 +47,7 @@ def is_balanced(strategy: Any) -> bool:
 
 
 def strategy_named(name: str, *, label_key: str | None = None, block_size: int | None = None) -> BuiltInStrategy:
-    """Return the strategy with a short name.
+    """Return the strategy that a short name stands for.
 
     Parameters
     ----------

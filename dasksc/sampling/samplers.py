@@ -29,7 +29,7 @@ class Sampler(Protocol):
 
     @property
     def unit(self) -> int:
-        """Number of neighboring rows of an epoch that always stay together in a batch; 1 if rows are independent."""
+        """Number of consecutive rows of an epoch that always stay together in a batch; 1 if rows are independent."""
 
     @property
     def n_controls(self) -> int:
@@ -53,7 +53,7 @@ class Sampler(Protocol):
 
     @property
     def is_shuffled(self) -> bool:
-        """True if draws are independent of their positions, so that blocks need no permutation."""
+        """True if the draws are already in random order, so that blocks need no permutation."""
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """Return the draw of an epoch."""

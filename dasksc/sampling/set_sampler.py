@@ -26,7 +26,7 @@ _TABLE_BLOCKS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Control cells, in pools that match the same targets.
+    """Control cells in pools; all cells of a pool match the same targets.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ class Controls:
     pools
         Pool of each group of targets, shape (n_groups,), int64; or of each match code if `codes` are given.
     codes
-        Match code of each row of the collection, shape (n_obs,), integers, if the cells of a group match different
-        controls; else empty.
+        Match code of each row of the collection: its labels in the columns to match, as one integer; shape (n_obs,).
+        Empty if all cells of a group match the same controls.
     block_size
         Number of neighbors that are read together.
     n_controls

@@ -94,7 +94,7 @@ class SamplingStrategy:
 
     @property
     def _texts(self) -> dict[str, str]:
-        # User-defined subclasses that are dataclasses have fields instead.
+        # In user-defined subclasses that are dataclasses, `_indices` is usually None, and the fields are shown instead.
         return {} if self._indices is None else {"indices": brief(self._indices)}
 
     def get_len(self, data_collection: Any) -> int:
@@ -114,7 +114,7 @@ class SamplingStrategy:
         data_collection
             Collection to draw from, with ``len()``.
         seed
-            Seed of the draw; equal seeds give equal rows. None draws a random seed.
+            Seed of the draw; equal seeds give equal rows. If None, a random seed is drawn.
         rng
             Random number generator, used instead of `seed` if given.
 

@@ -24,8 +24,8 @@ __all__ = ["StratifiedRows", "StratifiedSampler"]
 
 _Int64s = NDArray[np.int64]
 
-# Number of batches among which the draws of a class are distributed at random. Neighboring rows are then read
-# together, but still mixed.
+# Number of batches among which the draws of a class are distributed at random. Rows that are neighbors in storage are
+# thus read together, but are spread over these batches.
 _GROUP_UNITS = 16
 
 # Number of rows that are computed at once.

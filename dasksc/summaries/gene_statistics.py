@@ -256,7 +256,7 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
             raise MissingKeyError(
                 f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
             )
-        # An empty set, which `genes=` refuses, has a share of 0.
+        # An empty set selects no genes; `GeneRequest` would refuse it.
         if chosen.any() if chosen.dtype == bool else len(chosen):
             columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
             mask[columns.positions if columns is not None else slice(None)] = True

@@ -187,7 +187,7 @@ class Pass:
             yield from _csr_rows(self._fetching()[1])
 
     def _fetching(self) -> tuple[int, scDataset]:
-        """Return the size of the copies of a batch in bytes, and a data set that reads in the unreserved memory."""
+        """Return the size of the copies of a batch in bytes, and a data set limited to the remaining memory."""
         limit = config.memory_limit(None) - self._held_bytes - self._results_bytes
         fetch_bytes = _FETCH_BYTES
         dataset = self._dataset(fetch_bytes)

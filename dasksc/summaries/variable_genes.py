@@ -1,4 +1,4 @@
-"""Highly variable genes of an atlas, equal to those of scanpy in memory.
+"""Highly variable genes of an atlas, equal to those that scanpy finds in memory.
 
 Each flavor scores genes by their moments in each batch of cells, computed in one or two passes:
 

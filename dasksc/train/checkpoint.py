@@ -91,9 +91,9 @@ class Checkpoints:
             Value of the monitored metric, by which checkpoints are compared. With None, the checkpoint is kept only
             until the next one.
         branched_at
-            Step of the checkpoint from which the run resumed; 0 if that checkpoint is not in `folder`; None for a new
-            run, or once the run has saved a checkpoint. Checkpoints of later steps belong to the abandoned run and are
-            moved into ``abandoned-<number>``.
+            Step of the checkpoint from which the run resumed, or 0 if that checkpoint is not in `folder`. None if the
+            run did not resume, or has saved a checkpoint since. Checkpoints of later steps belong to the abandoned run
+            and are moved into ``abandoned-<number>``.
 
         Returns
         -------
@@ -131,14 +131,15 @@ class Checkpoints:
         return path
 
     def _publish(self, complete: Path, path: Path, branched_at: int | None) -> None:
-        """Rename a complete checkpoint to its final name, and move those of the abandoned run aside."""
+        """Rename a complete checkpoint to its final name, and move the checkpoints of the abandoned run aside."""
         abandoned = [other for other in self.all() if branched_at is not None and _step_of(other) > branched_at]
         aside = next(folder for n in count(1) if not (folder := self.folder / f"abandoned-{n}").exists())
         if path.exists():
             abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
-        # The other abandoned checkpoints are moved only now: if the run is killed earlier, all are still in place.
+        # The abandoned checkpoints of other steps are moved only now, so they are still in place if the run is killed
+        # earlier.
         for other in abandoned:
             if other != path:
                 _move(other, aside)
@@ -261,7 +262,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _converted_errors(kind: type[DaskscError], what: str, advice: str) -> Iterator[None]:
-    """Convert a `CheckpointException` of torch, which is not an `Exception`, to an error of dasksc."""
+    """Convert torch's `CheckpointException`, which derives only from `BaseException`, to an error of dasksc."""
     try:
         yield
     except CheckpointException as error:
@@ -332,7 +333,10 @@ def _tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 
 
 def _known_tensors(path: Path) -> dict[str, Any]:
-    """Return the metadata of a checkpoint, by names such as ``model.layer.weight``; that of tensors has a `size`."""
+    """Return the metadata of the entries of a checkpoint, by names such as ``model.layer.weight``.
+
+    The metadata of a tensor has a `size`.
+    """
     try:
         return dict(FileSystemReader(path).read_metadata().state_dict_metadata)
     except MemoryError:
@@ -349,7 +353,7 @@ def _known_tensors(path: Path) -> dict[str, Any]:
 def _group_states(
     groups: list[dict[str, Any]], hyperparameters: Collection[str], known_tensors: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Return the entries of the parameter groups to load: those in the checkpoint, without hyperparameters."""
+    """Return the entries to load for each parameter group: those in the checkpoint that are not hyperparameters."""
     return [
         {
             name: value
@@ -434,7 +438,7 @@ def _mismatch_message(
 
 
 def _different_arguments(section: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Describe each argument that differs; if the names differ, describe only these."""
+    """Describe each argument that differs; if the name of the model or optimizer differs, describe only the name."""
     if saved["name"] != current["name"]:
         return [f"{section}.name is {current['name']!r} and was {saved['name']!r}"]
     before, now = saved["arguments"], current["arguments"]

@@ -183,12 +183,13 @@ class Optimizer(Named):
 
 
 class Scheduler(_Section):
-    """Schedule of the learning rate, as a factor of the learning rate of the optimizer.
+    """Learning rate schedule: the learning rate of a step is that of the optimizer times a factor.
 
     Parameters
     ----------
     name
-        ``constant``, ``cosine_warmup`` or ``linear_warmup``: the schedule after the warm-up.
+        ``constant``, ``cosine_warmup`` or ``linear_warmup``: the shape after the warm-up (constant, cosine decay or
+        linear decay).
     warmup_steps
         Number of steps over which the rate increases linearly.
     total_steps
@@ -267,14 +268,14 @@ class Training(_Section):
     activation_checkpointing
         Recompute the activations of each block in the backward pass instead of storing them.
     num_nodes, num_gpus
-        Expected number of nodes, and of GPUs over all nodes (on CPUs: of processes). A run of another size raises an
-        error. The number of nodes is checked only if the launcher reports it: torchrun and srun do, and mpirun does on
-        a single node.
+        Expected number of nodes, and expected number of GPUs over all nodes. On CPUs, `num_gpus` is the number of
+        processes. A run of another size raises an error. The number of nodes is checked only if the launcher reports
+        it: torchrun and srun do, and mpirun does on a single node.
     checkpoint_dir
         Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every
-        Number of steps between checkpoints, in addition to those after each validation (none if `save_top_k` is 0);
-        default: one checkpoint at the end of each epoch. A checkpoint is always written at the end of the run.
+        Number of steps between checkpoints. Default: one checkpoint at the end of each epoch. A checkpoint is also
+        written after each validation, unless `save_top_k` is 0. A checkpoint is always written at the end of the run.
     save_top_k
         Number of best checkpoints to keep in addition to the latest; -1 keeps all.
     monitor, monitor_mode
@@ -337,9 +338,9 @@ class Predict(_Section):
     Parameters
     ----------
     out
-        Path of the store to create or extend or, with `in_place`, of the h5ad file.
+        Path of the store to create or extend; with `in_place`, path of the h5ad file.
     path
-        Path of the atlas to read. Default: `data.path`. All cells are predicted.
+        Path of the atlas to read. Default: `data.path`. Predictions are made for all of its cells.
     key
         Name in obsm.
     method

@@ -42,7 +42,8 @@ def check_config(config: Config) -> None:
     Parameters
     ----------
     config
-        Configuration of the training run. Its model and optimizer are constructed without memory for parameters.
+        Configuration of the training run. Its model and optimizer are constructed on the meta device, which allocates
+        no memory for parameters.
 
     Raises
     ------
@@ -69,8 +70,8 @@ def load_config(path: str, *, changes: Iterable[str] = (), with_paths: bool = Tr
     Raises
     ------
     DaskscError
-        If there are problems. The message lists violations of the schema and, for the remaining keys, missing paths
-        and the problems that `check_config` finds.
+        If there are problems. The message lists violations of the schema. For the keys that satisfy it, the message
+        also lists missing paths and the problems that `check_config` finds.
     """
     raw, changes = read_file(path), list(changes)
     try:

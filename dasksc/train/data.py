@@ -145,9 +145,10 @@ class EpochLoaders:
     training, validation
         Loaders of the data sets; `validation` is None if no rows are held out.
     facts
-        Values derived from the data that the constructor of a model may request (`dasksc.train.models`).
+        Values derived from the data. The constructor of a model may request them (`dasksc.train.models`).
     split_table
-        Numbers of training and held-out conditions and cells per context; None if conditions were not split.
+        For each context (such as a cell line), the numbers of conditions and cells in each part of the split; None if
+        conditions were not split.
     """
 
     training: EpochLoader
@@ -322,7 +323,7 @@ def _check_names(adata: Any, config: Config) -> None:
 def _validation_strategy(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
     """Return the strategy of validation, which draws each held-out row once.
 
-    If training draws sets, these rows are drawn in sets whose controls come from the whole atlas.
+    If training uses `CellSets`, validation also draws sets, whose controls come from the whole atlas.
     """
     if isinstance(strategy, dasksc.CellSets):
         controls = None if strategy.control is None else slice(None)
@@ -475,7 +476,7 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, n_genes: int
             "pad_id": tokens.vocabulary.pad_id,
             "max_seq_len": tokens.max_length,
         }
-        # Rank tokens have no bins: their order represents the values.
+        # `RankTokens` have no bins: the order of the tokens represents the values.
         if getattr(tokens, "n_bins", None) is not None:
             facts["n_bins"] = tokens.n_bins
     else:

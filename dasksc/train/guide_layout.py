@@ -6,12 +6,14 @@ Most keys are the same in both layouts. The others are translated as follows:
 
     data.source                    removed: the type of an atlas follows from its path
     data.paths                     data.path
-    data.gene_vocab                tokenizer.vocabulary; for a name instead of a path, the genes of the atlas are
-                                   numbered
+    data.gene_vocab                tokenizer.vocabulary; a value that is not a path is ignored, and tokens are the
+                                   column numbers of genes in the atlas
     data.max_genes                 tokenizer.max_genes
     data.streaming                 removed: atlases are always streamed
-    data.streaming_shuffle_buffer  data.fetch_factor: the rows of a fetch, which are shuffled together
-    data.streaming_chunk_size      data.fetch_factor, if it is larger than the shuffle buffer
+    data.streaming_shuffle_buffer  data.fetch_factor: this number of rows divided by the batch size; the rows of a
+                                   fetch are shuffled together
+    data.streaming_chunk_size      data.fetch_factor in the same way, if the chunk size is larger than the shuffle
+                                   buffer
     model.architecture             model.name
     training.batch_size            data.batch_size
 
@@ -21,7 +23,8 @@ Some keys have another meaning or default in files that have ``data.paths``:
 
     tokenizer.max_genes            includes the cell token; 2048 by default
     tokenizer.prepend_cls          true by default
-    tokenizer.masking              15% of the genes by default, of which 10% are replaced and 10% kept
+    tokenizer.masking              15% of the genes by default; of these, 10% are replaced at random and 10% are left
+                                   unchanged
     training.fsdp                  takes precedence over training.strategy if that is ddp
 """
 
@@ -127,7 +130,7 @@ def _is_name(vocabulary: Any) -> bool:
 
 
 def _is_number_of_rows(value: Any) -> bool:
-    # YAML parses 1e4 as a float.
+    # `read_yaml` parses 1e4 as a float.
     return (is_whole(value) or (isinstance(value, float) and value.is_integer())) and value >= 1
 
 

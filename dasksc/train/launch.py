@@ -52,7 +52,8 @@ def processes_to_start(
     Parameters
     ----------
     training
-        ``training`` section of the configuration. Its ``num_gpus``, divided by the number of nodes, is the default.
+        ``training`` section of the configuration. If `nproc` is None, the number of processes is its ``num_gpus``
+        divided by the number of nodes, or 1 for the strategies ``single`` and ``dp``.
     nproc
         Value of ``--nproc``: a number, or ``auto`` for one process per GPU (without GPUs, per core).
     nnodes
@@ -63,7 +64,7 @@ def processes_to_start(
     Raises
     ------
     InputError
-        If the values are inconsistent, or a launcher has already started the processes.
+        If the values are inconsistent, or if `nproc` is given although a launcher has already started the processes.
     """
     environment = os.environ if environment is None else environment
     wanted = nnodes or training.num_nodes
@@ -120,9 +121,10 @@ def launch(
     n_nodes, node_rank
         Number of nodes of the run, and rank of this node.
     address, port
-        Address and port of the first node, for several nodes. Each defaults to ``MASTER_ADDR`` or ``MASTER_PORT``, then
-        to the values derived from Slurm. If an address is given, the port is derived from Slurm only within a Slurm
-        step that spans all nodes, and otherwise defaults to 29500.
+        Address and port of the first node, for several nodes. They default to ``MASTER_ADDR`` and ``MASTER_PORT`` or,
+        if these are not set, to values derived from Slurm. With an address, but without a port or ``MASTER_PORT``, the
+        port is derived from Slurm only within a Slurm step with one task on each of several nodes; otherwise it is
+        29500.
     max_restarts
         Number of times that all processes are restarted after a failure.
 
@@ -139,7 +141,7 @@ def launch(
     options = [f"--nproc-per-node={n_processes}", f"--max-restarts={max_restarts}"]
     if n_nodes == 1:
         options += ["--standalone"]
-        # By default all attempts share one store, and gloo then connects to ranks of earlier attempts.
+        # By default, all attempts share one rendezvous `TCPStore`, and gloo connects to ranks of earlier attempts.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     else:
         given = dict(os.environ)
@@ -187,8 +189,8 @@ def _short_failures() -> Iterator[None]:
 def describe_exits(exit_codes: Mapping[int, int]) -> list[str]:
     """Describe the ranks that ended without reporting an error.
 
-    Ranks with exit code 1 have reported an error. Ranks ended by SIGTERM were terminated by the launcher after another
-    rank failed; they are included only if all ranks ended that way.
+    Ranks with exit code 1 have reported an error. After a failure, the launcher ends the other ranks with SIGTERM. They
+    are included only if all ranks ended by SIGTERM.
 
     Parameters
     ----------
@@ -214,7 +216,7 @@ def _describe_exit(exit_code: int) -> str:
 
 @contextlib.contextmanager
 def _reporting_errors(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
-    """Report the errors of ranks, each once per attempt, and yield the directory for the files of `record`.
+    """Report the errors of ranks, each once per attempt, and yield the directory for the error files of the ranks.
 
     Parameters
     ----------
@@ -244,7 +246,7 @@ def _reporting_errors(first_rank: int, *, is_quiet: bool) -> Iterator[str]:
 
 
 def _report_errors(folder: Path, reported: set[tuple[str, str]], *, first_rank: int) -> None:
-    """Print the errors of ranks that are not in `reported`: those of dasksc as one line, others with a traceback."""
+    """Print each error that is not in `reported`: an error of dasksc as one line, any other with a traceback."""
     for attempt in sorted(folder.glob("*/attempt_*")):
         causes = {}
         for file in attempt.glob("*/error.json"):
@@ -276,8 +278,8 @@ def as_rank(run: Callable[[], None]) -> None:
     Raises
     ------
     SystemExit
-        With exit code 1, in place of an error that `launch` reports once for all ranks. Ranks started otherwise raise
-        their errors unchanged.
+        With exit code 1, in place of an error that `launch` reports once for all ranks. Ranks that `launch` did not
+        start raise their errors unchanged.
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -350,7 +352,8 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
     """Return the rank of this process on its node.
 
     Nested launchers leave inconsistent variables: those of an sbatch script give local rank 0 to every rank that mpirun
-    starts. The function therefore uses only a launcher whose rank and world size agree with `world`.
+    starts. The function therefore reads the local rank only from a launcher whose rank and world size agree with
+    `world`.
 
     Parameters
     ----------
@@ -365,12 +368,13 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
     # `local_world_size` is 1 if the number of ranks on the node is unknown, and also for a rank that is alone on its
-    # node. The global rank is then returned, since a rank that is alone may use any GPU.
+    # node. In both cases the global rank is returned: it is right if all ranks are on one node, and a rank that is
+    # alone may use any GPU.
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 
 def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
-    """Return the number of nodes on which the ranks run, or None if not all ranks know it.
+    """Return the number of nodes on which the ranks run, or None if the launcher does not report it to every rank.
 
     The number is not computed by division, since nodes may have different numbers of ranks.
 
@@ -394,10 +398,10 @@ def n_nodes_of(world: World, environment: Mapping[str, str]) -> int | None:
 def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
     """Return the address and port at which the ranks meet.
 
-    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence if they are set. Slurm provides the first node of a job; Open
-    MPI ranks on a single node meet on that node. The port is derived from the job id, so it is equal on all ranks.
-    Under Open MPI, the Slurm step is not used, because it differs between ranks: mpirun starts the ranks on its own
-    node outside any step, and those on other nodes in a separate step.
+    ``MASTER_ADDR`` and ``MASTER_PORT`` take precedence if they are set. Slurm provides the first node of a job. If all
+    Open MPI ranks are on one node, they meet at its loopback address. The port is derived from the job id, so it is
+    equal on all ranks. Under Open MPI, the Slurm step is not used, because it differs between ranks: mpirun starts the
+    ranks on its own node outside any step, and those on other nodes in a separate step.
 
     Parameters
     ----------

@@ -160,7 +160,10 @@ class _Run:
         return self.loaders.training
 
     def _total_steps(self) -> int:
-        """Return the number of steps of the run: steps taken, possibly with other batch sizes, and remaining steps."""
+        """Return the number of steps of the run: the steps already taken plus the remaining steps.
+
+        The batch size may have been different before a resume, so the steps taken are not computed from the epoch.
+        """
         training = self.config.training
         k = training.gradient_accumulation
         total = math.inf
@@ -326,8 +329,8 @@ class _Run:
         means = Means(self.context)
         n_calls = n_batches = len(loader.dataset)
         if self.distributed_model.is_sharded:
-            # Ranks may differ by one batch, and all ranks must gather parameters together. No other reduction may take
-            # place before the last gather.
+            # The number of batches may differ by one between ranks, but all ranks must gather parameters together. No
+            # other reduction may take place before the last gather.
             most = self.context.reduced(torch.tensor(n_batches, device=self.context.device), dist.ReduceOp.MAX)
             n_calls = int(most)
         last = None

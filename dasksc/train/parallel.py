@@ -407,7 +407,7 @@ def _shard(model: nn.Module, fsdp: Fsdp, context: RankContext, dtype: torch.dtyp
 def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     """Return the submodules of `model` that are sharded and gathered separately, inner modules first.
 
-    A module is included if at least `min_num_params` of its parameters belong to no included module inside it.
+    A module is included if it has at least `min_num_params` parameters, not counting those of included submodules.
     """
     found: list[nn.Module] = []
 

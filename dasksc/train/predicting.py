@@ -1,4 +1,4 @@
-"""Inference with trained models on any atlas, from the reading options recorded in ``model.pt``."""
+"""Inference with trained models on any atlas, which is read with the options recorded in ``model.pt``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
 
 
 def _unchanged(batch: Batch) -> Batch:
-    """Return a batch unchanged. With a transform, a data set yields a `Batch` even without labels, as in training."""
+    """Return a batch unchanged.
+
+    Used as a transform: a data set with a transform yields a `Batch` even without labels, as in training.
+    """
     return batch
 
 

@@ -41,7 +41,7 @@ class Means:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def reduce_and_reset(self) -> tuple[dict[str, float], int]:
-        """Return the means over all ranks and the number of rows, and reset both. All ranks must call this method.
+        """Return the means and the number of rows over all ranks, and reset them. All ranks must call this method.
 
         The means are empty if nothing was counted.
         """
@@ -91,7 +91,9 @@ class Pace:
         self._since += perf_counter() - paused
 
     def reduce_and_reset(self, n_rows: int) -> dict[str, float]:
-        """Return the metrics since the last call. All ranks must call this method, with the row count of all ranks.
+        """Return the metrics since the last call. All ranks must call this method.
+
+        `n_rows` is the number of rows of all ranks together.
 
         Returns
         -------

@@ -46,15 +46,15 @@ class Validation(_Section):
     ----------
     share
         Share of the rows to hold out; with `by`, share of its values; with `conditions`, share of the conditions of
-        each context.
+        each context (such as a cell line).
     by, groups, stratify
         Columns of obs, as for `dasksc.split`: the rows of each value of `by` (such as a donor or plate) are either all
         held out or all used for training, no value of `groups` is in both parts, and both parts have equal proportions
         of the values of `stratify`.
     conditions, hold_out, few_shot, control
-        As for `dasksc.split`: columns whose combinations are held out as a whole, combinations to hold out instead of a
-        `share`, share of these combinations that is used for training, and control cells, which are always used for
-        training.
+        As for `dasksc.split`. `conditions`: columns whose combinations are the conditions, each of which is held out as
+        a whole. `hold_out`: conditions to hold out instead of a `share`. `few_shot`: share of the `hold_out` conditions
+        of each context that stays in training. `control`: control cells, which are always used for training.
     path
         Path of another atlas to validate on, instead of held-out rows.
     seed

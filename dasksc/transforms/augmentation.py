@@ -31,7 +31,7 @@ _KERNEL_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
 }
 # Key and number of a batch, its row numbers, and the position in the batch of the first row to change.
 _BatchRows = tuple[np.uint64, int, NDArray[np.int64], int]
-# Positions, among the keys of an epoch, of the key for the rows of a batch and of the key for its control cells.
+# Indices into the random keys of an epoch: one key is for the rows of a batch, the other for its control cells.
 _TARGETS, _CONTROLS = range(2)
 
 

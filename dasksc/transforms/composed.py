@@ -38,7 +38,10 @@ class Composed:
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Let the transforms change batches in place, up to the first transform that may keep a batch."""
+        """Return a copy whose transforms change batches in place, up to the first without a method ``owning``.
+
+        That transform may hold a reference to a batch, so the later ones must not change it.
+        """
         n_owning = next(
             (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
         )

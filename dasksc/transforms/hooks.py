@@ -181,7 +181,7 @@ def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
 
 
 def _dense(X: Any) -> NDArray[Any]:
-    """Load a matrix of any type that AnnData holds into memory, as a dense array."""
+    """Return a matrix, of any type that AnnData supports, as a dense array in memory."""
     for method in ("compute", "to_memory"):  # Dask arrays; backed matrices of AnnData
         if hasattr(X, method):
             X = getattr(X, method)()

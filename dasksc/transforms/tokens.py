@@ -214,7 +214,8 @@ class RankTokens(_Tokens):
         except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of hidden genes, and
         -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the hidden genes replaced with a random gene, and share left unchanged; BERT uses 0.1 and 0.1.
+        Share of the genes selected by `mask_ratio` whose ids are replaced with those of random genes, and share whose
+        ids are left unchanged; BERT uses 0.1 and 0.1.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
@@ -338,7 +339,8 @@ class ValueBins(_Tokens):
         where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of hidden genes, and -100
         elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the hidden genes whose bin is replaced with a random one, and share left unchanged.
+        Share of the genes selected by `mask_ratio` whose bins are replaced with random ones, and share whose bins are
+        left unchanged.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
@@ -402,7 +404,7 @@ class ValueBins(_Tokens):
             padding=padding,
             seed=seed,
         )
-        self.n_bins = whole_number("n_bins", n_bins, 2)  # at least zero and one bin of nonzeros
+        self.n_bins = whole_number("n_bins", n_bins, 2)  # at least two values: 0, and one bin of nonzeros
 
     def _fill(self, cells: _CellRows, ids: NDArray[np.int64], values: NDArray[np.float32]) -> None:
         indptr, columns, binned, counts, keys = cells

@@ -173,7 +173,7 @@ class Vocabulary:
         genes
             Names.
         missing
-            Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` for an id of -1.
+            Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to give them the id -1.
 
         Returns
         -------
@@ -209,7 +209,8 @@ def _unpickled(path: Path) -> dict[str, int]:
     what = f"{path} must hold a pickled dict that maps names (strings) to ids (whole numbers)"
     try:
         for opcode, argument, _ in pickletools.genops(content):
-            # Storing under an index of the memo makes the unpickler allocate a list of that length.
+            # When a pickle stores an object at index i of the memo, the unpickler allocates at least i entries, so a
+            # large index could exhaust memory.
             if opcode.name not in _PLAIN or (opcode.name in _MEMO and (argument or 0) > len(content)):
                 raise InputError(
                     f"{what}; it also holds other data (pickle opcode {opcode.name}), so it is not loaded. If you "
@@ -231,7 +232,7 @@ def names_of(genes: Iterable[str]) -> list[str]:
     Raises
     ------
     WrongTypeError
-        If `genes` is a single string, or an object with a table of genes instead of their names.
+        If `genes` is a single string, an AnnData or a table, rather than a list of names.
     """
     if isinstance(genes, str):
         raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")

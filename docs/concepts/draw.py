@@ -302,8 +302,7 @@ def draw_memory() -> None:
 
 
 def measure(path: str, mmap: bool, queue: Any) -> None:
-    """Put the growth of the resident memory since the beginning of an epoch, after each of its batches, into
-    `queue`."""
+    """Put the growth of the resident memory since the epoch began, after each batch, into `queue`."""
 
     def resident() -> tuple[int, int]:
         fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

@@ -26,7 +26,8 @@ class Heartbeats:
         """Return the silent workers by address, with a lower bound of their silence in seconds.
 
         `workers` is the scheduler's answer to an identity request sent at `requested_at`, in seconds of `perf_counter`.
-        The time until the answer does not count as silence, because a slow scheduler may have heartbeats to process.
+        The time between the request and the answer does not count as silence, because a slow scheduler may have
+        received heartbeats that it has not yet processed.
         """
         latest = max((float(worker["last_seen"]) for worker in workers.values()), default=0.0)
         if latest > self._latest:

@@ -37,8 +37,8 @@ __all__ = [
 class TaskPlugin(WorkerPlugin):
     """Worker plugin that holds a window's task on every Dask worker, including workers that join later.
 
-    A future that holds the task would not work: Dask sends tasks that depend on a future to the workers that
-    hold it, and scattered data is lost with its worker.
+    Scattering the task and passing its future to the fetches would not work: Dask would send the fetches only to
+    workers that hold the task, and the task would be lost with those workers.
     """
 
     def __init__(self, task: Callable[[Any], Any]) -> None:
@@ -115,7 +115,7 @@ class RemoteTaskPlugin(TaskPlugin):
 
         admission = MemoryAdmission.of(distributed.get_worker())
         result = admission.run(fetch, size=self._largest, is_wanted=lambda: not self._closed)
-        if not has_begun:  # `run` then returned None, which is also a valid result of a task.
+        if not has_begun:  # `result` alone does not show this, because a task may also return None.
             return CancelledFetch()
         n_bytes = _n_bytes(result)
         if n_bytes is not None:

@@ -80,7 +80,7 @@ def _wait_for_result(store: Any, deadline: float, *, timeout_s: float) -> dict[s
         answer: dict[str, Any] = json.loads(store.get("address"))
         if "error" not in answer:
             return answer
-        # An error from before a restart of the ranks is obsolete if another answer follows.
+        # An error published before the ranks were restarted is obsolete once rank 0 publishes another answer.
         if answer["attempt"] == attempt() or time.monotonic() >= deadline:
             raise StartError(f"rank 0 could not start the Dask cluster: {answer['error']}")
         time.sleep(POLL_S)

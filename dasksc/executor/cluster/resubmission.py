@@ -77,8 +77,8 @@ class SentFetches:
         future = self._futures.pop(k, None)
         if future is not None:
             if future.cancelled():
-                # client.restart() drops futures without notifying the scheduler, which may have received
-                # the task in the meantime. Releasing a second future of the same key removes it.
+                # client.restart() drops futures without notifying the scheduler, which may have received the task in
+                # the meantime. Releasing a second future of the same key makes the scheduler forget the task.
                 future = distributed.Future(future.key, self._client)
             future.release()
 
@@ -93,11 +93,11 @@ class SentFetches:
 
         Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
         process is frozen, may keep its fetches forever, because Dask moves fetches away from workers that are slow, but
-        not from workers that have stopped. The earliest fetch is therefore resubmitted. Once a worker has fallen
-        silent, later fetches are resubmitted, too.
+        not from workers that have stopped. The earliest fetch in flight is therefore resubmitted if its worker has
+        stopped. Once a worker has fallen silent, later fetches are resubmitted, too.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
-            await self._watchdog.poll()  # Otherwise, no fetch would be sent to a worker that recovers or joins.
+            await self._watchdog.poll()  # Updates `others`, so that workers that recover or join receive fetches.
         while True:
             future = self._futures[k]
             ended = asyncio.ensure_future(future.exception())

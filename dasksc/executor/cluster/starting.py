@@ -63,17 +63,17 @@ def start_cluster(
         If True, each worker is a process; if False, the workers are threads of rank 0, which avoids
         serialization for a single rank. Default: True if there are several ranks.
     host
-        Address of this machine, or a name that resolves to one, on which scheduler and workers listen. Unless `host`
-        is the loopback of this machine, connections are encrypted and both ends must present a certificate. With
-        several ranks, this is the certificate of `security`. With a single rank and no `security`, a certificate is
-        created for this run and kept in memory.
+        Address of this machine on which the scheduler and the workers listen, or a name that resolves to such an
+        address. Unless `host` is the loopback of this machine, connections are encrypted and both ends must present a
+        certificate. With several ranks, this is the certificate of `security`. With a single rank and no `security`, a
+        certificate is created for this run and kept in memory.
     port
         Port of the scheduler; 0 selects a free one.
     dashboard_address
         Address on which the dashboard listens, unencrypted; None disables the dashboard.
     memory_limit
-        Memory limit of each worker, as for `distributed.LocalCluster`. For workers that are threads, ``"auto"``
-        means no limit, because all memory of the program would count towards it.
+        Memory limit of each worker, as for `distributed.LocalCluster`. For workers that are threads, ``"auto"`` means
+        no limit, because a limit would apply to all memory of the program.
     security
         Secret that authenticates the ranks: a `distributed.Security`, or the path of a PEM file with a private key and
         its certificate. The file must be the same on every rank and readable only by its owner. If given, loopback
@@ -220,7 +220,8 @@ def _validate_arguments(
 def _check_resolved(host: str, *, is_spread: bool) -> None:
     """Raise `InputError` for a name that resolves to loopback on this machine, but not on others.
 
-    Debian's /etc/hosts does this for the name of the machine. If all ranks run on this machine, log a warning instead.
+    Debian's /etc/hosts maps the name of the machine to a loopback address. If all ranks run on this machine, log a
+    warning instead.
     """
     try:
         address = ensure_ip(host)

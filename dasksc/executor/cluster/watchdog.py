@@ -32,7 +32,7 @@ class Watchdog:
     checked_at
         Time of the last check, in seconds of `perf_counter`.
     others
-        If a worker is silent, the addresses of the running workers that are not; otherwise empty.
+        If any worker is silent, the addresses of the running workers that are not silent; otherwise empty.
     """
 
     def __init__(self, client: Any) -> None:

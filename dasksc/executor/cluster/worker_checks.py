@@ -30,7 +30,8 @@ _checked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[fil
 async def check_workers(client: Any, files: tuple[file_visibility.Fingerprint, ...]) -> None:
     """Raise an error if workers cannot import dasksc or do not see `files`.
 
-    Log a warning, once per scheduler, if all workers are other processes on this machine, where threads are faster.
+    If all workers are other processes on this machine, log a warning, once per scheduler, because threads would be
+    faster.
     """
     checked = _checked.setdefault(client, set())
     workers = await workers_of(client)

@@ -13,9 +13,9 @@ A fetch collects the rows that the nodes need, reads each matrix once, and compu
 whose graphs differ only in the names of their inputs are computed together, since each shuffled block of a fetch may
 lie in a different row chunk.
 
-The indices of Dask's blockwise layers and the block numbers show that a graph has this structure. A graph does not
-show that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each.
-Before the first fetch, all functions are tried on synthetic rows, computed together, in parts and one by one. If some
-functions are only assumed to be row-local, the first fetched row chunk of each kind is also computed whole, once per
-process, and compared with the result for the fetched rows.
+The indices of Dask's blockwise layers and the block numbers show which rows each task receives. A graph does not show
+that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each. Before the
+first fetch, all functions are tried on synthetic rows. A row must have the same values whether it is computed with all
+others, with some of them, or alone. If some functions are only assumed to be row-local, the first fetched row chunk of
+each kind is also computed whole, once per process, and compared with the result for the fetched rows.
 """

@@ -1,6 +1,7 @@
 """Classification of row chunks by their computation.
 
-One trial covers all row chunks of a kind, and one call computes several of them.
+Row chunks of one kind share a trial (`dasksc.pushdown.rowlocal.trial`), and a function is called once for several of
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ __all__ = ["kinds_of_chunks"]
 def kinds_of_chunks(blocks: list[list[Node]]) -> list[int]:
     """Assign the same kind number to row chunks that undergo the same computation.
 
-    Each row chunk is compared with the three latest kinds only, so row chunks of different kinds may still be alike.
+    Each row chunk is compared with the three latest kinds only, so some row chunks with the same computation may get
+    different numbers.
     """
     kinds: list[int] = []
     samples: list[list[Node]] = []
@@ -82,5 +84,6 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-# Classes whose values are equal if their repr is equal, which tells 0.0 from -0.0. Others are compared by identity.
+# Classes whose values are compared by repr, which distinguishes 0.0 from -0.0. Values of other classes are compared by
+# identity.
 _COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)

@@ -116,7 +116,7 @@ class Compiler:
         return self._applied(key, node)
 
     def _literal(self, key: Key, value: Any) -> Any:
-        """Return a literal value of the graph, resolving a reference to it."""
+        """Return `value`; if it is a node of the graph or refers to one, return the value of the node."""
         if isinstance(value, TaskRef):
             value = self._graph.node(value.key)
         if isinstance(value, GraphNode):
@@ -259,7 +259,7 @@ class Compiler:
 
 
 def _checked(key: Key, arguments: tuple[Any, ...], *kinds: Any) -> tuple[Any, ...]:
-    """Return the arguments of one of Dask's functions; raise `NotRowLocalError` if their classes are not Dask's."""
+    """Return `arguments` if they match `kinds` in number and type; otherwise raise `NotRowLocalError`."""
     if len(arguments) != len(kinds) or not all(map(isinstance, arguments, kinds)):
         raise NotRowLocalError(
             f"{_layer(key)} passes unexpected arguments to an internal function of Dask. Build the array "

@@ -35,8 +35,8 @@ logger = logging.getLogger("dasksc.lazy.rowlocal")
 N_COMPUTED = 4096
 
 # Number of rows computed together if functions are merely believed to treat rows independently
-# (`dasksc.pushdown.trust`). Pieces of several chunks may add up to nearly twice as many rows, which must not exceed the
-# number of rows in the trial.
+# (`dasksc.pushdown.trust`). Pieces of several chunks may add up to nearly twice this number of rows, and even that must
+# not exceed the number of rows in the trial.
 N_BELIEVED = N_TRIED[False] // 2
 
 # Number of rows that are made dense and compared at a time.
@@ -101,7 +101,7 @@ class RowLocalMatrix(DaskMatrix):
 
     @property
     def cost(self) -> FetchCost:
-        """Estimated memory of a fetch: the rows as stored, after every layer, and concatenated.
+        """Estimated memory of a fetch: stored rows, results of all layers of the graph, and the concatenated result.
 
         The estimate assumes that layers keep zeros, so that a sparse row has as many values as it has in storage.
         """

@@ -139,7 +139,8 @@ class Apply:
     task: GraphNode
     # In the order in which the task refers to them.
     inputs: Mapping[Key, Node]
-    # Inputs that do not depend on a stored matrix, in the same order. True if their rows are the rows of the block.
+    # Inputs that do not depend on a stored matrix, in the same order. The value is True if the rows of the input are
+    # those of the block.
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
@@ -244,7 +245,7 @@ class Run:
         return run
 
     def demand(self, node: Node, need: NDArray[np.int64]) -> None:
-        """Record the matrix rows from which the rows `need` of `node` are computed, once even if used twice."""
+        """Record the matrix rows from which the rows `need` of `node` are computed; a repeated call has no effect."""
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
@@ -252,7 +253,7 @@ class Run:
         first: Any = nodes[0]
         key = (*map(id, nodes), *map(id, needs))
         if key not in self.values:
-            # Holding the needs keeps the ids in the key valid.
+            # Keep the arrays in `needs` alive, so that their ids in the key are not reused.
             self.values[key] = first.value(nodes, needs, self), needs
         return self.values[key][0]
 

@@ -15,8 +15,8 @@ from dasksc.storage import Matrix, RowBuffer, as_matrix
 
 __all__ = ["N_TRIED", "are_equal", "synthetic_run", "trial"]
 
-# Number of synthetic rows for functions that are known (True) and for others (False). Whether the others mix rows may
-# depend on the number of rows.
+# Number of synthetic rows for functions that are known (True) and for others (False). The others get more rows, since
+# they may mix rows only if there are many.
 N_TRIED = {True: 6, False: 41}
 
 

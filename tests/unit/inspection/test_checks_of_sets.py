@@ -119,7 +119,7 @@ def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
 
 def test_the_report_counts_sets_and_no_blocks() -> None:
     report = str(dasksc.check(dataset(n_sets=100)))
-    assert "  rows     800 of the 4,000 stored\n" in report
+    assert "  rows     800 drawn (atlas: 4,000)\n" in report
     assert "  sets     100, of 8 cells each, from 2 groups" in report
 
 

@@ -228,7 +228,7 @@ def test_the_report_reads_like_one(path):
     one = dataset(path, obs=["cell_type"])
     lines = repr(dasksc.check(one, world_size=4)).splitlines()
     assert lines[0] == "atlas by BlockShuffling, epoch 0, 4 ranks"
-    assert lines[1] == "  rows     203 of the 203 stored, in 51 blocks of 4"
+    assert lines[1] == "  rows     203 drawn (atlas: 203), in 51 blocks of 4"
     assert lines[2] == "  batches  8 rows per rank, 32 over all ranks; fetches of 32 rows"
     assert lines[3] == "  ranks 0 to 2: 51 rows in 7 batches, read in 2 fetches"
     assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches; rows padded: 1"
