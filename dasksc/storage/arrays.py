@@ -84,7 +84,7 @@ class StoredArray(Protocol):
         """Data type of the elements as stored, in native byte order."""
 
     def held_share(self, run: float) -> float:
-        """Return the anonymous memory that a fetch holds per byte of its runs, for runs of mean length `run`."""
+        """Return the anonymous memory that a fetch holds, as a fraction of the size of its runs (mean length `run`)."""
 
     @property
     def working_bytes(self) -> int:
@@ -122,7 +122,7 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class MemoryArray:
-    """Stored array over a NumPy array, read without copying.
+    """Stored array backed by a NumPy array; reading rows does not copy them.
 
     Parameters
     ----------

@@ -68,7 +68,10 @@ class ChunkSource(Protocol):
         """
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks in memory-mapped groups; return None if they cannot be mapped or one skipped a codec."""
+        """Yield the chunks in memory-mapped groups.
+
+        The result is None if the chunks cannot be mapped, or if a codec was not applied to one of them.
+        """
 
 
 class TableChunks:

@@ -99,7 +99,8 @@ class Deflate:
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Decompress `data`, and verify the checksum."""
-        # libdeflate needs a third to half of the time of zlib, but decodes only one member of at most a given size.
+        # libdeflate takes a third to half as long as zlib, but it decodes only one member, whose maximum size must be
+        # given.
         inflate = deflate.zlib_decompress if self.wbits == 15 else deflate.gzip_decompress
         try:
             inflated = inflate(data, n_bytes)
@@ -207,7 +208,7 @@ _BLOSC = numcodecs.Blosc()
 
 @cache
 def blosc_getitem() -> int | None:
-    """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk, or None."""
+    """Return the address of C-Blosc's ``blosc_getitem``, which decodes a part of a chunk; None if it is unavailable."""
     return blosc_getitem_address()
 
 

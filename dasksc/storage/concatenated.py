@@ -46,7 +46,7 @@ class AbsentMatrix:
         return FetchCost(row=0.0, held=0.0, working=0.0)
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Return the rows without columns; see `Matrix.fetch`."""
+        """Return the requested rows, which have no columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
             return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))
@@ -96,7 +96,7 @@ class ConcatenatedMatrix:
         self.stored_dtype = self._common([part.stored_dtype for part in parts], is_filled=is_filled)
 
     def _common(self, dtypes: Sequence[np.dtype[Any]], *, is_filled: bool) -> np.dtype[Any]:
-        """Return a data type that represents values of all `dtypes`, and the fill value if `is_filled`."""
+        """Return a data type that represents the values of all `dtypes` and, if `is_filled`, also the fill value."""
         common: np.dtype[Any] = np.result_type(*dtypes)
         return self._maps.filled_dtype(common) if is_filled and self._maps is not None else common
 

@@ -185,7 +185,7 @@ class CSRRowBuffer(RowBufferBase):
 
         Columns of several matrices are mapped to their common columns. Column indices take two bytes, if possible.
         Values take one or two bytes if they are counts, which many atlases store as floats. Batches gathered from the
-        copy are identical bit for bit.
+        copy are identical, bit for bit, to those gathered from the original rows.
         """
         if self._block is not None:
             return self

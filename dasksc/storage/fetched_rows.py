@@ -19,7 +19,7 @@ __all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indpt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origins:
-    """Origin of each row of a fetch among several matrices.
+    """Source matrix of each row, for a fetch from several matrices.
 
     Parameters
     ----------

@@ -49,8 +49,8 @@ _ADVICE_BYTES = 2**20
 # decoded.
 _READ_BYTES = 2**18
 # A request for a range that is already in the page cache costs a microsecond. Such requests would account for half the
-# time of a fetch of single rows. If this many ranges, sampled evenly, are cached, none is requested; page faults read
-# the rest.
+# time of a fetch of single rows. A sample of about this many evenly spaced ranges is therefore tested first. If all of
+# them are cached, no range is requested, and any range that is not cached is read when it is accessed.
 _SAMPLED = 32
 _REMEDY = "Copy or download it again."
 

@@ -360,7 +360,7 @@ def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageE
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
     which = f"row {first}" if first == last else f"rows {first} to {last}"
-    # Errors of files and stores state their own remedy.
+    # A `StorageError`, which is an `OSError`, already states a remedy.
     remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
     return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
 

@@ -342,7 +342,7 @@ class RowBuffer(Protocol):
         """
 
     def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
-        """Return the arguments with which kernels copy the CSR rows at `positions` and change their values.
+        """Return the arguments with which kernels copy the CSR rows at `positions` and transform the copied values.
 
         Returns
         -------

@@ -73,9 +73,10 @@ class ReorderedMatrix:
 
 
 def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
-    """Yield the label of each part of a concatenated matrix, and its share of the memory of a fetched row.
+    """Yield the label and the cost of each part of a concatenated matrix.
 
-    A matrix that is not concatenated is its own only part.
+    `row` and `held` are multiplied by the share of the rows in the part. A matrix that is not a concatenation counts as
+    a single part.
     """
     if isinstance(matrix, ReorderedMatrix):
         yield from part_costs(matrix.parts[0], share)

@@ -43,7 +43,7 @@ def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str,
     Raises
     ------
     CorruptDataError
-        If the shape is not two lengths.
+        If the stored shape is not a pair of valid lengths.
     StorageError
         If the shape is in another file, outside the folder of this one.
     """

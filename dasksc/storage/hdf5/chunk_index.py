@@ -38,7 +38,7 @@ _IS_SHARED = 2
 # left to HDF5.
 _MOST_HEADER_BYTES = 2**22
 _MOST_HEADER_BLOCKS = 256
-# Default of half the maximum number of children of a node ("K" in the specification).
+# Default value of "K" in the specification, which is half the maximum number of children of a node.
 _USUAL_HALF = 32
 _NODE_HEADER_BYTES = 24
 # Maximum total size of the nodes that are read together. The entries of the level above are in memory as well.
@@ -105,7 +105,7 @@ def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTab
             _fill_by_hdf5(table, grid, dataset)
     finally:
         if isinstance(file, LocalFile):
-            file.close()  # opening a thousand atlases must not keep as many files open
+            file.close()  # opening a thousand atlases must not keep a thousand files open
     return table
 
 

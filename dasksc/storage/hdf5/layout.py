@@ -108,7 +108,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
 
 
 def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets: NDArray[np.int64]) -> None:
-    """Raise `UnknownLayoutError` if `offsets` are wrong, since some versions of HDF5 disregard the user block."""
+    """Raise `UnknownLayoutError` if `offsets` disregard the user block, as they do in some versions of HDF5."""
     written = np.flatnonzero(offsets >= 0)
     if not dataset.file.userblock_size or not len(written):
         return

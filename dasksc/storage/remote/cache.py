@@ -43,11 +43,11 @@ _TAG_BYTES = 16
 _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
-# Shares of the limit. A process measures the folder each time it has written the first share. A folder larger than the
-# second share is reduced to the third. Four concurrent writers therefore stay within the limit, and n writers within
-# 15/16 + n/64 of it, apart from one block per writer.
+# Shares of the limit. A process measures the size of the folder after every 1/64 of the limit that it writes. A folder
+# of more than 15/16 of the limit is reduced to 7/8. With n concurrent writers, the size is therefore at most
+# (15/16 + n/64) times the limit, plus one block per writer. For four writers, the factor is 1.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
-# A file that was used within this time is not marked as used again.
+# The time of last use of a file is updated only if it is older than this.
 _FRESH_S = 60.0
 # A partial file older than this was left by a killed process.
 _STALE_S = 3600.0
@@ -274,7 +274,7 @@ def _read(number: int, offset: int, n_bytes: int) -> memoryview:
 
 @contextlib.contextmanager
 def _new_file(folder: str) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the path of a new file and the file, for this user only; remove the file unless it was renamed."""
+    """Create a file with mode 0600, yield its path and the open file, and finally remove it unless it was renamed."""
     path = os.path.join(folder, f"new-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:

@@ -90,7 +90,10 @@ class ForkProxyClient:
 
 
 class _HelperProcess:
-    """Helper process that makes requests for this one, with a control socket that passes it a socket per thread."""
+    """Helper process that makes the requests of the current process.
+
+    It receives one socket per thread through a control socket.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -31,8 +31,8 @@ T = TypeVar("T")
 # Ranges closer than this are requested as one. Other requests hide the round trip of a request, but not its CPU time of
 # about half a millisecond. In that time, a link of 4 Gb/s transfers this many bytes.
 GAP_BYTES = 2**18
-# Maximum size of a request. A single connection is slower than the link, and the data to decode first should arrive
-# first.
+# Maximum size of a request. Several concurrent requests take less time than a large one, since a single connection is
+# slower than the link. In addition, the data to decode first arrive earlier.
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
@@ -84,8 +84,8 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
     Parameters
     ----------
     calls
-        Functions, each with the number of bytes that it returns or holds. Calls run ahead by at most `AHEAD_BYTES`
-        of results that have not been yielded, or by one call.
+        Functions, each with the number of bytes that it returns or holds. Calls run ahead by at most `AHEAD_BYTES` of
+        results that have not been yielded; only a single call may exceed this limit.
     """
     threads = _threads()
     pending: deque[tuple[Future[T], int]] = deque()

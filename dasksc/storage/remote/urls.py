@@ -51,7 +51,7 @@ class RemoteLocation:
         Raises
         ------
         InputError
-            If the scheme is unknown, or the URL has no path or a path with ``..``.
+            If the scheme is unknown, if the URL has no path, or if ``..`` is a part of the path.
         """
         root, key = split_url(url)
         if not key:
@@ -78,7 +78,10 @@ class RemoteLocation:
 
     @property
     def url(self) -> str:
-        """URL of the location, including any credentials in it; not valid for web servers."""
+        """URL of the location, including credentials that are part of the URL.
+
+        For a web server, the result is valid only if `root` has no query.
+        """
         return url_of(self.root, self.key)
 
     @property

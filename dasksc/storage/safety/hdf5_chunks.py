@@ -91,7 +91,8 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
 def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
     """Return the stored size of datasets, in bytes.
 
-    No file counts for more than its own size, since datasets may share chunks.
+    Each file contributes at most its own size, since chunks that several datasets share would otherwise be counted
+    repeatedly.
     """
     sizes: dict[str, int] = {}
     stored: dict[str, int] = {}

@@ -25,8 +25,8 @@ def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
     path
         Name of the file in error messages.
     folder
-        Folder that must contain all linked files. If None, links to other files and values in other files are
-        forbidden.
+        Folder that must contain all linked files. If None, the file must not link to other files or refer to values in
+        them.
 
     Raises
     ------

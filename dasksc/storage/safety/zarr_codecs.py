@@ -1,8 +1,8 @@
 """Codecs for zarr-python with a limit on the decompressed size of chunks.
 
 zarr-python takes the codecs of an array from its metadata. `bounded_metadata` rewrites the metadata before zarr-python
-parses them, so that a codec of this module wraps the codecs between stored bytes and elements. Arrays that other code
-opens in the process are not affected.
+parses them, so that a codec of this module wraps the codecs that decompress stored bytes. Arrays that other code opens
+in the process are not affected.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def codecs_within(codec: Any) -> tuple[Any, ...]:
 
 
 def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a v2 array with a compressor that limits its output, and so the input of filters."""
+    """Return the metadata of a v2 array with a compressor that limits its output.
+
+    Filters decode this output, so their input is limited as well.
+    """
     steps = [*(array.get("filters") or ()), *filter(None, (array.get("compressor"),))]
     names = [step["id"] for step in steps]
     refused = _refusal_of(zip(names, steps, strict=True))
@@ -145,7 +148,10 @@ def _name_of(kind: type) -> str:
 
 
 def _refusal_of(steps: Any) -> str | None:
-    """Return the reason to refuse unsafe codecs, or bounded codecs named in the metadata; None to accept all."""
+    """Return the reason to refuse an array with the codecs `steps`, or None to accept it.
+
+    Unsafe codecs are refused. The bounded codecs of this module are refused as well, since only dasksc may add them.
+    """
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
             return f"arrays whose metadata name the codec {_NAME!r}, which is reserved for dasksc, are not read"

@@ -38,7 +38,7 @@ class ZarrLayout:
     prefix, separator
         Prefix of the keys of stored objects, and separator of the indices in them.
     index_checksum, index_first
-        True if the index of a shard ends with a CRC32C checksum. True if the index is at the start of the shard.
+        Whether the index of a shard ends with a CRC32C checksum, and whether the index is at the start of the shard.
     """
 
     shape: tuple[int, ...]

@@ -153,7 +153,7 @@ class Files:
         file = self._files.pop(at, None) or LocalFile(identity)
         file.require_unchanged()
         self._files[at] = file
-        # Another thread may still use a file removed here; it stays open while that thread refers to it.
+        # A file that is dropped from `_files` stays open while another thread still uses it.
         for oldest in list(self._files)[:-_OPEN_FILES]:
             self._files.pop(oldest, None)
         return file

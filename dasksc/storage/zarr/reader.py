@@ -111,7 +111,7 @@ class ZarrArray(SlicedArray):
         super().__init__(
             label=f"{file.path}:/{name}",
             shape=array.shape,
-            # Data types of strings have no byte order; they raise an error where numbers are required.
+            # Strings of variable length have no byte order. Arrays of strings are rejected where numbers are required.
             dtype=dtype.newbyteorder("=") if dtype.kind in "biufc" else dtype,
             chunk=int(array.chunks[0]) if array.chunks else 1,
             gap_bytes=_GAP_BYTES,

@@ -123,7 +123,7 @@ class StoreObjects:
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole objects; later ones are requested ahead."""
-        # No codec expands a chunk to more than this size.
+        # Maximum size of a stored object: no codec encodes a chunk to more bytes than this.
         longest = 2 * n_bytes + 2**16
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 

@@ -40,7 +40,7 @@ _ENCRYPTED = 0x1
 _MOST_KEPT = 8
 # Maximum size of a chunk. Larger sizes do not fit into the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
-# Number of chunks that an array may have in addition to those in the archive.
+# An array may have this many more chunks than the archive can contain, since chunks that were never written are absent.
 _MOST_ABSENT = 2**20
 
 
