@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.remote.client import Client, redact_url, url_of
@@ -78,10 +79,9 @@ class RemoteLocation:
 
     @property
     def url(self) -> str:
-        """URL of the location, including credentials that are part of the URL.
-
-        For a web server, the result is valid only if `root` has no query.
-        """
+        """URL of the location, including any credentials and query in it. `of` returns the location of this URL."""
+        if self.is_on_web or self.root == "file:///":  # `of` decodes the percent signs of such a URL
+            return urlunsplit(urlsplit(self.root)._replace(path=f"/{quote(self.key)}"))
         return url_of(self.root, self.key)
 
     @property

@@ -182,11 +182,19 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
     shutil.copytree(folder / "collection.zarr", tmp_path / "collection.zarr")
     zarr.consolidate_metadata(tmp_path / "collection.zarr")
     with serving(tmp_path) as server:
-        several = [
-            dasksc.open(path, index_unique="-")
-            for path in (f"{server.url}/collection.zarr", folder / "collection.zarr")
-        ]
-        same(*several)
+        url = f"{server.url}/collection.zarr"
+        local, *remote = (
+            dasksc.open(path, index_unique="-") for path in (folder / "collection.zarr", url, f"{url}?token=a")
+        )
+        for one in remote:
+            same(one, local)
+
+
+@pytest.mark.parametrize("url", ["https://host/a?token=b", "file:///a", "s3://bucket/a", "memory://a"])
+@pytest.mark.parametrize("name", ["b", "b c", "100%", "%41"])
+def test_the_url_of_a_location_is_that_of_the_same_location(url: str, name: str) -> None:
+    location = RemoteLocation.of(url).below(name)
+    assert RemoteLocation.of(location.url) == location
 
 
 # --- Other clouds -------------------------------------------------------------------------------------
