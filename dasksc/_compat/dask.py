@@ -61,11 +61,11 @@ __getattr__ = late_names(
 )
 
 # Element-wise functions of chunks, by module and name. If a version of Dask renames one of them, dasksc no longer knows
-# that it treats rows independently, and tests it on more rows (see `dasksc.pushdown.trust`).
+# that the function treats rows independently, and tests the function on more rows (see `dasksc.pushdown.trust`).
 ELEMENTWISE_NAMES = frozenset([("dask._task_spec", "_identity_cast"), ("dask.array.core", "_concatenate2")])
 
 # Prefix that `da.from_array` puts before the name of an array to form the key of its source. If a version of Dask uses
-# another prefix, dasksc does not find the matrix behind an array, and tests fail.
+# another prefix, dasksc does not find the matrix behind an array, and the test suite fails.
 MATRIX_KEY_PREFIX = "original-"
 
 _BY_WHOLE_CHUNKS = "Dask operations that select or shuffle rows are computed on whole chunks"
@@ -89,7 +89,7 @@ def shuffle_functions() -> tuple[Any, Any]:
 
 
 def shuffled_index(value: Any) -> Any:
-    """Return the index of a shuffle task, which Dask wraps in a pair to exclude it from fusion.
+    """Extract the index of a shuffle task from the pair in which Dask wraps it.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def blockwise_task(layer: Blockwise) -> Any:
 
 
 def with_blockwise_task(layer: Blockwise, task: Any) -> Blockwise:
-    """Return a copy of a blockwise layer that has another task, without the cached graph of the original."""
+    """Return a copy of a blockwise layer with `task` in place of its task, and without its cached graph."""
     changed = copy.copy(layer)
     changed.task = task
     vars(changed).pop("_cached_dict", None)

@@ -1,8 +1,8 @@
 """Names of private functions of scanpy and fast-array-utils that occur in array code.
 
-If another version renames a function, dasksc no longer knows that it treats rows independently, and tests it on more
-rows (see `dasksc.pushdown.trust`). If `SCALE_ROWS` is renamed, its CSR results also hold copies of the column indices
-instead of sharing those of the input.
+If another version renames a function, dasksc no longer knows that the function treats rows independently, and tests the
+function on more rows (see `dasksc.pushdown.trust`). Renaming the function of `SCALE_ROWS` has a second effect: the CSR
+results of the function hold copies of the column indices, instead of sharing those of the input.
 """
 
 from __future__ import annotations

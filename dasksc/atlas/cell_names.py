@@ -35,7 +35,7 @@ _PIECE = 2**16
 
 
 def read_names(stored: Any, path: str | RemoteLocation, options: OpenOptions) -> Any:
-    """Read the names of rows; those of a local HDF5 file are read from its bytes if possible."""
+    """Read the names of rows; those of a local HDF5 file are read without the HDF5 library if possible."""
     names = None
     if isinstance(stored, h5py.Dataset) and not isinstance(path, RemoteLocation) and options.mmap is not False:
         names = read_strings(stored, path)

@@ -106,7 +106,8 @@ def concatenated(
         layout: Layout = (
             "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
         )
-        # Data type of a missing matrix. With a fill value, it need not support NaN.
+        # Data type for atlases that lack the matrix: float64, which supports NaN, or with a fill value, the common
+        # type of the other atlases.
         types = [array.dtype for array in arrays if array is not None] if fill_value is not None else [np.float64]
         absent = np.result_type(*types)
         parts = [
@@ -262,9 +263,9 @@ def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
 def _maps(
     var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any], fill_value: float | None
 ) -> ColumnMaps | None:
-    """Map the variables of each atlas to the common ones; None if all atlases have these in the same order.
+    """Map the variables of each atlas to the common variables; None if all atlases have exactly these, in this order.
 
-    An entry of `var_names` is None if its atlas lacks the matrix.
+    An entry of `var_names` is None if its atlas lacks the matrix to join.
     """
     distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
     positions = []

@@ -58,7 +58,7 @@ class Conditions:
     table
         Codes of each condition, shape (n_conditions, n_columns), int64.
     of_row
-        Index of the condition of each row in `table`, shape (n,), int32.
+        Condition of each cell, as an index into `table`, shape (n,), int32.
     """
 
     columns: tuple[str, ...]
@@ -191,8 +191,8 @@ class ConditionRequest:
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
         """Return a mask of the held-out conditions that are used for training, shape (n_conditions,).
 
-        In each context, the share `few_shot` of the held-out conditions is used, rounded to a whole number. At least
-        one is used if there are two or more, and never all.
+        In each context, the share `few_shot` of the held-out conditions is used, rounded to a whole number. A context
+        with a single held-out condition uses none; any other context uses at least one, but not all.
         """
         seen = np.zeros_like(held)
         if not self.few_shot:

@@ -25,13 +25,13 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# A chunk, which is decoded as a whole, may be larger than its array by this much. Elements of at most this total size
-# are not compared with their stored bytes.
+# Number of bytes by which a chunk, which is decoded as a whole, may exceed its array. Total sizes up to this number are
+# not compared with the stored bytes.
 _ROOM_BYTES = 2**30
 
 
 def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions) -> dict[str, list[Any]]:
-    """Return the elements that opening reads as a whole, by group: no lazy matrices and no unrequested columns."""
+    """Return the elements that opening reads as a whole, by group, excluding lazy matrices and unrequested columns."""
     whole = {name: [root[name]] for name in ("var", "uns", "varm", "varp") if name in root}
     whole["obs"] = items_of_table(root["obs"], obs, options)
     for name in ("X", "layers", "obsm", "obsp"):
@@ -75,8 +75,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
             "expected less data in this file, it is probably corrupt."
         )
     if n_bytes > _ROOM_BYTES:
-        # Totals are compared, not single arrays, because a valid column that repeats one value a billion times takes
-        # almost no stored bytes.
+        # Totals are compared, since a single valid array may take almost no stored bytes, such as a column that repeats
+        # one value a billion times.
         needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:

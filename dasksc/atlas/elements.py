@@ -81,7 +81,7 @@ def read_mapping(parent: Any, name: str, read: Callable[[Any], Any]) -> dict[str
 
 
 def lazy_matrix(array: Any, label: str, options: OpenOptions) -> Any:
-    """Wrap an array as an `Unwrapped` matrix without copying; return Dask arrays and non-numeric elements unchanged."""
+    """Return an array as an `Unwrapped` matrix, not copied; return Dask arrays and non-numeric elements unchanged."""
     if isinstance(array, da.Array | Unwrapped):
         return array
     stored = getattr(array, "group", array)

@@ -3,9 +3,9 @@
 pandas evaluates an expression after a check of its syntax tree. Only the listed syntax is permitted, so an expression
 from a configuration file can compare columns but not run code.
 
-Missing values follow pandas, with one addition that makes all versions and text types of pandas agree: the result of
-``.str`` on missing text is unknown, and so is its negation. A row for which the whole expression is unknown is not
-selected.
+Missing values follow pandas, with one exception: the result of ``.str`` on missing text is unknown, and so is its
+negation. Results are therefore the same for all versions and string dtypes of pandas. A row for which the whole
+expression is unknown is not selected.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from dasksc.errors import InputError, MissingKeyError
 __all__ = ["columns_of", "explaining_control", "holds", "obs_of", "rows_where"]
 
 ALLOWED = (
-    "columns of obs (`in backticks` where the name is not a Python name), numbers, 'strings', lists, comparisons, in, "
-    "not in, and, or, not, &, |, ~, arithmetic, and the methods .isna(), .notna(), .isin([...]), .between(low, high), "
-    ".str.startswith('...'), .str.endswith('...') and .str.contains('...') of a column"
+    "columns of obs (`in backticks` if the name is not a Python name), numbers, 'strings', lists, comparisons, "
+    "arithmetic, the operators 'in', 'not in', 'and', 'or', 'not', '&', '|' and '~', and the methods .isna(), "
+    ".notna(), .isin([...]), .between(low, high), .str.startswith('...'), .str.endswith('...') and "
+    ".str.contains('...') of a column"
 )
 _SYNTAX = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.Invert, ast.USub, ast.UAdd),
@@ -50,14 +51,15 @@ _PIECE_ROWS = 2**20
 
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:
-    """If `control` is a label instead of a condition, errors about missing columns explain how to give a label."""
+    """Explain in errors about missing columns how to give a label, if `control` is a label and not an expression."""
     try:
         yield
     except MissingKeyError as error:
         if not isinstance(control, str):
             raise
         safe, names = _parsed(control)
-        # The label "non-targeting" parses as a subtraction of columns. Unlike conditions, it has no comparison or call.
+        # The label "non-targeting" parses as a subtraction of columns. Unlike most expressions that select rows, a
+        # label has no comparison or call.
         has_condition = any(isinstance(node, ast.Compare | ast.Call) for node in ast.walk(ast.parse(safe, mode="eval")))
         if has_condition or not any(repr(name) in str(error) for name in names.values()):
             raise
@@ -121,7 +123,7 @@ def rows_where(
 
 
 def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
-    """Return the obs of `data` with at least these columns; an obs in memory has all."""
+    """Return the obs of `data` with at least these columns; an obs in memory is returned with all its columns."""
     if is_modalities(data) and not isinstance(data, Modalities):
         # The obs of a MuData also has cells that some modality lacks.
         data = Modalities(data, obs=columns)
@@ -138,7 +140,7 @@ def columns_of(expression: str) -> list[str]:
 def holds(expression: str, obs: pd.DataFrame, *, of: Any = None) -> NDArray[np.bool_]:
     """Return a mask of the rows of a table for which an expression holds, shape (n_obs,).
 
-    If a column is missing, the error names the path of `of`, the AnnData with this obs.
+    If a column is missing, the error gives the path of the AnnData `of`, to which the table belongs.
     """
     safe, names = _parsed(expression)
     # The index is left out, since its name may equal that of a column.
@@ -184,9 +186,9 @@ def _values(column: pd.Series[Any]) -> Any:
 def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     """Replace calls of ``.str`` by columns of their results; return the expression and the extended table.
 
-    The results of pandas for missing text depend on its version and on the type of text. The rest of the text is not
-    changed. Text generated from the syntax tree could lack brackets that pandas needs, since ``&`` and ``|`` have a
-    lower precedence in pandas than in Python.
+    The results of pandas for missing text depend on its version and on the type of text. The rest of the expression is
+    not changed. If it were generated from the syntax tree, it could lack parentheses that pandas needs, since ``&`` and
+    ``|`` have a lower precedence in pandas than in Python.
     """
     calls = [node for node in ast.walk(ast.parse(safe, mode="eval")) if isinstance(node, ast.Call)]
     prefix = "_answer"

@@ -92,7 +92,7 @@ def _inside(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
         return list(_of_collection(data))
     if type(data).__name__ == "AnnCollectionView":
         raise InputError(
-            "an AnnCollectionView contains some rows of an AnnCollection, which must be opened as a whole: "
+            "an AnnCollectionView cannot be opened. Open its AnnCollection and select the rows: "
             "dasksc.open(view.reference)[view.oidx]"
         )
     if not isinstance(data, str | os.PathLike):

@@ -92,8 +92,8 @@ def open(
         if the page cache has room for them within the memory that the process may use.
     names
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
-        only for the columns read (10^8 names take 10 GB). Without names, a copy of the AnnData has row numbers,
-        converted to strings, as cell names.
+        only for the columns read (10^8 names take 10 GB). If you copy an AnnData without names (``adata.copy()``), the
+        cell names of the copy are row numbers converted to strings.
     join, label, keys, index_unique, merge
         Options for several atlases, as for `anndata.concat`, which concatenates their tables:
 
@@ -349,7 +349,8 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 def is_several(data: Any) -> bool:
     """Return True if `data` is a list, tuple or dict of inputs of `open`.
 
-    A single AnnCollection does not count: hooks index the collection itself, which `open` would convert to an AnnData.
+    The result is False for a single AnnCollection: hooks index the collection itself, whereas `open` would convert it
+    to an AnnData.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):

@@ -34,7 +34,8 @@ _NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
 # Maximum size of the table of counts by group and class, with eight bytes per count.
 _MAX_COUNTS = 2**28
-# Number of random orders in which groups are assigned; the best result is used. Slow assignments try fewer orders.
+# Number of random orders in which groups are assigned; the best result is used. Fewer orders are tried if there are
+# many groups, classes or parts, since each assignment then takes long.
 _N_TRIES = 16
 _TRIED_COUNTS = 2**26
 # Above this number of labels, the codes are renumbered without gaps.
@@ -74,8 +75,9 @@ def split(
         `fractions` are fractions of the number of *donors*. Default: rows are assigned one by one.
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
-        part. `fractions` are then fractions of the number of rows, unlike with `by`. Several columns (and `by`) apply
-        together: with ``groups=["donor", "batch"]``, all donors of a batch and all batches of a donor are in one part.
+        part. `fractions` are then fractions of the number of rows, unlike with `by`. With several columns, or with `by`
+        as well, all constraints hold at once: with ``groups=["donor", "batch"]``, all donors of a batch and all batches
+        of a donor are in one part.
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
@@ -121,15 +123,15 @@ def split(
 
     Notes
     -----
-    Without `by`, `groups` and `conditions`, all choices of rows with the same number per part and class are equally
-    likely. The number of rows of each class in a part differs by less than one row from the exact share. The total size
-    of a part differs from its share by fewer rows than there are parts.
+    Without `by`, `groups` and `conditions`, all splits with the same number of rows of each class in each part are
+    equally likely. The number of rows of each class in a part differs by less than one row from the exact share. The
+    total size of a part differs from its share by fewer rows than there are parts.
 
     With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
     to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,
     different seeds therefore often give the same split.
 
-    Time and memory are linear in the number of rows (a few columns of integers).
+    Time and memory are linear in the number of rows; memory holds a few integers per row.
 
     Examples
     --------
@@ -376,8 +378,8 @@ def _classes(
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
     """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`.
 
-    The exact numbers are rounded, one class after another: up for the parts that lack the most rows in the classes so
-    far, and down for the others.
+    The exact numbers are rounded, one class after another: up for the parts whose totals so far are furthest below the
+    exact totals, and down for the others.
     """
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
@@ -406,9 +408,10 @@ def _parts_of_groups(
     counts_values: bool,
     unlabelled: int,
 ) -> NDArray[np.int8]:
-    """Return the part of each row, equal for rows that share a value of any column.
+    """Return the part of each row; rows that share a value of any column get the same part.
 
-    With `counts_values`, each value has the most frequent class of its rows, other than `unlabelled`.
+    With `counts_values`, each value of the first column counts once, as a member of the most frequent class of its
+    labeled rows. It belongs to the class `unlabelled` only if none of its rows has a label.
     """
     for codes, name in columns:
         n_missing = int((codes < 0).sum())

@@ -62,7 +62,7 @@ def read_cell_ranger(
     group = root[name]
     is_v3 = "features" in group
     if name == "matrix" and not is_v3:
-        raise CorruptDataError(f"{path}:/{name} lacks features. Copy or download the file again.")
+        raise CorruptDataError(f"{path}:/{name} has no group 'features'. Copy or download the file again.")
     features = _datasets(group["features"] if is_v3 else group, is_v3=is_v3, where=f"{path}:/{name}")
     held = {"barcodes": group["barcodes"]} if options.has_names else {}
     if is_v3 and "filtered_barcodes" in group:
@@ -127,7 +127,7 @@ def _genome_of(path: str | RemoteLocation, names: Sequence[str], options: OpenOp
 
 
 def _datasets(table: Any, *, is_v3: bool, where: str) -> dict[str, Any]:
-    """Return the datasets of features by their names in scanpy, the feature names first."""
+    """Return the datasets that describe the features, by their column names in scanpy; the feature names come first."""
     if not isinstance(table, h5py.Group):
         raise CorruptDataError(f"{where}/features is not a table. Copy or download the file again.")
     renamed = {"name": "gene_names", "gene_ids": "genes"}

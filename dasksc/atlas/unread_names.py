@@ -1,4 +1,4 @@
-"""Names of cells that are read in pieces, never all at once."""
+"""Cell names that are read in pieces, never all at once."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ with warnings.catch_warnings():
 
 
 class _Named(dict[str, Any]):
-    """Dict whose error for a missing key names similar keys and the argument that requests the key."""
+    """Dict whose error for a missing key names similar keys and the `scDataset` argument that adds the key."""
 
     def __missing__(self, key: Any) -> Any:
         raise MissingKeyError(self._lacks(key))
@@ -243,7 +243,7 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves(entries: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[Mapping[Any, Any], Any, str]]:
-    """Yield the containing mapping, the key, and the name in code of each entry that is not itself a mapping."""
+    """Yield each entry that is not a mapping: its containing mapping, its key, and the expression for it."""
     for key, value in entries.items():
         is_attribute = isinstance(entries, Batch) and isinstance(key, str) and key.isidentifier()
         name = f"{prefix}.{key}".lstrip(".") if is_attribute else f"{prefix}[{key!r}]"
@@ -265,7 +265,10 @@ def _described(batch: Batch) -> Iterator[tuple[str, str]]:
 
 
 def _by_name(kind: str, entries: Mapping[Any, Any], place: str) -> str:
-    """Return the error message for an index that is not a name; `place` is how `entries` is written in code."""
+    """Return the error message for a key that is not a string, as in ``batch[0]``.
+
+    `place` is the expression for `entries`.
+    """
     tensor = next((f"; for rows, index a tensor: {name}[0]" for _, _, name in _leaves(entries, place)), "")
     return f"{kind} is indexed by names ({', '.join(map(str, entries))}){tensor}"
 

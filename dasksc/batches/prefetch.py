@@ -186,7 +186,7 @@ class _ThreadPool:
         self.close()
         for thread in self._threads:
             # A thread whose start was interrupted by Ctrl-C cannot be joined. The wait is bounded to avoid a deadlock:
-            # garbage collection may close an iterator in a thread whose lock a job needs.
+            # garbage collection may close an iterator in a thread that holds a lock needed by a job.
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(_JOIN_S)
 

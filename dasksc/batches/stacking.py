@@ -39,8 +39,8 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     Raises
     ------
     InputError
-        If batches would be stacked. With hooks, the returned iterator raises the error, if `n_hook_rows` exceeds 1 and
-        an array, table or list in its first item has that many entries.
+        If batches would be stacked. With hooks, the returned iterator raises the error if `n_hook_rows` is greater than
+        1 and the first item contains an array, table or list of length `n_hook_rows`.
     """
     frame: FrameType | None = requested_in
     while frame is not None and isinstance(frame.f_locals.get("self"), ChainDataset):

@@ -128,7 +128,7 @@ _collectors: list[_Collector] = []
 
 @contextmanager
 def collected_warnings() -> Iterator[None]:
-    """Collect the warnings of dasksc in the ``with`` block, and print one for each problem at its end."""
+    """Collect the warnings of dasksc in the ``with`` block, and print one per problem when the block ends."""
     collector, logger = _Collector(), logging.getLogger("dasksc")
     logger.addHandler(collector)
     _collectors.append(collector)

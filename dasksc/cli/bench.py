@@ -28,7 +28,7 @@ Examples:
     "--layout", type=click.Choice(["dense", "csr"]), default="dense", show_default=True, help="Layout of batches."
 )
 @click.option(
-    "--block-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows kept together."
+    "--block-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per block."
 )
 @click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="Rows per batch."

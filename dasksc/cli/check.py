@@ -1,4 +1,4 @@
-"""``dasksc check``: summary of an epoch before X is read."""
+"""``dasksc check``: summary of an epoch without reading X."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ Examples:
     show_default=True,
     help="How rows are drawn.",
 )
-@click.option(
-    "--block-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rows kept together."
-)
+@click.option("--block-size", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Rows per block.")
 @click.option("--label-key", metavar="COLUMN", help="obs column of classes to count or balance.")
 @click.option("--filter", "expression", metavar="EXPRESSION", help="Rows to use, such as 'n_genes > 500'.")
 @click.option(

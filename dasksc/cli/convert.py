@@ -63,7 +63,7 @@ Examples:
     show_default=True,
     help="Keep shared or all genes.",
 )
-@click.option("--label", metavar="COLUMN", help="New obs column with the input of each cell.")
+@click.option("--label", metavar="COLUMN", help="New obs column that names the input of a cell.")
 @click.option("--keys", metavar="NAME,...", help="Values of --label.  [default: file names]")
 @click.option("--index-unique", metavar="TEXT", help="Append TEXT and the input's name to cell names.")
 @click.option(

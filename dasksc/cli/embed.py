@@ -75,9 +75,9 @@ def command(
 ) -> None:
     """Run a model on every cell of ATLAS, and write the results.
 
-    MODEL is a model.pt that `dasksc train` wrote, or the import path of a function or module (package.module:name),
-    which is called with batches. --method defaults to `embed` if the model has it, and to the model itself otherwise.
-    --device defaults to a GPU if there is one.
+    MODEL is a model.pt that `dasksc train` wrote, or the import path (package.module:name) of a function or
+    torch.nn.Module instance, which is called with batches. --method defaults to `embed` if the model has it, and to the
+    model itself otherwise. --device defaults to a GPU if there is one.
 
     The key (--key) appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command
     resumes the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions.

@@ -1,4 +1,4 @@
-"""``dasksc suggest``: recommended sizes for an atlas on this machine."""
+"""``dasksc suggest``: recommended fetch_factor and block_size for an atlas on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Examples:
 @click.option(
     "--label-key",
     metavar="COLUMN",
-    help="Choose block sizes by how they mix this column.",
+    help="Choose block sizes that mix the labels of this column.",
 )
 @click.option(
     "--memory-share",

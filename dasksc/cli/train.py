@@ -85,8 +85,8 @@ def command(
         from dasksc.train.loggers import check_loggers
         from dasksc.train.parallel import strategy_of
 
-        # Raise errors here that all ranks would raise. With --nproc auto, nodes may have different numbers of GPUs, so
-        # only the ranks know the world size.
+        # Check here, before the ranks start, for errors that all ranks would raise. With --nproc auto, nodes may have
+        # different numbers of GPUs, so only the ranks know the world size.
         check_loggers(config.training.loggers)
         if nproc != "auto" or n_nodes == 1:
             strategy_of(config.training, n_processes * n_nodes, n_nodes)

@@ -54,12 +54,11 @@ class ConversionReport:
         Data type of the values of each matrix, by its key in the store.
     left_out
         Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
-        include everything that the join drops: uns, varp, columns of obs and var, and elements that only some inputs
-        have.
+        include uns, varp, and the columns of obs and var and other elements that `join` and `merge` do not keep.
     is_verified
         True if the store was compared with the input.
     genes
-        Summary of how the names in `genes` matched; None if none were given.
+        Summary of how the names in the `genes` argument of `convert` matched; None if no names were given.
 
     Examples
     --------
@@ -145,10 +144,10 @@ def convert(
         Options for several inputs, as for `dasksc.open`.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store
-        smaller and faster to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Copy these
-        (``adata.copy()``) before calling SciPy functions that modify a matrix in place (``eliminate_zeros``) or convert
-        it to COO (``tocoo``, ``multiply``). If False, values have the data types of the input, and column indices the
-        types that SciPy chooses.
+        smaller and faster to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Before
+        calling SciPy functions that modify such a matrix in place (``eliminate_zeros``) or convert it to COO
+        (``tocoo``, ``multiply``), copy the AnnData (``adata.copy()``). If False, values have the data types of the
+        input, and column indices the types that SciPy chooses.
     memory_limit
         Memory to use, not counting obs, var and the page cache, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
@@ -260,7 +259,8 @@ def convert(
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
-                # The plan does not record the names, so a resumed conversion writes them again: they may differ.
+                # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
+                # them again.
                 if names is not None and names.write(adata.n_obs):
                     warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)

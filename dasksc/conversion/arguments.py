@@ -63,7 +63,7 @@ class Recipe:
         _check_text("index_unique", self.index_unique, "text to put between cell names and keys: index_unique='-'")
         if self.keys is not None and not isinstance(self.keys, Iterable):
             raise InputError(f"keys={self.keys!r} is {_kind(self.keys)}; give a list of names, one for each input")
-        # AnnData also accepts a function, but functions cannot be compared with those of an unfinished conversion.
+        # For `merge`, AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
         if self.merge is not None and self.merge not in MERGES:
             raise InputError(
                 f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; omit it to keep no annotations of "

@@ -31,9 +31,9 @@ def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed:
     order
         ``"shuffle"``: a keyed permutation of all rows; ``"keep"``: the order of the input.
     group_by
-        Names of columns in `obs`. Rows with the same combination of categories are stored together, in `order`.
-        Combinations are sorted by the first column, then by the next. Categorical columns keep the order of their
-        categories; the values of other columns are sorted. Rows with a missing category come last.
+        Names of columns in `obs`. Rows with the same combination of categories are stored together; `order` applies
+        within each combination. Combinations are sorted by the first column, then by the next. Categorical columns keep
+        the order of their categories; the values of other columns are sorted. Rows with a missing category come last.
     seed
         Seed of the permutation, an integer in [0, 2**64).
     out

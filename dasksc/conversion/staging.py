@@ -1,9 +1,9 @@
 """Sorted runs of the input, for shuffling input that is slow to read in random order.
 
-Reading a single row requires decoding a chunk of a compressed file, or a disk seek in a file larger than memory.
-The input is therefore read once, in runs whose length is limited by the memory. Each run is written uncompressed, with
-its rows sorted by their position in the output. A range of output rows is then a contiguous range in every run, and
-takes one read per run.
+Reading a single row of a compressed file requires decoding a whole chunk. In a file larger than memory, it requires a
+disk seek. The input is therefore read once, in runs whose length is limited by the memory. Each run is written
+uncompressed, with its rows sorted by their position in the output. A range of output rows is then a contiguous range in
+every run, and takes one read per run.
 """
 
 from __future__ import annotations

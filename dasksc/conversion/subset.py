@@ -38,7 +38,7 @@ class Subset:
     match
         Result of matching the names of genes; None if no names were given.
     left_out
-        Keys of the elements that are undefined for the requested genes.
+        Keys of the elements of varm and varp, which are dropped if genes are missing or summed.
     """
 
     adata: AnnData
@@ -141,13 +141,15 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
     """
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
-    # If several positions are mapped to one column, NumPy keeps the last assignment, here of the first position.
+    # If several positions map to one column, the first is kept. NumPy keeps the last assignment, so the order is
+    # reversed.
     first[to[::-1]] = columns.positions[::-1]
     missing = first < 0
     if not missing.any():
         table = var.iloc[first]
     else:
-        # The range has no label -1, so rows of missing genes have missing values.
+        # Missing genes have the position -1, which is not in the RangeIndex, so `reindex` fills their rows with missing
+        # values.
         table = var.set_axis(pd.RangeIndex(len(var))).reindex(first)
     names = var.index.to_numpy(dtype=object)[first]
     if match is not None and missing.any():

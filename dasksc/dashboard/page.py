@@ -60,7 +60,10 @@ class LoaderReports:
 
     @property
     def wait_share(self) -> float:
-        """Fraction of time for which training waited: recently in a running epoch, or over all of an ended epoch."""
+        """Fraction of time that training spent waiting for data.
+
+        While an epoch runs, the fraction is that of the latest reports; afterwards, it is that of the whole epoch.
+        """
         latest = list(self.recent)[-_N_LATEST:]
         if self.figures["has_ended"] or not latest:
             return float(self.figures["wait_share"])

@@ -57,7 +57,7 @@ class _LoaderCollector:
         fetches = GaugeMetricFamily("dasksc_loader_fetches", "Fetch tasks of this epoch", labels=[*_LABELS, "state"])
         seconds = GaugeMetricFamily(
             "dasksc_loader_seconds",
-            "Thread time of the fetches and batches of this epoch in seconds",
+            "Elapsed seconds of fetching and gathering in this epoch, summed over threads",
             labels=[*_LABELS, "part"],
         )
         for report in reports:

@@ -69,7 +69,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     contents = {
         "atlas.h5ad": "2,000 cells, 300 genes, 6 cell types, 12 donors",
         "plates/1.h5ad": "300 cells, 200 genes, 2 donors",
-        "plates/2.h5ad": "300 cells, 200 genes (100 of them as in plates/1.h5ad), 2 other donors",
+        "plates/2.h5ad": "300 cells, 200 genes (100 shared with plates/1.h5ad), 2 other donors",
         "cite.h5mu": "600 cells, 300 genes and 5 proteins",
         "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, in the format of Cell Ranger",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",

@@ -30,9 +30,10 @@ def synthetic_screen(
 ) -> Path:
     """Write a synthetic perturbation screen of raw counts to an h5ad file.
 
-    A perturbation changes a fixed set of genes, each only in cell lines that express it, so that effects of unseen
-    combinations can be predicted. Cells are sorted by cell line and perturbation; a tenth of them are controls. obs has
-    the columns ``cell_line`` and ``gene`` (the perturbed gene, or `control`).
+    A perturbation changes a fixed set of genes, and each gene changes only in cell lines that express it. The effect of
+    an unseen combination of perturbation and cell line can therefore be predicted. Cells are sorted by cell line and
+    perturbation; a tenth of them are controls. obs has the columns ``cell_line`` and ``gene`` (the perturbed gene, or
+    `control`).
 
     Parameters
     ----------

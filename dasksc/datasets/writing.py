@@ -199,7 +199,7 @@ class _Matrix:
 
 
 class _Appender:
-    """Writer of an array from its start, in whole chunks or shards, so that none is written twice."""
+    """Sequential writer of an array, in whole chunks or shards, so that no chunk or shard is written twice."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

@@ -16,7 +16,7 @@ _BOTTLENECKS = {
     "decode": ("decoding", "raise block_size, or use more cores"),
     "other": ("chunk lookup and array code", "raise block_size or fetch_factor"),
     "transfer": ("transfers from Dask workers", 'use scheduler="threads", or workers on the machines of the ranks'),
-    "gather": ("making batches", 'use layout="csr", select genes=, or raise dasksc.gather-threads'),
+    "gather": ("making batches", 'use layout="csr", select fewer genes=, or raise dasksc.gather-threads'),
     "memory": ("memory", "raise memory_limit or lower fetch_factor"),
 }
 
@@ -44,7 +44,9 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;
-    3. otherwise the part of the work with the longest total time, summed over threads, or over results for transfers.
+    3. otherwise, the part of the work with the longest total time.
+
+    Transfer times are summed over results, all other times over threads.
     """
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:

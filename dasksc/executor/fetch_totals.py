@@ -27,9 +27,9 @@ class Totals:
     n_fetches
         Number of tasks.
     n_rows, n_bytes
-        Number of rows fetched, and the anonymous memory that they held, in bytes.
+        Number of rows fetched, and the memory that they held, in bytes, excluding memory-mapped files.
     read_s, decode_s, other_s
-        Elapsed time that the tasks spent reading, decoding, and on everything else, summed over tasks, in seconds.
+        Elapsed time spent on reading, on decoding, and on everything else, summed over tasks, in seconds.
     """
 
     n_fetches: int = 0
@@ -73,7 +73,7 @@ class _TotalsCollector:
         yield CounterMetricFamily("dasksc_fetched_rows", "Rows fetched by this process", totals.n_rows)
         yield CounterMetricFamily("dasksc_fetched_bytes", "Memory of the fetched rows in bytes", totals.n_bytes)
         seconds = CounterMetricFamily(
-            "dasksc_fetch_seconds", "Thread time of the fetch tasks in seconds", labels=["part"]
+            "dasksc_fetch_seconds", "Elapsed seconds of fetch tasks, summed over threads", labels=["part"]
         )
         for part in ("read", "decode", "other"):
             seconds.add_metric([part], getattr(totals, f"{part}_s"))

@@ -201,9 +201,9 @@ class _SharedThreadPool:
     """Thread pool whose threads live only while a window uses it.
 
     When the interpreter exits, a `concurrent.futures.ThreadPoolExecutor` waits for all threads and all queued work
-    before any handler can cancel them. The threads of this pool are daemons, and an exit handler that waits for a
-    limited time closes the windows that are still open. Idle threads also end by themselves: if Ctrl-C prevents a
-    window from closing and a traceback keeps the window alive, nothing else would end them.
+    before any handler can cancel them. The threads of this pool are daemons. At exit, a handler closes the windows that
+    are still open and waits only for a limited time. Idle threads also end by themselves: if Ctrl-C prevents a window
+    from closing and a traceback keeps the window alive, nothing else would end them.
     """
 
     _current: _SharedThreadPool | None = None

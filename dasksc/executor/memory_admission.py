@@ -64,7 +64,7 @@ class MemoryAdmission:
             return _admissions[worker]
 
     def run(self, fetch: Callable[[], T], *, size: int | None, is_wanted: Callable[[], bool]) -> T | None:
-        """Run `fetch` once there is room for it; return None if `is_wanted` returns False before that.
+        """Run `fetch` as soon as there is room for it; return None if `is_wanted` returns False before that.
 
         `size` is the size of the largest result so far, in bytes; None before the first. A result with ``nbytes`` is
         counted as long as it is referenced.
@@ -109,7 +109,7 @@ class MemoryAdmission:
     def _has_room(self, reserved: int, *, is_known: bool) -> bool:
         """Return True if one more fetch fits.
 
-        A fetch always fits if no other runs and no result is held. Until a size is known, only one runs at a time.
+        A fetch always fits if none is running and no result is held. Until a size is known, only one runs at a time.
         """
         self._unsent = [one for one in self._unsent if one[0]() is not None]
         if not self._n_running and not self._unsent:

@@ -28,8 +28,8 @@ class FetchFigures:
     n_fetching, n_ready, n_fetched
         Numbers of tasks that are submitted but not finished, finished but not consumed, and consumed.
     in_flight_bytes, limit_bytes
-        Size of the tasks in flight, in bytes, and its limit, None for no limit. An unfinished task counts as
-        the largest result so far.
+        Size of the results of the tasks in flight, in bytes, and its limit; None for no limit. For an unfinished task,
+        the size of the largest result so far is assumed.
     fetch_s
         Duration of the consumed tasks, summed over threads, in seconds.
     read_s, decode_s

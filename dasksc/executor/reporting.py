@@ -112,7 +112,7 @@ class _Reporter:
                     state.has_page = await metadata(self._client, PAGE_METADATA_KEY, default=False)
                 if state.has_page:
                     state.has_page = await self._report(is_last)
-            except OSError as error:  # Without a connection, the epoch itself raises an error if it needs one.
+            except OSError as error:  # If the epoch needs the lost connection, it raises an error itself.
                 state.has_page = False
                 logger.debug("A report to the loader page failed: %s", error)
             except UnsupportedVersionError as error:

@@ -298,7 +298,7 @@ def remember_security(address: str, security: Any) -> None:
 
 
 def securities_for_child() -> dict[str, Any]:
-    """Return the security settings by scheduler address if a child process is being spawned, else an empty dict.
+    """Return the security settings, keyed by address, if a child process is being spawned; else an empty dict.
 
     Private keys may be sent through the pipe to a child process. A pickle made for any other purpose may be written to
     a file, so it omits the keys.
@@ -309,8 +309,8 @@ def securities_for_child() -> dict[str, Any]:
 def connected(address: Any, **options: Any) -> Client:
     """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
-    Garbage collection would otherwise close the failed Client, in any thread. In a thread that another Client has just
-    started while holding a lock, this would deadlock the thread and the other Client.
+    Garbage collection would otherwise close the failed Client, in any thread. Another Client holds a lock while it
+    waits for a new thread to start. Closing the failed Client in that thread would require the same lock: a deadlock.
     """
     import distributed
 

@@ -73,8 +73,8 @@ class FetchMatrices:
 def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
-    The progress panel of Dask's dashboard splits a name at its hyphens. It keeps the first part, whatever it contains,
-    and the following parts that precede the first one with a non-letter, here the rank ``r1``. It therefore shows a
-    single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
+    The progress panel of Dask's dashboard splits a name at its hyphens. It always keeps the first part. It also keeps
+    the parts that follow, up to but not including one that contains a non-letter, here the rank ``r1``. It therefore
+    shows a single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"

@@ -199,14 +199,14 @@ class Window(Generic[T]):
         Function of k that returns the argument of `task`; default: k itself. It is called in this process, so a fetch
         sent through a Client carries only its row numbers, not the plan.
     max_bytes
-        Maximum number of bytes in flight, including finished fetches not yet consumed. An unfinished fetch counts as
-        the largest result so far. One fetch is always admitted, and only one until a size is known.
+        Maximum number of bytes in flight, including finished fetches not yet consumed. For an unfinished fetch, the
+        size of the largest result so far is assumed. One fetch is always admitted, and only one until a size is known.
     describe
         Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
     n_threads
         Threads for fetches in this process, shared by all windows; default: `default_threads`.
     expected_bytes
-        Expected size of a result, in bytes. It counts as the size of the largest result until a result is larger.
+        Expected size of a result, in bytes. It is the initial value for the size of the largest result.
 
     Raises
     ------

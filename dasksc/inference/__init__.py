@@ -9,12 +9,14 @@ Each rank
 
 1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units, under
    a lock.
-2. predicts and writes the missing units of its range, without the lock. Memory holds batches that are read ahead, and a
-   chunk of each output.
+2. predicts and writes the missing units of its range, without the lock. At any time, only the batches read ahead and
+   the predictions that are not yet written are in memory.
 3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames the result
-   (arrays, a store or a file) into place (`dasksc.inference.targets`). A reader sees a key complete or not at all.
-4. waits for the other ranks through the store of the process group, if there is one, so that the key exists when the
-   call returns. A rank that fails records its error, and the other ranks then fail as well.
+   (arrays, a store or a file) into place (`dasksc.inference.targets`). A reader sees each prediction (a key such as
+   ``obsm/X_emb``) complete or not at all.
+4. waits for the other ranks, if there is a process group, so that the predictions exist when the call returns. Ranks
+   report through the key-value store of the group. A rank that fails records its error, and the other ranks then fail
+   as well.
 
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
 number of calls and discard surplus batches.
@@ -60,7 +62,7 @@ from dasksc.sampling.strategies import Streaming
 
 __all__ = ["PredictionReport", "Predictions", "predict"]
 
-# Version of the plan. Predictions with another version are not resumed.
+# Version of the plan. Unfinished predictions whose plan has another version are not resumed.
 _FORMAT = 1
 _BATCH_SIZE = 1024
 # Arguments of `scDataset` that select or order cells.
@@ -86,8 +88,8 @@ class PredictionReport:
     elapsed_s
         Duration of this call in seconds.
     is_complete
-        True if the keys exist. False if other ranks are still predicting and there is no process group to wait for
-        them.
+        True if the keys exist. False if other ranks are still predicting and this call cannot wait for them because
+        there is no process group.
 
     Examples
     --------

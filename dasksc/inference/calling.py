@@ -60,7 +60,8 @@ class Predictor:
         name = getattr(model, "__name__", "")
         identity = (name, getattr(type(owner), name, model.__func__), owner)
         if isinstance(owner, FSDPModule):
-            # Unless the method is registered, only calls of the module itself gather its parameters.
+            # FSDP gathers the parameters only in calls of the module itself and of methods registered as forward
+            # methods.
             register_fsdp_forward_method(owner, name)
             model = getattr(owner, name)
         return cls(function=model, module=owner, identity=identity)

@@ -1,9 +1,9 @@
 """Digests of models and functions, equal in every process and for any number of ranks.
 
-The digest of a model includes its parameters and buffers, plain public attributes of modules (such as ``beta=0.5``),
-the names of their classes, and the source code of the classes that are not part of torch. The digest of a function
-includes its source code, defaults and closure. Neither includes global variables, or other functions that this code
-calls.
+The digest of a model includes its parameters and buffers, plain public attributes of its modules (such as
+``beta=0.5``), the class name of each module, and the source code of module classes that are not part of torch. The
+digest of a function includes its source code, defaults and closure. Neither includes global variables, or other
+functions that this code calls.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Outputs:
             raise InputError("the model returned an empty dict; expected an array or {name: array}")
         if missing := [name for name in self.categories if name not in given]:
             raise InputError(
-                f"categories= names {missing[0]!r}, but the model returned only {', '.join(map(repr, given))}"
+                f"categories= has the key {missing[0]!r}, but the model returned only {', '.join(map(repr, given))}"
             )
         return {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
 
@@ -114,8 +114,8 @@ class Outputs:
         n_labels = len(self.categories[name])
         if codes.ndim != 1 or codes.dtype.kind not in "iu":
             raise InputError(
-                f"categories= names {name!r}, which is of shape {codes.shape} and type {codes.dtype}; expected one "
-                "integer code per cell, such as scores.argmax(1)"
+                f"categories= has the key {name!r}, an output of shape {codes.shape} and type {codes.dtype}; expected "
+                "one integer code per cell, such as scores.argmax(1)"
             )
         if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
             raise InputError(

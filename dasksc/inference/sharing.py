@@ -1,4 +1,4 @@
-"""Share of each rank in the work, and the outcome that each rank reports to the others."""
+"""Part of the work that each rank does, and the outcome that it reports to the other ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 class Share:
     """Share of one rank: the missing units in a contiguous range of all units.
 
-    No other process predicts a unit of the range until `abandon` is called. Create a share under the lock of the work.
+    No other process predicts a unit of the range until `abandon` is called. The caller must hold the lock of the work
+    folder while it creates a share.
 
     Parameters
     ----------
     work
         Work that the units belong to.
     dataset
-        Data set whose batch size and request are used.
+        Data set whose batch size, genes, obs, layers, obsm, layout, dtype, hooks and transform are used.
     world
         Rank and world size.
     outputs

@@ -91,7 +91,7 @@ class Target(Protocol):
         """Return the approximate disk space in bytes that `publish` needs besides `n_bytes` of complete units."""
 
     def check_cells(self, n_obs: int, names: Names) -> None:
-        """Raise an error for a destination with other cells."""
+        """Raise an error if the cells of the destination are not those of the atlas."""
 
     def publish(self, work: Work, outputs: Sequence[Output], nan: Nan, names: Names) -> None:
         """Publish complete predictions."""
@@ -339,7 +339,8 @@ class InFile:
                 )
             recorded = np.asarray(file.attrs.get(_ORIGINAL, ()))
         self._before = self._identity
-        # If the modification time is the recorded one, nothing but predictions has been added to the original file.
+        # If the modification time equals the one recorded when predictions were last added, the file differs from the
+        # original only by predictions.
         if recorded.shape == (3,) and recorded[2] == self._identity.mtime_ns:
             size, mtime_ns = map(int, recorded[:2])
             self._before = FileIdentity(path=str(self.path), size=size, mtime_ns=mtime_ns)
@@ -400,8 +401,8 @@ class InFile:
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
-        # The modification time of the new copy is stored in the copy and set again at the end. The file system can
-        # represent this time exactly, unlike an arbitrary one.
+        # The modification time of the new copy is recorded in the copy, and restored after the last write. The file
+        # system assigned this time, so it can represent it exactly; it might round another time.
         mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:

@@ -36,7 +36,7 @@ _LEAST_ROWS = 2**12
 _MOST_ROWS = 2**16
 _UNITS = 64
 _CHUNK_BYTES = 2**18
-# Total size of the batches that are written at once.
+# Total size, in bytes, at which the batches held in memory are written together.
 _HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
@@ -315,7 +315,7 @@ class UnitWriter:
         self._nan: dict[str, NanRows] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        # Files of the current unit, which only the thread uses.
+        # Files of the current unit; while the writing thread runs, only this thread uses them.
         self._open: ExitStack | None = None
         self._writers: dict[str, ShardWriter] = {}
 

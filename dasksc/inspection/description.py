@@ -56,7 +56,8 @@ class StoredMatrix:
     dtype, indices_dtype
         Data type of the values, and that of the column numbers of a sparse matrix; None for a dense matrix.
     chunks, shards
-        Shape of a chunk of values, None if they are contiguous, and that of a shard, None if there are no shards.
+        Shape of a chunk (None if the values are stored contiguously), and shape of a shard (None if there are no
+        shards).
     codec
         Compression of the chunks; None if they are uncompressed.
     nbytes, stored_bytes

@@ -110,7 +110,8 @@ def suggest_parameters(
     target_ram_fraction
         Fraction of the available memory that loading may take, over all DataLoader workers.
     max_workers, min_workers
-        Bounds on ``num_workers``. ``min_workers`` is suggested, because each rank already reads with its own threads.
+        Bounds on ``num_workers``. The suggested ``num_workers`` is the lower bound, because each rank already reads
+        with its own threads.
     verbose
         If True, print the suggestions and their reasons.
     fetch_callback, fetch_transform, batch_callback, batch_transform
@@ -128,8 +129,8 @@ def suggest_parameters(
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
         ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
         ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then reach at
-        least 99%, 95% and 80% of the ideal diversity. Each is the smallest size whose rate is within 10% of the fastest
-        among the sizes that reach this diversity.
+        least 99%, 95% and 80% of the ideal diversity. Each is chosen from the sizes that reach the required diversity,
+        as the smallest whose rate is within 10% of the highest rate.
 
     Notes
     -----

@@ -229,7 +229,7 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
     found: dict[tuple[str, str], Any] = {}
     for section in ("zeroshot", "fewshot"):
         for key, value in sections[section].items():
-            # The longest match counts, since names of datasets may contain dots.
+            # The longest matching name is used, since names of datasets may contain dots.
             dataset = max((name for name in files if key.startswith(f"{name}.")), key=len, default=None)
             if dataset is None:
                 if key in files and isinstance(value, dict):
@@ -238,7 +238,7 @@ def _contexts(sections: Mapping[str, Any], files: Mapping[str, Any]) -> dict[tup
                         f'"{key}.{next(iter(value), "...")}"; TOML reads a dot as the start of a subsection'
                     )
                 raise InputError(
-                    f"[{section}] {key!r} must have the form 'dataset.cell type', with a data set of [datasets]: "
+                    f"[{section}] {key!r} must have the form 'dataset.cell type', where dataset is one of "
                     f"{', '.join(files)}"
                 )
             context = dataset, key.removeprefix(f"{dataset}.")

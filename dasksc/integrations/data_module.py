@@ -159,8 +159,7 @@ class DataModule:
         self._predicted_by = loader_of
 
     def __str__(self) -> str:
-        # Lightning's method iterates over every object that is not a DataLoader, and iterating over a data set begins
-        # an epoch.
+        # The inherited `__str__` iterates over every loader that is not a DataLoader, which would begin an epoch.
         return repr(self)
 
     def _shown(self) -> Mapping[str, Any]:
@@ -225,8 +224,8 @@ class DataModule:
 class _TrainingLoader:
     """Loader that Lightning iterates during training.
 
-    Lightning stops after the last batch without exhausting the iterator. In a resumed epoch, it continues its own
-    batch count, which no longer matches the position in the data set if the number of ranks has changed.
+    Lightning stops after the last batch without exhausting the iterator. In a resumed epoch, Lightning continues its
+    own batch count, which no longer matches the position in the data set if the number of ranks has changed.
     """
 
     def __init__(self, dataset: scDataset, module: DataModule) -> None:

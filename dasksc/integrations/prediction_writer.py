@@ -119,14 +119,15 @@ class Writer:
         with status.recording_failure(), run.explaining():
             if self._share is not None:
                 self._share.flush()
-                self._share.abandon()  # limit_predict_batches may end inside a unit
+                # With limit_predict_batches, the last unit (see `dasksc.inference.work`) may be unfinished.
+                self._share.abandon()
                 run.publish()
             if trainer.limit_predict_batches == 1.0:
                 status.await_others(run.work)
         self.report = run.report(self._n_done, time.perf_counter() - self._begun)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Notify the other ranks of the error, and remove the files of an unfinished unit."""
+        """Notify the other ranks of the error, and remove the files of an unfinished unit (`dasksc.inference.work`)."""
         if self._status is not None and self._run is not None:
             self._status.fail(exception)
             if self._share is not None:
@@ -135,7 +136,10 @@ class Writer:
 
 
 class _Batches:
-    """Batches of a share, without a length, since Lightning raises an error if the length is 0 on a rank."""
+    """Iterable over the batches of a share.
+
+    It has no ``__len__``, since Lightning raises an error if the length is 0 on a rank.
+    """
 
     def __init__(self, share: Share | None) -> None:
         self._share = share

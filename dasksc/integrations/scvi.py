@@ -52,7 +52,8 @@ class SCVIDataModule(scDataModule):
     model_name
         Name of the model class.
     obs, layers, obsm
-        Further names to yield, as for `dasksc.scDataset`.
+        Names of further columns, layers and obsm entries to read, as for `dasksc.scDataset`. A `transform` receives
+        them, but the model does not.
     fetch_factor, drop_last, seed, filter, equal_ranks, transform, return_index, ...
         As for `dasksc.scDataset`.
 
@@ -115,8 +116,8 @@ class SCVIDataModule(scDataModule):
             raise InputError(f"obs[{key!r}] is not categorical; convert it: adata.obs[{key!r}].astype('category')")
         if self.adata.obs[key].isna().any():
             raise InputError(
-                f"obs[{key!r}] has missing values, for which scvi-tools has no code; replace them by a category, such "
-                "as 'unknown'"
+                f"obs[{key!r}] has missing values, to which scvi-tools assigns no category; replace them with a "
+                "category, such as 'unknown'"
             )
         return reader.categories[key]
 
@@ -219,7 +220,7 @@ class SCVIDataModule(scDataModule):
         return renamed
 
     def inference_dataloader(self, indices: Any = None, batch_size: int | None = None) -> Iterator[Any]:
-        """Return an iterator over batches of all cells, in storage order, for methods that take ``dataloader=``.
+        """Return an iterator over batches in storage order, for methods that take ``dataloader=``.
 
         Parameters
         ----------

@@ -78,7 +78,7 @@ _ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
 _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
-# Numbers of the special streams under the key of a row. All other stream numbers are column numbers.
+# Numbers of the random streams of a row that do not belong to a column. All other stream numbers are column numbers.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
 # Largest count, and largest total of a row, for which `sample` rounds the probability of thinning to `_SHARE_BITS`
 # bits.
@@ -129,7 +129,7 @@ def _affine(row_key):
 def binomial_table(p, table):
     """Write distribution functions of binomials into `table`, shape ((N_TABLE + 1) * N_TABLE,), uint64.
 
-    If each of n counts is kept with probability `p`, at most k are kept when 53 random bits are below
+    If each of n molecules is kept with probability `p`, at most k are kept when 53 random bits are below
     ``table[n * N_TABLE + k]``. From k = n on, the entry is larger than any 53 bits.
     """
     table[:] = np.uint64(_ONE_AS_WORD)
@@ -220,7 +220,7 @@ def _many_of(key, n, p):
 
 @kernel
 def binomial_kept(key, n, p):
-    """Draw a binomial number: the number of `n` counts that are kept with probability `p` each. `key` is uint64."""
+    """Draw a binomial number: how many of `n` molecules are kept with probability `p` each. `key` is uint64."""
     if p > 0.5:
         return n - binomial_below(key, n, 1.0 - p)
     return binomial_below(key, n, p)
@@ -359,7 +359,8 @@ def _reach(row_key, columns, counts, n, target, kept):
 @kernel
 def _fill_words(row_key, columns, start, stop, words, first):
     # Write the first 32 bits of the random words of `columns` from `start` to `stop` into `words` from `first` on.
-    # Whole vectors are written, except at the end of `columns`, so `words` is padded by one vector.
+    # Columns are hashed in whole vectors. The last vector may extend beyond `stop`, so `words` is padded by one vector.
+    # At the end of the array `columns`, elements that do not fill a vector are hashed one by one.
     factor, offset = _affine(row_key)
     columns_at = columns.ctypes.data + np.uint64(columns.itemsize * start)
     words_at = words.ctypes.data + np.uint64(words.itemsize * first)
@@ -417,7 +418,7 @@ def _dense_scratch(dense):
 
 @kernel
 def _csr_scratch(source, dense):
-    # Return arrays for CSR rows of `source` that are changed at a time.
+    # Return scratch arrays for the CSR rows of `source` that are changed together.
     positions, lengths = source[0], source[1]
     size = _NONZEROS_AT_ONCE
     for i in range(len(positions)):
@@ -621,7 +622,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
     taken = np.zeros(_MOST_IN_ROW // _WORD_BITS, np.uint64)
     for i in range(len(indptr) - 1):
         start = np.int64(indptr[i])
-        first = np.uint64(start)  # for a signed index, numba also handles negative values
+        first = np.uint64(start)  # an unsigned index avoids numba's check for negative values
         n = np.int64(indptr[i + 1]) - start
         row_key = keys[first_row + i]
         is_slow = False

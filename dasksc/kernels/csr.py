@@ -1,8 +1,9 @@
 """Gathering of rows from arbitrary memory addresses into a minibatch.
 
 A row is given by the address of its first element and its length. The same kernel therefore reads memory-mapped files,
-decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores chunks at any byte). Another benefit
-of addresses is that compiled variants differ only in the data types of the elements, such as values and column indices.
+decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 stores chunks at any byte). Addresses also
+keep the number of compiled variants small: variants differ only in the data types of the elements, such as values and
+column indices.
 
 The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
 data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the
@@ -87,8 +88,7 @@ _STRIDE = 64
 _TRIED = 4096
 _LINE_BYTES = 64
 _HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
-# Number of set bits of a word whose positions are written at a time, so that few branches depend on how many bits are
-# set.
+# Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
@@ -411,7 +411,7 @@ def copy_columns_csr(
 ):
     """Copy and renumber the kept columns of CSR rows; row i begins at ``indptr[i]``.
 
-    `indptr` holds the sums of the counts of `count_columns`.
+    `indptr` holds the cumulative sums of the counts from `count_columns`.
     """
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
@@ -489,7 +489,8 @@ def merge_columns_csr(
     """Copy, renumber and sort the kept columns of CSR rows; sum repeated columns in stored order.
 
     The offsets of the resulting rows are written into `indptr`, shape (n_rows + 1,). `indices` and `data` must have
-    room for the counts of `count_columns`. `sums`, shape (n_kept,), is scratch memory in the data type of the sums.
+    room for as many elements as `count_columns` counts in total. `sums`, shape (n_kept,), is scratch memory. Repeated
+    columns are summed in its data type.
     """
     longest = _longest(positions, lengths)
     columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)

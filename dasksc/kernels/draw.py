@@ -2,8 +2,9 @@
 
 Weights have one of three sources. If `values` is empty, every row has weight 1. If `table` is empty, `values` holds the
 weights. Otherwise `values` holds integer codes from -1 (no label) upwards, and ``table[c + 1]`` is the weight of code
-c. `lookup` holds the position in `values` of each candidate; if it is empty, the entry of candidate i is at position i.
-A heap is a binary tree of sums in one array: the children of node i are nodes 2 i and 2 i + 1.
+c. A candidate is a row that may be drawn. `lookup` holds the position in `values` of each candidate; if it is empty,
+the entry of candidate i is at position i. A heap is a binary tree of sums in one array: the children of node i are
+nodes 2 i and 2 i + 1.
 """
 
 from __future__ import annotations
@@ -278,8 +279,7 @@ def split_draws(n_draws, tree, n_levels, key, out):
     key
         Key of the epoch, uint64.
     out
-        Output: number of the first draw at each node, followed by `n_draws`, shape
-        ((1 << n_levels) + 1,), int64.
+        Output: index of the first draw at each node, followed by `n_draws`, shape ((1 << n_levels) + 1,), int64.
     """
     out[0] = n_draws
     for level in range(n_levels):
@@ -344,15 +344,15 @@ def _fall(key, node, n_draws, numbers, shares):
 def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
     """Compute the candidates of weighted draws with replacement; the draws are in storage order.
 
-    A heap over the candidates splits the draws. The number of a node's draws that go to its left child is binomial: its
-    probability is the left child's share of the weight, and its random numbers come from a key of the node. Any single
-    draw is found by descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few
-    draws, each draw uses a random number of its own.
+    A heap over the candidates splits the draws. The number of draws that a node passes to its left child is binomial,
+    with that child's share of the node's weight as probability. Each node has its own random stream. Any single draw is
+    found by descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few draws,
+    each draw uses a random number of its own.
 
     Parameters
     ----------
     wanted
-        Numbers of the requested draws, shape (k,), int64; fast if ascending.
+        Indices of the requested draws, shape (k,), int64. Ascending indices are fastest.
     starts_at
         Output of `split_draws` for a level of the heap.
     tree
@@ -492,7 +492,7 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
         for i in range(first, stop):
             start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
             size = min(segment, n - start)
-            # Runs are summed first, since their sums do not depend on each other.
+            # All runs are summed before the search. The sums are independent, so the processor overlaps them.
             if is_plain and size == segment:
                 for run in range(n_runs):
                     total = 0.0

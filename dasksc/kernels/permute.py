@@ -77,8 +77,8 @@ def stream(key, number):
 def below(key, counter, n):
     """Return an integer in [0, n), exactly uniform, for 0 < n < 2**32.
 
-    A draw uses the two halves of a 64-bit word and, if both are rejected, words of a separate stream
-    (Lemire: Fast random integer generation in an interval, 2019).
+    A draw tries the two halves of a 64-bit word in turn and, if both are rejected, words of a separate stream (Lemire:
+    Fast random integer generation in an interval, 2019).
     """
     size = np.uint64(n)
     threshold = ((_U1 << _U32) - size) % size

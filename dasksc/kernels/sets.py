@@ -1,9 +1,9 @@
 """Sets of cells: grouping of rows by code, and keyed draws from a group.
 
-Every draw is a range of a keyed order of a group's cells. The order permutes blocks of cells. The cells are rotated
-by a random offset and cut into full blocks and a short one. The full blocks are permuted, and the short
-block is inserted at a random place. Since the offset is uniform, every cell is equally likely at any
-place of the order, for any sizes. Cells that are neighbors in storage are read together.
+Every draw takes consecutive cells from a random order of a group's cells. A key determines this order. To form it, the
+cells are rotated by a random offset and cut into full blocks and a short one. The full blocks are permuted, and the
+short block is inserted at a random place. Since the offset is uniform, every cell is equally likely at any place of the
+order, for any sizes. Cells that are neighbors in storage are read together.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def fill_from_group(key, n, block_size, first, table, out):
 def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table, out):
     """Write the members of each set, in random order.
 
-    A set is a range of a keyed order of its group.
+    Each set takes consecutive cells from a random order of its group, given by `keys`.
 
     Parameters
     ----------

@@ -30,7 +30,8 @@ def locate_strings(references, data, starts, sizes):
     Parameters
     ----------
     references
-        Stored references: length, address of the heap collection and number in it, shape (n, 16), uint8.
+        Stored references, shape (n, 16), uint8. Each holds the length of the string, the address of its heap
+        collection, and the number of its object in the collection.
     data
         Bytes of the file, uint8.
     starts, sizes

@@ -68,7 +68,7 @@ def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, tota
     """Draw the molecules of a run of cells as CSR rows with sorted indices.
 
     A cell is complete when `depths` different genes have been seen. Each cell has a random stream of its own, so its
-    counts depend only on the key, the alias tables, and the number, group and depth of the cell.
+    counts depend only on the key, the alias tables, and the cell's number, group and entry in `depths`.
 
     Parameters
     ----------

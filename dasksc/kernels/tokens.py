@@ -35,7 +35,7 @@ __all__ = [
 _SIGN = np.uint32(0x80000000)
 _REST = np.uint32(0x7FFFFFFF)
 # Streams under the key of a row: for the choice of sampled genes, the choice of masked genes, the fate of a masked
-# gene, the replacement of a masked gene, and the bin of a value on equal edges.
+# gene, the replacement of a masked gene, and the bin of a value at which several bin edges coincide.
 _SAMPLED, _MASKED, _FATE, _REPLACEMENT, _TIED = range(5)
 
 HIDDEN, REPLACED, SHOWN = 1, 2, 3

@@ -1,4 +1,4 @@
-"""Operations on vectors of neighboring elements, for loops that LLVM does not vectorize by itself.
+"""Operations on vectors of neighboring elements, used in loops that LLVM does not vectorize by itself.
 
 LLVM compiles vectors of any width for any processor, so these functions do not depend on the instruction set of the
 processor.
@@ -185,8 +185,8 @@ def thin_small(typingctx: Any, values_at: Any, words_at: Any, index: Any, like: 
     like
         Array with the data type of the values.
     steps
-        Steps of the distribution functions of 1, 2 and 3 counts, six uint32. The number of kept counts is the number
-        of steps that the random word of a value reaches.
+        Steps of the distribution functions for the values 1, 2 and 3, six uint32. A thinned value is replaced by the
+        number of steps that its random word reaches.
     """
     signature = types.uint64(types.uint64, types.uint64, types.int64, like, steps)
 

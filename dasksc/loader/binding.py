@@ -29,7 +29,7 @@ def bound(
     strategy
         Strategy as given by the user.
     source
-        Source with the number of rows and obs.
+        Source that provides the number of rows and the obs table.
     filter
         Expression over obs that rows must satisfy.
     batch_size

@@ -148,9 +148,9 @@ class scDataset(IterableDataset[Any]):
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
-        Data type of the values. None keeps the data type of ``adata.X``; the file may store the values in a narrower
-        type. A batch with a value that an integer type or float16 cannot represent raises an `InputError`. With
-        ``"bool"``, nonzeros become True.
+        Data type of the values. None keeps the data type that ``adata.X`` reports, even if the file stores the values
+        in a narrower type. A batch with a value that an integer type or float16 cannot represent raises an
+        `InputError`. With ``"bool"``, nonzeros become True.
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
@@ -166,8 +166,8 @@ class scDataset(IterableDataset[Any]):
         thread two tasks, within `memory_limit`; a large fetch consists of several tasks.
     memory_limit
         Maximum anonymous memory (allocated memory, without memory-mapped files and page cache) during iteration on this
-        rank, in bytes or as text such as ``"2GiB"``. DataLoader workers share it by prefetching less; a warning is
-        logged if they still exceed it.
+        rank, in bytes or as text such as ``"2GiB"``. DataLoader workers divide the limit equally, so each prefetches
+        less. A warning is logged if their total still exceeds it.
     mmap
         Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that `dasksc.open` returns, pass
         `mmap` to `dasksc.open` instead.
@@ -178,10 +178,10 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Processes that divide the rows of every epoch among them, if not all processes of the run do: a
-        ``torch.distributed`` process group, or a ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``,
-        ``"data"``, ``"fsdp"`` or similar. Ranks that differ only in other dimensions (tensor or pipeline parallel) read
-        the same batches.
+        Processes that divide the rows of every epoch among them: a ``torch.distributed`` process group, or a
+        ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks
+        that differ only in other dimensions (tensor or pipeline parallel) read the same batches. Default: all processes
+        of the run.
     transform
         Function that maps each `Batch` to the item to yield, such as `dasksc.tokens.RankTokens` or
         `dasksc.transforms.Downsample`. A list of functions is applied in order. Unlike hooks, transforms receive
@@ -195,8 +195,8 @@ class scDataset(IterableDataset[Any]):
         Column of var with which names are compared, such as ``"ensembl_id"``. Default: var_names. Genes with a missing
         value in this column match no name.
     genes_repeated
-        Treatment of a name in `genes` that several columns of the atlas share: ``"error"``, or ``"sum"`` to sum
-        them in the data type of the matrix (integers in 64 bits).
+        Treatment of a name in `genes` that several columns of the atlas share: ``"error"``, or ``"sum"`` to add up
+        these columns. Integers are summed in 64 bits, floats in the data type of the matrix.
     label_key
         Column of obs whose classes ``strategy="balance"`` draws evenly.
     return_index
@@ -505,10 +505,10 @@ class scDataset(IterableDataset[Any]):
         ------
         InputError
             If the state is invalid, belongs to other data, or was saved with a different strategy, `drop_last` or
-            `equal_ranks`, or with a different seed if this data set was given one; the message lists the differences.
-            Also if it was saved in the main process and is loaded in a DataLoader worker, or the reverse; or if it was
-            saved in another worker, or with another `num_workers`. In a DataLoader worker, also if the state was saved
-            in the middle of an epoch and with another world size, batch size or fetch size.
+            `equal_ranks`. Also if its seed differs from a seed that was passed as `seed` or loaded earlier. The message
+            lists the differences. Also if the state was saved in the main process and is loaded in a DataLoader worker,
+            or the reverse; or if it was saved in another worker, or with another `num_workers`. In a DataLoader worker,
+            also if the state was saved in the middle of an epoch and with another world size, batch size or fetch size.
         """
         given_seed = self._session.own_seed if self._session.seed_is_given else None
         position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)

@@ -83,7 +83,7 @@ class EpochRun:
     plan
         Plan of the epoch for this rank.
     fetches
-        Numbers of the fetches that this process reads.
+        Indices, in `plan`, of the fetches that this process reads.
     n_done
         Number of their batches that were yielded earlier.
     scheduler

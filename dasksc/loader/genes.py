@@ -125,7 +125,7 @@ class GeneRequest:
         return ", ".join(name for name, is_given in given.items() if is_given)
 
     def of(self, modality: str) -> GeneRequest:
-        """Return the request for one of several modalities, whose genes are in a dict."""
+        """Return the request for one modality; `genes` is a dict by modality, or None."""
         if self.genes is None or modality not in self.genes:
             return GeneRequest()
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
@@ -142,7 +142,7 @@ class GeneRequest:
         n_vars
             Number of columns of the matrix.
         of
-            Atlas whose path an error names.
+            Atlas; error messages contain its path.
         """
         genes = self.genes
         if genes is None:

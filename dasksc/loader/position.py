@@ -124,7 +124,7 @@ def state_of(
     seed: int,
     unfinished: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """Return the state at a position, which `parse_state` parses.
+    """Return the state at a position, in the format that `parse_state` reads.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def state_of(
         state["worker"] = (worker.id, worker.num_workers)
     elif (epoch := unfinished()) is not None:
         logger.warning(
-            "the state counts only whole epochs, but DataLoader workers are in the middle of epoch %d: a run "
+            "the state does not contain the position of DataLoader workers, which are in the middle of epoch %d: a run "
             "resumed from this state skips the rest of that epoch. Use num_workers=0, or save the state of torchdata's "
             "StatefulDataLoader",
             epoch,

@@ -89,7 +89,8 @@ class MemoryProjection:
         """Return the projection of a pass in storage order, with the ranks of `session`.
 
         If a fetch of `fetch_factor` batches is large, the pass uses smaller fetches. Large fetches serve to mix distant
-        rows, which a pass in storage order does not need, and several of them are in memory at a time.
+        rows, which is unnecessary in storage order. Smaller fetches save memory, because several fetches are in memory
+        at a time.
         """
         one = copy.copy(self)
         one.session = session

@@ -123,8 +123,8 @@ class RankSession:
         return world
 
     def __getstate__(self) -> dict[str, Any]:
-        # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies, for example in
-        # ranks that a parent process outside the group spawns, detect their own world.
+        # Spawned DataLoader workers have no process group, so the world is fixed for them. Other copies of the session
+        # detect their own world, for example in ranks spawned by a parent process that is not in the group.
         if get_spawning_popen() is not None and self.current_world().world_size > 1:
             self.fix_world()
         state = self.__dict__ | {"agreement": None}

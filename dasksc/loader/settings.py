@@ -12,7 +12,7 @@ from dasksc.sampling.strategies import SamplingStrategy
 
 __all__ = ["differences", "settings_of", "settings_of_batches"]
 
-# Arguments of strategies that have the name of an argument of `scDataset`.
+# Text for strategy arguments that share their name with an argument of `scDataset`.
 _OF_STRATEGY = {"drop_last": "drop_last of the strategy"}
 
 _SAME_TEXT = (
@@ -27,7 +27,7 @@ def settings_of(strategy: SamplingStrategy, filter: str | None) -> dict[str, str
     Parameters
     ----------
     strategy
-        Strategy of a data set. Only dataclasses have arguments by name.
+        Strategy of a data set. If its class is not a dataclass, the arguments are omitted.
     filter
         Text of the expression over obs that rows must satisfy.
     """

@@ -261,7 +261,7 @@ class IndexedSource(Source):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Empty dict, since a collection of the user may change between runs."""
+        """Empty dict: a collection that the user provides may change between runs, so it is not compared."""
         return {}
 
     @property

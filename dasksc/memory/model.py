@@ -25,7 +25,8 @@ _MAX_PARTS = 64
 # Memory of threads, of tasks, and of the caches of threads and the allocator.
 _PROCESS_BYTES = 2**24
 _PAGE_BYTES = 2**12
-# Share of the remaining memory that mapped files may fill if the page cache is to hold all of them.
+# Share of the page cache that mapped files may fill if the cache is to hold all of them. The page cache can use the
+# available memory minus the anonymous memory.
 _CACHED_SHARE = 0.9
 # Share of the available memory that may be in use if files are larger than the page cache. If more is in use, the
 # kernel evicts pages before they are used.
@@ -67,7 +68,7 @@ class ReadingMode:
     unmapped
         Labels of the matrices whose files are read into memory although they could be memory-mapped.
     depth
-        Parts of fetches in flight beyond the fetch being yielded.
+        Number of parts of fetches in flight, not counting the fetch being yielded.
     n_parts
         Number of tasks per fetch.
     demand
@@ -93,14 +94,14 @@ class MemoryModel:
         Number of rows.
     mapped, read
         Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
-        mapped, `read` if none is. The parts of a concatenated matrix are separate entries, each with its share of the
-        mean cost.
+        mapped, `read` if none is. The parts of a concatenated matrix are separate entries; `row` and `held` of each are
+        multiplied by its share of the rows.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes
         Size of a batch of tensors, in bytes.
     n_batches
-        Number of batches held at once: gathered ahead, yielded and in use.
+        Number of batches held at once: those gathered ahead, those just yielded, and those still in use.
     run_rows
         Mean length of the runs of contiguous rows in a fetch. The first and the last page of a run count in full, even
         if the run fills only part of them.
@@ -145,7 +146,7 @@ class MemoryModel:
         Parameters
         ----------
         depth
-            Parts of fetches in flight beyond the fetch being yielded.
+            Number of parts of fetches in flight, not counting the fetch being yielded.
         n_threads
             Number of threads of this process that fetch.
         unmapped
@@ -190,9 +191,9 @@ class MemoryModel:
         every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number of parts in
         flight is the largest that fits, at most the result of `depth`.
 
-        If no mode fits, files are mapped. Unless `prefetch` is given, the number of parts in flight is then reduced
-        until anonymous memory fits in `limit` and all memory in use fits in half of `available`, or until a single part
-        is in flight.
+        If no mode fits, all files are mapped after all (unless `may_map` is False), because mapped pages can be evicted
+        and read again. Unless `prefetch` is given, the number of parts in flight is then reduced until anonymous memory
+        fits in `limit` and all memory in use fits in half of `available`, or until a single part is in flight.
 
         Parameters
         ----------
@@ -238,7 +239,7 @@ class MemoryModel:
 
     @staticmethod
     def _fits_mapped(demand: Demand, limit: int, available: int) -> bool:
-        """Return True if all pages in use fit in the page cache, so that files larger than the cache may be mapped."""
+        """Return True if the demand fits with mapped files that may be larger than the page cache."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:

@@ -19,12 +19,12 @@ LZ4HC, level 4                                                              6.0 
 LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
-LZ4HC searches longer for repetitions than LZ4. Its output is smaller. More importantly, this output is faster to
-decode, because it consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes,
+LZ4HC spends more time than LZ4 on finding repetitions. Its output is smaller. More importantly, this output is faster
+to decode, because it consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes,
 except for floats whose exact values recur, such as log-normalized values of one cell. Zstandard at level 1 takes fewer
 bits for counts (2.4) and about as many for column indices (9.1), but takes two to four times as long to decode. Chunks
-of fewer than 131,072 values are slower. Larger chunks are hardly faster, and slow down readers that decode whole
-chunks.
+of fewer than 131,072 values are slower to decode. Larger chunks are hardly faster, and slow down readers that decode
+whole chunks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _ABSENT = 2**64 - 1
 _CODECS = {"lz4hc": ("lz4hc", 4), "stored": ("lz4", 0)}
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
 # Size of a Blosc block, the smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks
-# waste less. C-Blosc multiplies this setting by the number of bytes per value, and raises smaller results to 64 KiB.
-# Values of up to four bytes therefore get blocks of 64 KiB.
+# waste less. C-Blosc multiplies this setting by the number of bytes per value, and uses at least 64 KiB. Values of up
+# to four bytes therefore get blocks of 64 KiB.
 _BLOCK_BYTES = 16 * 2**10
 
 

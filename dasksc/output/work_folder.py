@@ -149,7 +149,8 @@ class WorkFolder:
     def remove(self) -> None:
         """Remove the folder: first the results, then the plan, and finally the lock.
 
-        The plan is removed after the results, since it may record that they were published.
+        The plan is removed after the results. If the removal is interrupted, the plan therefore still records whether
+        the results were published.
         """
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
@@ -312,7 +313,7 @@ def discard(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush the directory entries of a folder to the disk."""
     if os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(folder, os.O_RDONLY)

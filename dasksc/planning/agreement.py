@@ -26,7 +26,7 @@ __all__ = ["Agreement", "shared_store"]
 
 logger = logging.getLogger("dasksc.world")
 
-# Prefix of settings that hold a number of genes. A rank without a selection of genes lacks these settings.
+# Prefix of settings whose value is a gene count. A rank without a selection of genes lacks these settings.
 _GENES = "genes of "
 
 
@@ -93,10 +93,10 @@ _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKey
 class Agreement:
     """Agreement between the ranks of one data set, through the store of their process group.
 
-    Ranks are matched by the order in which they make data sets for the same group. Every rank of the
-    group must therefore make the same data sets in the same order. A data set for a single rank takes
-    ``rank=0, world_size=1`` and compares nothing. Every call takes one or two round trips to the store
-    and waits for no other rank.
+    Data sets of different ranks are matched by the order in which each rank makes them for the same group. Every rank
+    of the group must therefore make the same data sets in the same order. A data set for a single rank takes
+    ``rank=0, world_size=1`` and compares nothing. Every call takes one or two round trips to the store and waits for no
+    other rank.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class Agreement:
     def begin(
         self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Record the epoch and data that an iteration reads, and compare them with the record of the first rank.
+        """Record the epoch and data that an iteration reads, or compare them with those another rank has recorded.
 
         Parameters
         ----------
@@ -192,7 +192,7 @@ class Agreement:
             )
 
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
-        """Return the settings that differ between the first rank and this one, with both values."""
+        """Return the settings that differ between `rank` and this rank, with both values."""
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
         if not names:
             return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
@@ -255,5 +255,5 @@ def _value_of(name: str, settings: Mapping[str, str]) -> str:
 
 
 def _absent(name: str) -> str:
-    """Return the value to show for a setting that a rank lacks; without a selection, batches hold all genes."""
+    """Return the value to show for a setting that a rank lacks: ``"all"`` for a gene count, otherwise ``"not set"``."""
     return "all" if name.startswith(_GENES) else "not set"

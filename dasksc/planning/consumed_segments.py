@@ -14,7 +14,7 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedSegment:
-    """Consumed segment of an epoch: world size, batch size, fetch factor, and number of batches per rank."""
+    """Part of an epoch that was already read: world size, batch size, fetch factor, and number of batches per rank."""
 
     world_size: int
     batch_size: int

@@ -5,9 +5,9 @@ Any fetch can be computed without the preceding ones, in time and memory that de
 
 The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
 are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
-... The leftover rows, at most W - 1 full blocks and a short block, are cut into W equal pieces.
-Every rank inserts its piece before the same round. The shares of the ranks therefore differ by at most
-one row, for any sizes:
+... The leftover rows, at most W - 1 full blocks and a short block, are cut into W pieces whose sizes differ by at most
+one row. Every rank inserts its piece before the same round. The shares of the ranks therefore differ by at most one
+row, for any sizes:
 
 .. code-block:: text
 

@@ -132,7 +132,7 @@ class World:
         return cls(
             rank=found.rank if rank is None else int(rank),
             world_size=found.world_size if world_size is None else int(world_size),
-            # Explicit arguments do not say where the ranks run; the detected local ranks still share the cores.
+            # Explicit arguments do not say how many ranks run on this machine, so the detected number is kept.
             local_world_size=found.local_world_size,
             source="arguments",
         )

@@ -15,8 +15,8 @@ def rotated(positions: NDArray[np.int64], *, n_units: int, block_size: int, seed
     """Rotate positions so that every row is equally likely to be dropped.
 
     The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a random
-    row. If the short block always held the last rows, these would be dropped with a different probability. The short
-    block therefore starts at a random position and wraps around from the last row to the first.
+    row. If the short block always held the last rows of the epoch, these would be dropped with a different probability.
+    The short block therefore starts at a random position and wraps around from the last row to the first.
 
     Parameters
     ----------

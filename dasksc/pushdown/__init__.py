@@ -1,10 +1,11 @@
 """Conversion of a `Matrix` to a Dask array, and of a Dask array to a `Matrix`.
 
-`to_dask` serves lazy inspection, metadata and whole-array work. It makes one task per row chunk, with `csr_matrix` or
-`ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds the `Matrix` behind an array that
-`to_dask` made, and each fetch reads its rows directly from that matrix. Array code (Dask operations on such an array)
-is computed for the fetched rows alone (`RowLocalMatrix`) if it treats every row independently. Any other Dask array
-becomes a `DaskMatrix`, which computes whole row chunks and therefore costs more.
+The Dask array that `to_dask` makes is for metadata, lazy inspection and computations on the whole array. It has one
+task per row chunk, with `csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds
+the `Matrix` behind an array that `to_dask` made, and each fetch reads its rows directly from that matrix. Dask
+operations on such an array (array code) run on the fetched rows alone if they treat every row independently
+(`RowLocalMatrix`). Any other Dask array becomes a `DaskMatrix`, which computes whole row chunks and therefore costs
+more.
 """
 
 from __future__ import annotations
@@ -105,6 +106,6 @@ def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
 _ADVICE = "Use fewer rows per chunk or a larger block_size, or write the array to a file and open that file."
 _ADVICE_ON_SHARED = (
     "A value that all row chunks of the array use, such as a mean over the rows, is computed by the first fetch in "
-    "each process, and kept if it is small. Compute this value first, so that the other steps can be computed row by "
-    "row: m = X.mean(axis=0).compute(), then X - m."
+    "each process, and kept if it is small. Compute this value yourself, so that the other steps can be computed row "
+    "by row: m = X.mean(axis=0).compute(), then X - m."
 )

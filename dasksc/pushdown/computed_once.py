@@ -27,7 +27,7 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of intermediate results that tasks of at least half of the row chunks use directly.
+    """Return the keys of intermediate results that at least half of the row chunks use directly.
 
     The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
     such as the chunks before a rechunk, since caching these would amount to caching the whole array.
@@ -42,9 +42,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # A result is shared if tasks of at least half of the row chunks use it directly. Only uses by tasks that serve
-        # a single row chunk are counted. The next pass ignores paths through the keys found so far. Without these
-        # paths, more tasks serve a single row chunk, so the results that they use may be shared as well.
+        # A result is shared if tasks of at least half of the row chunks use it directly. A use counts only if its task
+        # serves a single row chunk. Each pass of this loop ignores paths through the keys that earlier passes found.
+        # More tasks then serve a single row chunk, so the pass may find further shared results.
         shared |= more
     return shared
 

@@ -1,9 +1,9 @@
 """Common functions of CSR blocks that do not copy the index arrays.
 
-SciPy and scanpy copy the index arrays into each result, which takes as long as the computation itself: a fifth of the
-processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the result shares the index
-arrays of the argument, which become read-only. Other functions receive copies of shared index arrays, since they may
-modify them in place.
+SciPy and scanpy copy the index arrays into each result. The copies take as long as the arithmetic itself, and a fifth
+of the total processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the result shares
+the index arrays of the argument, which become read-only. Other functions receive copies of shared index arrays, since
+they may modify them in place.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _elementwise = functools.cache(_Elementwise)
 
 
 class _ScaledRows:
-    """scanpy's ``axis_mul_or_truediv``, called in place on a block that shares the index arrays of its argument."""
+    """scanpy's ``axis_mul_or_truediv``, called in place on a new block that shares the original's index arrays."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

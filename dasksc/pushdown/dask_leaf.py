@@ -1,4 +1,4 @@
-"""Dask arrays over a matrix, the leaves of every graph over stored cells."""
+"""Dask arrays that wrap a matrix, and are the leaves of every graph over stored cells."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         rows,
         chunks=(row_chunks, (n_vars,)),
         name=f"dasksc-{_short(matrix.label)}-{token}",
-        # Dask fuses slices into the read for a few getters only; this one leaves sparse blocks unconverted.
+        # Dask fuses slices into the read only for a few getter functions. `chunk.getitem` is one of them, and it does
+        # not convert sparse blocks to ndarray.
         getitem=chunk.getitem,
         asarray=False,
         meta=_empty_block(matrix.layout, matrix.dtype),

@@ -38,7 +38,7 @@ def shares_of(
     Raises
     ------
     InputError
-        If `class_weights` are not factors by label, or no class has a positive probability.
+        If `class_weights` is not a mapping from labels to factors, or no class has a positive probability.
     """
     present = counts > 0
     share = np.zeros(len(names), dtype=np.float64)

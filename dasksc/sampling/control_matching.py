@@ -32,7 +32,8 @@ class MatchRequest:
     by
         Names of the columns that define groups.
     match
-        Columns in which controls and targets agree; the last are the first to be ignored if ``unmatched="loosen"``.
+        Columns in which controls and targets agree. With ``unmatched="loosen"``, columns are ignored one by one,
+        starting with the last, until controls are found.
     n_controls
         Number of control cells for each target cell.
     block_size

@@ -427,7 +427,8 @@ class ClassBalancedSampling(BuiltInStrategy):
             check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:
             raise InputError(
-                "per_batch=True draws all rows of a class in turn, so sampling_size= would have no effect; omit it"
+                "per_batch=True draws every row of a class once before it draws any of them again, so sampling_size= "
+                "would have no effect; omit it"
             )
         smoothing: Any = self.smoothing
         if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
@@ -515,7 +516,7 @@ def _weighted(
         round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
     sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
     if 0 < sampler.total_weight < _TINY:
-        # Otherwise shares would be subnormal numbers, which are rounded to multiples of the smallest one.
+        # Without scaling, shares could be subnormal numbers, which are rounded to multiples of the smallest one.
         scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)
         sampler = replace(sampler, weights=scaled)
     sampler.require_drawable()

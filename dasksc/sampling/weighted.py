@@ -210,8 +210,9 @@ class WeightedSampler:
         draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
         keys[::-1].sort()
         rank = size / n * len(keys)
-        # About 6 standard deviations of this rank. The error can be larger if the weights are periodic and the interval
-        # between sampled candidates is a multiple of the period.
+        # `rank` is the estimated position of the smallest drawn key in the sorted sample, and `reach` is about 6
+        # standard deviations of this position. The estimate can be further off if the weights are periodic and the
+        # interval between sampled candidates is a multiple of the period.
         reach = 6 * np.sqrt(rank) + 6
         n_out, n_near = int((rank + reach) / len(keys) * n) + 1, int(2 * reach / len(keys) * n) + 1
         while True:

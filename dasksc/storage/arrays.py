@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-# Types of metadata and of the nodes of a file. A library that gets an object of one of these types where it expects
-# another type raises an AttributeError whose `obj` is that object.
+# Types of metadata values, and of the groups and arrays of HDF5 files and Zarr stores. A library that gets an object of
+# one of these types where it expects another type raises an AttributeError whose `obj` is that object.
 _PLAIN_DATA = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, np.generic, np.ndarray,
     h5py.HLObject, h5py.Empty, zarr.Group, zarr.Array,
@@ -35,8 +35,8 @@ def caused_by_data(error: BaseException) -> bool:
     """Return True if a library raised an error because of the data that it read.
 
     Other causes are a lack of memory, a missing module, and errors in the library's code. An `AttributeError` is caused
-    by the data if the object that lacks the attribute is metadata or a node of a file, such as a number where metadata
-    should have a dict.
+    by the data if the object that lacks the attribute comes from the file: a group, an array, or a metadata value, such
+    as a number in place of a dict.
     """
     if isinstance(error, AttributeError):
         return isinstance(error.obj, _PLAIN_DATA)
@@ -106,7 +106,10 @@ class StoredArray(Protocol):
 
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the data type that elements have in memory: float32 for float16, which numba does not support."""
+    """Return the data type of elements in memory: `dtype` in native byte order, but float32 for float16.
+
+    Numba does not support float16.
+    """
     return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
 
 

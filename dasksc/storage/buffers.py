@@ -46,7 +46,7 @@ class _Pool:
             self._n_users += 1
 
     def leave(self) -> None:
-        """Remove a user. Finalizers call this method, so it must not wait for the lock."""
+        """Unregister a user, a `Recycling` handle. Finalizers call this method, so it must not wait for the lock."""
         self._leaving.append(None)
         if self._lock.acquire(blocking=False):
             try:
@@ -66,8 +66,8 @@ class _Pool:
             buffer = self._pop(capacity) if capacity in self._idle else _new_memory(capacity)
             self._used_bytes += capacity
             self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-            # Used and idle memory together never exceed the peak of used memory. The sizes that have been
-            # idle longest are freed first, since dicts keep insertion order.
+            # Used and idle memory together never exceed the peak of used memory. Buffers of the size that has been idle
+            # longest are freed first: `_idle` is keyed by size, and dicts keep insertion order.
             while self._idle_bytes + self._used_bytes > self._peak_bytes:
                 self._pop(next(iter(self._idle)))
         # NumPy collapses chains of views: the base of a view of a view is the original array. The base of `root` is a

@@ -70,7 +70,8 @@ class ChunkSource(Protocol):
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
         """Yield the chunks in memory-mapped groups.
 
-        The result is None if the chunks cannot be mapped, or if a codec was not applied to one of them.
+        The result is None if the chunks cannot be mapped, or if one of them skipped a codec, since all mapped chunks
+        are decoded alike.
         """
 
 
@@ -183,7 +184,7 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return this array of column indices, all below `n_columns`, held as uint16 if the conversion costs nothing.
+        """Return this array of column indices below `n_columns`, converted to uint16 if the conversion costs nothing.
 
         It costs nothing for large chunks. These are rarely requested whole, so their rows are copied in any case, and
         the copy converts them.

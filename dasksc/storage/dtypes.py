@@ -38,8 +38,8 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     """Return an array to which the kernels can write values of the `source` type.
 
     The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. Floats
-    represent all values within their precision, and booleans mark nonzero values.
+    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. The second
+    condition does not apply to floats, which round values, or to booleans, which record whether values are nonzero.
     """
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 

@@ -19,8 +19,8 @@ from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns in a lookup table for sorting rows. For a wider matrix, only the few columns that occur in
-# the batch are numbered.
+# Maximum number of columns in a lookup table for sorting the columns of each row. For a wider matrix, only the few
+# columns that occur in the batch are numbered.
 _MOST_NUMBERED = 2**22
 
 
@@ -85,9 +85,9 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, `held` is this narrow type, so values need no check
-        # if `out` can represent the whole type. For any other `out`, `held` is widened to the data type for
-        # computation.
+        # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
+        # `out` can represent all values of this type, no check is needed. For any other `out`, `held` is widened to the
+        # data type for computation.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)

@@ -143,7 +143,7 @@ class DenseRowBuffer(RowBufferBase):
         return indptr, indices, data
 
     def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> None:
-        """Return None, since dense rows are gathered first and then changed in the batch; see `RowBuffer.source`."""
+        """Return None, since dense rows are gathered into the batch and transformed there; see `RowBuffer.source`."""
 
     def compact(self) -> DenseRowBuffer:
         """Copy the rows into a contiguous block, in the stored data type; return self if they are in one already."""

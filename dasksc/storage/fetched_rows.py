@@ -24,7 +24,7 @@ class Origins:
     Parameters
     ----------
     numbers
-        Number of the matrix that each row comes from, shape (n_rows,), int32.
+        Index of the matrix that each row comes from, shape (n_rows,), int32.
     labels
         Names of the matrices in error messages.
     maps
@@ -67,7 +67,7 @@ class RowBufferBase:
 
     @property
     def _maps(self) -> NDArray[np.int32]:
-        """Number of the column map of each row, shape (n_rows,), int32."""
+        """Index of the column map of each row, shape (n_rows,), int32."""
         # Computed on first use and cached for the other batches.
         if self._kept_maps is None:
             origins = self.origins
@@ -105,7 +105,7 @@ class RowBufferBase:
         return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 
     def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Raise an error if the data type of the matrix is requested and cannot represent the sums."""
+        """Raise an error if `dtype` is the data type of the matrix, an integer type, and cannot represent the sums."""
         if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
             return
         smallest, largest = int(sums.min()), int(sums.max())

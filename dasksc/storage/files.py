@@ -49,8 +49,8 @@ _ADVICE_BYTES = 2**20
 # decoded.
 _READ_BYTES = 2**18
 # A request for a range that is already in the page cache costs a microsecond. Such requests would account for half the
-# time of a fetch of single rows. A sample of about this many evenly spaced ranges is therefore tested first. If all of
-# them are cached, no range is requested, and any range that is not cached is read when it is accessed.
+# time of a fetch of single rows. A sample of about this many evenly spaced ranges is therefore tested first. If the
+# whole sample is cached, no range is requested. Other ranges that are not cached are then read when they are accessed.
 _SAMPLED = 32
 _REMEDY = "Copy or download it again."
 
@@ -296,7 +296,7 @@ class LocalFile:
                 raise StorageError(f"{self.path} cannot be opened: {error}") from error
             self.identity.compare(FileIdentity.of_open(self.path, descriptor.number))
             # If threads race, the first descriptor is kept: replacing it would close it while another thread uses its
-            # number. There is no lock, which a fork could inherit.
+            # number. There is no lock, since a forked process could inherit it in the locked state.
             descriptor = self._descriptors.setdefault(mode, descriptor)
             _opened.append(weakref.ref(self))
             while len(_opened) > _MOST_OPEN:
@@ -387,7 +387,8 @@ class _Descriptor:
         weakref.finalize(self, os.close, self.number)
 
 
-# Open files in the order of opening. A deque has atomic operations, so it needs no lock, which a fork could inherit.
+# Open files in the order of opening. A deque has atomic operations, so it needs no lock. A forked process could inherit
+# a lock in the locked state.
 _opened: deque[weakref.ref[LocalFile]] = deque()
 
 
@@ -404,7 +405,7 @@ def release_pages() -> None:
 
 
 class _Map:
-    """Memory map of a file, which exists as long as it is referenced.
+    """Memory map of a file; the map exists as long as this object is referenced.
 
     Python's own maps also keep the file open, so they are used only if the C library has no ``mmap``.
     """

@@ -257,7 +257,7 @@ class CSCMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes: the size of the whole matrix, and three times that size during the conversion."""
+        """Memory that a fetch takes: the size of the whole matrix, or three times that size during the conversion."""
         n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
         return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)
@@ -360,7 +360,7 @@ def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageE
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
     which = f"row {first}" if first == last else f"rows {first} to {last}"
-    # A `StorageError`, which is an `OSError`, already states a remedy.
+    # No remedy is added to an `OSError`: a `StorageError`, which is an `OSError`, already states one.
     remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
     return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
 

@@ -58,8 +58,8 @@ class Lookups:
     Parameters
     ----------
     to
-        Output column of each stored column, shape (n_maps, n_columns), int32. -1 marks a dropped column,
-        and -2 a column that no row may contain.
+        Output column of each stored column, shape (n_maps, n_columns), int32. -1 marks a dropped column, and -2 a
+        column beyond the width of the matrix, which no row may contain.
     kinds
         Treatment of each column (dropped, kept or refused), shape (n_maps, n_columns), uint8.
     renumbered
@@ -80,7 +80,7 @@ class Lookups:
     def of(cls, to: NDArray[np.int32], *, adds_up: bool = False) -> Lookups:
         """Return the tables for the output columns `to`."""
         kinds = np.select([to == -1, to < -1], [kernels.LEFT_OUT, kernels.REFUSED], default=kernels.KEPT)
-        # Refused columns wrap around to the largest numbers, which must not be valid columns.
+        # The cast to an unsigned type turns -2 into one of its largest numbers, which must not be a valid column index.
         narrow: type[np.unsignedinteger[Any]] = np.uint16 if to.max(initial=0) < 2**16 - 3 else np.uint32
         leaves_out = bool((to == -1).any())
         return cls(
@@ -169,7 +169,7 @@ class Sums:
     Parameters
     ----------
     targets
-        Numbers of these output columns, shape (n_targets,), int64.
+        Indices of the output columns that are sums, shape (n_targets,), int64.
     columns
         Columns to add, grouped by target, ascending within each.
     starts
@@ -197,8 +197,8 @@ class ColumnMaps:
     Parameters
     ----------
     positions
-        Common column of each column of a matrix: one integer array per matrix, with one element per column of that
-        matrix; -1 for dropped columns. Matrices may share an array.
+        One integer array per matrix, with the common column for each column of that matrix; -1 for dropped columns.
+        Matrices may share an array.
     n_vars
         Number of common columns.
     fill_value
@@ -207,7 +207,7 @@ class ColumnMaps:
     Attributes
     ----------
     which
-        Row of each matrix in the tables that `lookups` and `sources` return, shape (n_matrices,), int32.
+        For each matrix, its row in the tables that `lookups` and `sources` return, shape (n_matrices,), int32.
     n_columns
         Number of columns in the widest matrix.
     """
@@ -233,7 +233,7 @@ class ColumnMaps:
         return self._tables(columns)[0]
 
     def sources(self, columns: Columns | None) -> NDArray[np.int64]:
-        """Return the stored column of each kept column, shape (n_maps, n_kept), int64; `NOWHERE` or `ZERO` if none."""
+        """Return the source of each kept column (stored column, `NOWHERE` or `ZERO`), shape (n_maps, n_kept), int64."""
         return self._tables(columns)[1]
 
     def n_filled(self, columns: Columns | None = None) -> int:

@@ -55,7 +55,7 @@ class RowPointers:
         dtype
             Data type of the elements.
         which
-            Number of the buffer of each run, shape (n_runs,), or one number for all runs.
+            Index of the buffer that contains each run, shape (n_runs,), or one index for all runs.
         offsets, sizes
             Offset of each run in its buffer and size of the run, in bytes, shape (n_runs,).
         held_bytes

@@ -45,7 +45,7 @@ def by_dispersion(
     """
     if is_expressed is None:
         return _of_batch(means[0], variances[0], flavor, n_top_genes)
-    stacked = np.zeros((*means.shape, 4))  # genes that a batch does not express count as 0
+    stacked = np.zeros((*means.shape, 4))  # stays 0 for genes that are not expressed in a batch
     for values, mean, variance, expressed in zip(stacked, means, variances, is_expressed, strict=True):
         values[expressed] = _of_batch(mean[expressed], variance[expressed], flavor, n_top_genes)
     n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
@@ -82,7 +82,8 @@ def _of_batch(mean: NDArray[np.float64], variance: NDArray[np.float64], flavor: 
         width, center = width.where(~alone, center), center.where(~alone, 0.0)
     else:
         edges = np.r_[-np.inf, np.percentile(mean, np.arange(10, 105, 5)), np.inf]
-        # If many genes are expressed in no cell, edges coincide. scanpy raises an error in this case.
+        # If many genes are expressed in no cell, several percentiles are equal, and bin edges coincide. scanpy raises
+        # an error in this case.
         bins = pd.cut(genes["means"], bins=edges, duplicates="drop")
         grouped = genes["dispersions"].groupby(bins, observed=True)
         center = grouped.transform("median")

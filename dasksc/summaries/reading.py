@@ -27,8 +27,9 @@ from dasksc.sampling.strategies import Streaming
 
 __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 
-# Maximum and minimum size of a fetch, and the number of batches in it. The moments of several groups exceed the
-# processor's caches. All rows of a group in a batch are added at once, so large batches load the moments fewer times.
+# Maximum and minimum size of a fetch, and the number of batches in it. The moments of several groups do not fit in the
+# processor's caches. Each batch adds all its rows of a group at once, so with few, large batches the moments are loaded
+# into the caches fewer times.
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_BATCHES = 2**25, 2**21, 2
 # Copies of a batch that the computation makes: converted values, and values in another order.
 _BATCH_COPIES = 2
@@ -149,7 +150,7 @@ class Pass:
         n_bytes
             Memory that they need, in bytes.
         remedy
-            Advice that reduces the memory, in the imperative.
+            Advice on reducing this memory, as an imperative phrase for the error message.
 
         Raises
         ------

@@ -138,8 +138,8 @@ class Checkpoints:
             abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
-        # The abandoned checkpoints of other steps are moved only now, so they are still in place if the run is killed
-        # earlier.
+        # Move the other abandoned checkpoints after the rename, so that they are still in place if the run is killed
+        # before it.
         for other in abandoned:
             if other != path:
                 _move(other, aside)

@@ -216,7 +216,7 @@ class Fsdp(_Section):
     ----------
     sharding_strategy
         ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters gathered between forward and backward passes;
-        ``HYBRID_SHARD`` shards within groups of `shard_size` ranks and replicates across them; ``NO_SHARD`` is DDP.
+        ``HYBRID_SHARD`` shards within groups of `shard_size` ranks and replicates across groups; ``NO_SHARD`` is DDP.
     cpu_offload
         Keep parameters, gradients and optimizer state in host memory.
     min_num_params
@@ -269,8 +269,8 @@ class Training(_Section):
         Recompute the activations of each block in the backward pass instead of storing them.
     num_nodes, num_gpus
         Expected number of nodes, and expected number of GPUs over all nodes. On CPUs, `num_gpus` is the number of
-        processes. A run of another size raises an error. The number of nodes is checked only if the launcher reports
-        it: torchrun and srun do, and mpirun does on a single node.
+        processes. A run with different numbers raises an error. The number of nodes is checked only if the launcher
+        reports it: torchrun and srun do, and mpirun does on a single node.
     checkpoint_dir
         Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
     save_every

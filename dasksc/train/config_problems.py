@@ -12,7 +12,7 @@ from dasksc.atlas.lookup import nearest, similar
 
 __all__ = ["problems_in"]
 
-# Words for the limits of a number, by the type of pydantic's error.
+# Wording of numeric bounds, keyed by the error type of pydantic.
 _LIMITS = {
     "greater_than_equal": "at least",
     "greater_than": "greater than",
@@ -59,7 +59,7 @@ def _problem(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
 
 
 def _expected(root: type[BaseModel], where: Sequence[str], error: Any) -> str:
-    """Return what a key expects instead of its value, with an example as in YAML."""
+    """Describe the value that a key expects, with an example in YAML."""
     given, kind, limits = error["input"], error["type"], error.get("ctx", {})
     key = "" if where[-1].isdecimal() else f"{where[-1]}: "  # an item of a list has no key
     if kind == "literal_error":

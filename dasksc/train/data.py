@@ -69,8 +69,8 @@ class EpochLoader:
                 num_workers=data.num_workers,
                 prefetch_factor=data.prefetch_factor,
                 pin_memory=pin_memory,
-                # By default, the DataLoader would draw its seed from the default generator of torch. Dropout also uses
-                # this generator, and a resume restores its state.
+                # By default, every iterator of a DataLoader draws a seed from the default generator of torch. After a
+                # resume, this extra draw would change the dropout masks, which use the same generator.
                 generator=torch.Generator().manual_seed(dataset.seed % 2**63),
             )
             self._state = dataset.state_dict()
@@ -101,7 +101,7 @@ class EpochLoader:
         """Return the position in the data, from which `load_state_dict` resumes."""
         if not self._n_workers:
             return {"dataset": self.dataset.state_dict()}
-        # Workers take fetches in turn, so the rows yielded so far are not a prefix of the order of the epoch.
+        # Batches of several workers are interleaved, so the rows yielded so far may not be the first rows of the epoch.
         world = (self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers)
         state = {**self._state, "epoch": self.epoch, "consumed": []}
         return {"dataset": state, "n_taken": self._n_taken, "read_by": list(world)}
@@ -170,9 +170,9 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     Raises
     ------
     InputError
-        If the sections do not fit the atlas.
+        If the configuration does not fit the atlas.
     MissingKeyError
-        If the atlas lacks names of the configuration; the message lists all of them.
+        If the atlas lacks columns, layers or obsm entries that the configuration names; the message lists all of them.
     """
     data = config.data
     label = config.model.arguments.get("label")
@@ -194,7 +194,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
     try:
         adata = dasksc.open(data.path, obs=columns, mmap=data.mmap, names=names, **data.open.model_dump())
     except MissingKeyError:
-        # Every unknown name can be reported only if all columns are read.
+        # Read all columns, so that the error lists every unknown name and not only the first.
         _check_names(dasksc.open(data.path, mmap=data.mmap, names=names, **data.open.model_dump()), config)
         raise
     _check_names(adata, config)
@@ -382,7 +382,7 @@ def _first(names: list[Any]) -> str:
 
 
 def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows for training and the held-out rows, equal on every rank."""
+    """Return the rows for training and the held-out rows; the split is the same on every rank."""
     rest, held_out = _parts_of(adata, validation).values()
     return rest, held_out
 

@@ -6,7 +6,7 @@ Most keys are the same in both layouts. The others are translated as follows:
 
     data.source                    removed: the type of an atlas follows from its path
     data.paths                     data.path
-    data.gene_vocab                tokenizer.vocabulary; a value that is not a path is ignored, and tokens are the
+    data.gene_vocab                tokenizer.vocabulary; if the value is not a path, it is ignored, and tokens are the
                                    column numbers of genes in the atlas
     data.max_genes                 tokenizer.max_genes
     data.streaming                 removed: atlases are always streamed

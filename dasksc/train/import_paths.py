@@ -65,7 +65,7 @@ def find(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
 def _completed(name: str, available: Iterable[str]) -> str:
     """Return the known name whose first word is similar to `name`, such as mlp_classifier for mlp.
 
-    Return `name` itself if no first word is similar, or if a whole known name is similar to it.
+    Return `name` unchanged if no first word is similar, or if `name` already resembles a whole known name.
     """
     by_first_word = {one.partition("_")[0]: one for one in available}
     near = [] if similar(name, available) else similar(name, by_first_word)

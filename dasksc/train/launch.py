@@ -122,9 +122,9 @@ def launch(
         Number of nodes of the run, and rank of this node.
     address, port
         Address and port of the first node, for several nodes. They default to ``MASTER_ADDR`` and ``MASTER_PORT`` or,
-        if these are not set, to values derived from Slurm. With an address, but without a port or ``MASTER_PORT``, the
-        port is derived from Slurm only within a Slurm step with one task on each of several nodes; otherwise it is
-        29500.
+        if these are not set, to values derived from Slurm. If `address` is given, but neither `port` nor
+        ``MASTER_PORT``, the port is 29500. In a Slurm step that runs one task on each of several nodes, the port is
+        derived from Slurm instead.
     max_restarts
         Number of times that all processes are restarted after a failure.
 
@@ -147,7 +147,8 @@ def launch(
         given = dict(os.environ)
         if address is not None:
             given["MASTER_ADDR"] = address
-            if node_of(os.environ)[0] == 1:  # other nodes may see no job, or another step, and derive another port
+            # Other nodes may be outside the Slurm job or in another step, and would derive another port.
+            if node_of(os.environ)[0] == 1:
                 given.setdefault("MASTER_PORT", "29500")
         if port is not None:
             given["MASTER_PORT"] = str(port)
@@ -163,7 +164,7 @@ def launch(
 def _torchrun(options: list[str]) -> None:
     from torch.distributed import run
 
-    # `run.main` would record the failures of ranks as its own, and warn that it has no file to record them in.
+    # `run.main` would also try to copy the error file of a failed rank to its own, and log that it has none.
     run.run(run.parse_args(options))  # type: ignore[no-untyped-call]
 
 
@@ -189,8 +190,8 @@ def _short_failures() -> Iterator[None]:
 def describe_exits(exit_codes: Mapping[int, int]) -> list[str]:
     """Describe the ranks that ended without reporting an error.
 
-    Ranks with exit code 1 have reported an error. After a failure, the launcher ends the other ranks with SIGTERM. They
-    are included only if all ranks ended by SIGTERM.
+    Ranks with exit code 1 have reported an error. After a failure, the launcher ends the other ranks with SIGTERM.
+    Ranks that ended by SIGTERM are included only if all failed ranks ended that way.
 
     Parameters
     ----------
@@ -259,7 +260,8 @@ def _report_errors(folder: Path, reported: set[tuple[str, str]], *, first_rank: 
                 key, text = text, f"dasksc: {text}\n"
             else:
                 trace = cause["message"]["extraInfo"]["py_callstack"]
-                # Messages of the same error differ in devices and addresses, so the key uses the indented frame lines.
+                # The same error may name different devices and addresses on different ranks, so duplicates are
+                # recognized by the indented lines of the traceback.
                 key = "".join([name, *(line for line in trace.splitlines() if line.startswith(" "))])
                 text = f"dasksc: rank {first_rank + rank} failed:\n{trace}"
             if (attempt.name, key) not in reported and name != "BrokenPipeError":
@@ -429,9 +431,9 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
         found = {"MASTER_ADDR": first_node(nodes), "MASTER_PORT": _port(job)} | found
     if len(found) < 2:
         raise InputError(
-            f"the {world_size} ranks of this run have no common address. Set MASTER_ADDR to the name of the first node "
-            "and MASTER_PORT to a free port of it (with --nnodes: --master-addr, --master-port), start with torchrun "
-            "or srun, or use --nproc"
+            f"the {world_size} ranks of this run do not know the address of the first node. Set MASTER_ADDR to its "
+            "name and MASTER_PORT to a free port of it (with --nnodes: --master-addr, --master-port), start with "
+            "torchrun or srun, or use --nproc"
         )
     return found
 

@@ -251,7 +251,10 @@ class _Run:
             self._log_step(epoch, means, rate, norm)
 
     def _take_step(self, group: list[Any], means: Means) -> tuple[float, torch.Tensor | None]:
-        """Compute the gradient of a step, with batches weighted by their rows or `n`, and update the parameters."""
+        """Compute the gradient of a step, and update the parameters.
+
+        Batches are weighted by ``n`` of the model output or, without it, by their number of rows.
+        """
         training = self.config.training
         sizes = [batch_length(batch) for batch in group]
         # The sum of `n` over all ranks is known only after the last batch of the step; until then all ranks divide by
@@ -304,7 +307,7 @@ class _Run:
         self._log(epoch, figures)
 
     def _record_monitored(self, figures: dict[str, Any], *, is_counted: bool) -> None:
-        """Record the value of the monitored metric; None if nothing was counted."""
+        """Record the value of the monitored metric, or None if it is a mean over no items."""
         if is_counted and self.monitor not in figures:
             available = ", ".join(sorted(figures))
             raise InputError(f"training.monitor={self.monitor!r} is not a metric of this run; give one of {available}")

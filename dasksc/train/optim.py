@@ -35,7 +35,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], wanted: Optimizer, *, sca
 def hyperparameters_of(optimizer: torch.optim.Optimizer) -> set[str]:
     """Return the names of the constructor arguments of an optimizer: the hyperparameters of its parameter groups.
 
-    Other entries of the groups are state, since some optimizers keep estimates or counts there.
+    Other entries of the groups are state: some optimizers keep estimates or counts there.
     """
     # Arguments of base classes are included, since a subclass may pass them on as **options.
     classes = [cls for cls in type(optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)]

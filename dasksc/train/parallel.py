@@ -95,7 +95,8 @@ class RankContext:
         StorageError
             If rank 0 raised an `OSError`.
         TrainingError
-            If rank 0 raised any other error, or its output is a closed pipe. Rank 0 itself raises the original error.
+            On the other ranks, if rank 0 raised any other error, or a `BrokenPipeError`. Rank 0 raises the original
+            error.
         """
         error: Exception | None = None
         if self.rank == 0:
@@ -103,7 +104,8 @@ class RankContext:
                 act()
             except Exception as raised:
                 error = raised
-        # Success costs one reduction of a scalar. The message is broadcast only after a failure, since that is slower.
+        # Success costs one reduction of a scalar. The message is broadcast only after a failure, since a broadcast is
+        # slower.
         if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
         is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
@@ -412,7 +414,7 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     found: list[nn.Module] = []
 
     def visit(module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters of a module that belong to none of the modules found."""
+        """Return the parameters of `module` that no module in `found` contains."""
         remaining = set(module.parameters(recurse=False))
         # MultiheadAttention uses the parameters of its submodules directly, without calling them.
         if isinstance(module, nn.MultiheadAttention):

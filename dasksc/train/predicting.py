@@ -88,7 +88,8 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
         transform = _unchanged
         key, genes = saved_options["genes_key"], saved_options["genes"]
         names = adata.var_names if key is None else adata.var.get(key)
-        # Genes are given only if the columns differ, since selecting columns takes time for each batch.
+        # Pass `genes` only if the columns of the atlas differ from those of the model, since selecting columns takes
+        # time in every batch.
         if genes is not None and (names is None or list(map(str, names)) != list(genes)):
             given |= {"genes": genes} | ({} if key is None else {"genes_key": key})
         else:
@@ -99,7 +100,7 @@ def dataset_for(saved_options: Mapping[str, Any], data: Any, *, batch_size: int,
 def _unchanged(batch: Batch) -> Batch:
     """Return a batch unchanged.
 
-    Used as a transform: a data set with a transform yields a `Batch` even without labels, as in training.
+    Used as a transform, so that a data set without labels yields a `Batch` and not the tensor X.
     """
     return batch
 
@@ -124,7 +125,7 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
 
 
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the labels of the codes from ``predict`` of a classifier; empty for other methods."""
+    """Return the labels that the codes returned by a classifier's ``predict`` stand for; empty for other methods."""
     label = getattr(model, "label", None)
     return (
         {"predicted": list(categories[label])}
@@ -134,7 +135,7 @@ def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, 
 
 
 def read_model(path: Path) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Return the reading options in a ``model.pt`` (None for older versions), and the labels of obs columns.
+    """Return the reading options in a ``model.pt`` (None for older versions), and the categories of obs columns.
 
     Raises
     ------

@@ -20,8 +20,8 @@ def _of_one_modality(path: str | list[str] | dict[str, str]) -> str | list[str] 
     paths = [path] if isinstance(path, str) else path.values() if isinstance(path, dict) else path
     if any(one.endswith(".h5mu") for one in paths):
         raise ValueError(
-            "files of several modalities are read from Python (dasksc.scDataset); give an .h5ad file or a .zarr store "
-            "of one modality"
+            "files of several modalities can be read only in Python (dasksc.scDataset); give an .h5ad file or a .zarr "
+            "store of one modality"
         )
     return path
 
@@ -52,9 +52,10 @@ class Validation(_Section):
         held out or all used for training, no value of `groups` is in both parts, and both parts have equal proportions
         of the values of `stratify`.
     conditions, hold_out, few_shot, control
-        As for `dasksc.split`. `conditions`: columns whose combinations are the conditions, each of which is held out as
-        a whole. `hold_out`: conditions to hold out instead of a `share`. `few_shot`: share of the `hold_out` conditions
-        of each context that stays in training. `control`: control cells, which are always used for training.
+        As for `dasksc.split`. `conditions`: columns whose combinations of values define the conditions; all rows of a
+        condition are in one part. `hold_out`: conditions to hold out instead of a `share`. `few_shot`: share of each
+        context's `hold_out` conditions to keep in training. `control`: control cells, which are always used for
+        training.
     path
         Path of another atlas to validate on, instead of held-out rows.
     seed

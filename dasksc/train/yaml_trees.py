@@ -60,7 +60,7 @@ def _problem_of(error: yaml.YAMLError) -> str:
 
 
 def changed(raw: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of a tree with the values of options of the form ``a.b=value``."""
+    """Return a copy of a tree in which options of the form ``a.b=value`` are set."""
     tree: dict[str, Any] = copied(raw)
     for change in changes:
         set_value(tree, change)

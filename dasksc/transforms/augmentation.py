@@ -229,7 +229,7 @@ class _Augmentation:
         rows
             Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
         source
-            CSR rows of the batch in memory, for kernels.
+            Arguments by which kernels copy the CSR rows of the batch; see `RowBuffer.source`.
         dense
             Rows to write, shape (n_rows, n_vars), C-contiguous.
 

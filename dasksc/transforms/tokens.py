@@ -148,7 +148,7 @@ class _Tokens:
         bad = kernels.count_tokens(indptr, columns, values, self._ids, counts)
         if bad >= 0:
             raise InputError(
-                f"row {int(batch.index[bad])} of X holds NaN, which has no rank; fill missing values first"
+                f"row {int(batch.index[bad])} of X holds NaN, which cannot be ranked; fill missing values first"
             )
         keys = np.empty(n_rows, dtype=np.uint64)
         (key,) = epoch_keys(self.seed, self._epoch, Purpose.TOKENS)
@@ -210,12 +210,12 @@ class RankTokens(_Tokens):
     prepend_cls
         If True, put the cell token ``"<cls>"`` first.
     mask_ratio
-        Share of the genes of a cell that are hidden, at least one per cell: their ids are replaced with ``"<mask>"``,
-        except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of hidden genes, and
-        -100 elsewhere.
+        Share of genes to predict in each cell, at least one gene per cell. Their ids are replaced with ``"<mask>"``,
+        except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of the genes to
+        predict, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the genes selected by `mask_ratio` whose ids are replaced with those of random genes, and share whose
-        ids are left unchanged; BERT uses 0.1 and 0.1.
+        Shares of the genes to predict whose ids are, respectively, replaced with ids of random genes and left
+        unchanged. BERT uses 0.1 for both.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
@@ -326,8 +326,8 @@ class ValueBins(_Tokens):
         Number of distinct values, counted as in the function ``binning`` of scGPT: 0, and the bins 1 to ``n_bins - 1``,
         to which the nonzeros of a cell are assigned. Here, only the cell token and padding have the value 0. The lower
         edges of the bins are ``n_bins - 1`` equally spaced quantiles of the nonzeros, from the minimum to the maximum,
-        so only the maximum is in the last bin. Several bins may start at the same value, commonly at a count of 1. That
-        value is then put into one of these bins at random.
+        so only the maximum is in the last bin. Several bins may start at the same value, commonly at a count of 1. Each
+        gene with that value is then assigned to one of these bins at random.
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     max_genes
@@ -335,19 +335,18 @@ class ValueBins(_Tokens):
     prepend_cls
         If True, put the cell token ``"<cls>"`` first, with the value 0.
     mask_ratio
-        Share of the genes of a cell that are hidden, at least one per cell: their bins are replaced with -1, except
-        where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of hidden genes, and -100
-        elsewhere.
+        Share of genes to predict in each cell, at least one gene per cell. Their bins are replaced with -1, except
+        where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of the genes to predict,
+        and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Share of the genes selected by `mask_ratio` whose bins are replaced with random ones, and share whose bins are
-        left unchanged.
+        Shares of the genes to predict whose bins are, respectively, replaced with random bins and left unchanged.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
         ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Seed of masks, samples, and draws between bins. These depend only on the seed, the epoch and the rows of the
-        batch, so they are equal on any rank and in any worker.
+        Seed of masks, samples, and the random choice among bins that start at the same value. These depend only on the
+        seed, the epoch and the rows of the batch, so they are equal on any rank and in any worker.
 
     Attributes
     ----------

@@ -241,7 +241,7 @@ def draw_resume() -> None:
 
 
 def draw_memory() -> None:
-    """Draw which kind of memory holds the rows of fetches and batches, for mapped files and for files that are read."""
+    """Draw which memory holds the rows of fetches and batches, for mapped files and for files copied into buffers."""
     figure, panel = canvas(9, 4.2, 90, 42)
 
     def box(x: float, y: float, width: float, text: str, hue: str, *, filled: bool = True, height: float = 7) -> None:
@@ -302,7 +302,7 @@ def draw_memory() -> None:
 
 
 def measure(path: str, mmap: bool, queue: Any) -> None:
-    """Put the growth of the resident memory since the epoch began, after each batch, into `queue`."""
+    """Measure the growth of resident memory after each batch, and put it and the projected memory into `queue`."""
 
     def resident() -> tuple[int, int]:
         fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())

@@ -3,8 +3,9 @@
     make tutorials-record
     python docs/tutorials/record.py watch
 
-The site includes the records, because its build can neither limit memory nor take screenshots of a dashboard. A record
-holds the blocks of its page next to their output, and tests/project/test_docs.py compares them with the page.
+The output is recorded in advance and included in the site, because the build of the site can neither limit memory nor
+take screenshots of a dashboard. A record holds the blocks of its page next to their output, and
+tests/project/test_docs.py compares them with the page.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class TaskPlugin(WorkerPlugin):
-    """Worker plugin that holds a window's task on every Dask worker, including workers that join later.
+    """Worker plugin that holds the task of a `Window` on every Dask worker, including workers that join later.
 
     Scattering the task and passing its future to the fetches would not work: Dask would send the fetches only to
     workers that hold the task, and the task would be lost with those workers.

@@ -27,7 +27,7 @@ def attempt() -> str:
 
 
 def publish_result(store: Any, answer: dict[str, Any]) -> None:
-    """Publish the result of the start to the other ranks, if there are any."""
+    """Publish the address of the cluster, or the startup error, to the other ranks, if there are any."""
     if store is not None:
         store.set("address", json.dumps(answer))
 

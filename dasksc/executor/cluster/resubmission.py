@@ -66,7 +66,7 @@ class SentFetches:
             argument,
             key=key,
             pure=False,
-            # Earlier fetches have priority, no matter how quickly the next one is submitted.
+            # Earlier fetches have priority, even if two are submitted in quick succession.
             fifo_timeout="0 ms",
             workers=self._watchdog.others or None,
             allow_other_workers=bool(self._watchdog.others),
@@ -77,8 +77,9 @@ class SentFetches:
         future = self._futures.pop(k, None)
         if future is not None:
             if future.cancelled():
-                # client.restart() drops futures without notifying the scheduler, which may have received the task in
-                # the meantime. Releasing a second future of the same key makes the scheduler forget the task.
+                # client.restart() cancels futures without notifying the scheduler, so a task that reaches the scheduler
+                # after the restart would remain there. Releasing a second future of the same key makes the scheduler
+                # forget the task.
                 future = distributed.Future(future.key, self._client)
             future.release()
 
@@ -94,7 +95,7 @@ class SentFetches:
         Gathering the future raises the error of a failed fetch. A worker that pauses at its memory limit, or whose
         process is frozen, may keep its fetches forever, because Dask moves fetches away from workers that are slow, but
         not from workers that have stopped. The earliest fetch in flight is therefore resubmitted if its worker has
-        stopped. Once a worker has fallen silent, later fetches are resubmitted, too.
+        stopped. While any worker is silent, this applies to every fetch in flight.
         """
         if self._watchdog.others and perf_counter() - self._watchdog.checked_at > STUCK_S:
             await self._watchdog.poll()  # Updates `others`, so that workers that recover or join receive fetches.
@@ -123,7 +124,7 @@ class SentFetches:
             self._resubmit(k, argument, future)
 
     async def gathered(self, k: int, argument: Any, future: Any) -> Timed | None:
-        """Return the result of fetch `k`; None if it was resubmitted because the worker that holds it is silent."""
+        """Return the result of fetch `k`; None if the worker that holds it is silent and the fetch was resubmitted."""
         direct = await self._connections.are_direct()
         gathers: set[asyncio.Future[Timed]] = set()
 

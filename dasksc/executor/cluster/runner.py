@@ -175,8 +175,9 @@ class ClusterRunner:
         self._fetches.closed = True
         lost = self._connection.close()
         if exiting and self.needs_executors:
-            # The scheduler is about to lose its executors and must have no work of this window by then. Once the task
-            # is removed, fetches that workers have not begun end immediately with a result that is discarded.
+            # The interpreter is about to shut down the executors that the scheduler uses, so all work of this window
+            # must end first. Once the task is removed, fetches that workers have not begun end immediately with a
+            # result that is discarded.
             await self._unregister_task(task_plugin)
             await _wait_for_all(pending)
             await self._wait_until_forgotten()

@@ -16,7 +16,7 @@ __all__ = ["LOOPBACK", "SECRET_FILE", "is_loopback", "refuse_untrusted", "secure
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _ROLES = ("client", "scheduler", "worker")
-# Instructions for creating the file of `security`, used in error messages.
+# Text for error messages: the file to pass as `security`, and the command that creates it.
 SECRET_FILE = (
     "the path of a file that every rank can open but other users cannot read, made by "
     "openssl req -x509 -newkey rsa:2048 -nodes -days 30 -subj /CN=dasksc -keyout ranks.pem -out ranks.pem"
@@ -82,7 +82,7 @@ def refuse_untrusted(address: str, security: Security | None) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if `address` is a loopback IP address; False for a name."""
+    """Return True if `address` is a loopback IP address; False for any host name, even ``localhost``."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # Not an address.

@@ -47,10 +47,10 @@ def start_cluster(
     """Start a Dask cluster that all ranks of this run share, and connect to it.
 
     Rank 0 starts a scheduler and workers on its machine. The other ranks read the address from the key-value
-    store of the ``torch.distributed`` process group, which must be initialized if there are several ranks. This
-    is not a collective operation, but every rank must make the same number of calls. The Client becomes the
-    active one, so data sets created without ``scheduler=`` use it. Workers may be separate processes, so the
-    program needs the guard ``if __name__ == "__main__":``.
+    store of the ``torch.distributed`` process group, which must be initialized if there are several ranks. The function
+    runs no collective operation of the process group, but every rank must call it the same number of times. The Client
+    becomes the active one, so data sets created without ``scheduler=`` use it. Workers may be separate processes, so
+    the program needs the guard ``if __name__ == "__main__":``.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def _validate_arguments(
     is_spread: bool,
     is_secret: bool,
 ) -> None:
-    """Raise `InputError` for arguments that are invalid on any machine."""
+    """Raise `InputError` for arguments that are invalid regardless of the machine."""
     if not isinstance(host, str) or not host:
         raise InputError(f"host={host!r} must be a name or an address of this machine, such as '127.0.0.1'")
     if not is_whole(port) or not 0 <= port <= 65535:
@@ -218,7 +218,7 @@ def _validate_arguments(
 
 
 def _check_resolved(host: str, *, is_spread: bool) -> None:
-    """Raise `InputError` for a name that resolves to loopback on this machine, but not on others.
+    """Raise `InputError` for a name other than ``localhost`` that resolves to loopback on this machine.
 
     Debian's /etc/hosts maps the name of the machine to a loopback address. If all ranks run on this machine, log a
     warning instead.

@@ -21,7 +21,7 @@ logger = logging.getLogger("dasksc.window.cluster")
 # Addresses of schedulers for which the advice to use threads was logged.
 _advised: set[str] = set()
 
-# Workers and files already checked, by Client. Each pair is checked once.
+# For each Client, the pairs of worker address and files that have been checked. Each pair is checked once.
 _checked: weakref.WeakKeyDictionary[distributed.Client, set[tuple[str, tuple[file_visibility.Fingerprint, ...]]]] = (
     weakref.WeakKeyDictionary()
 )

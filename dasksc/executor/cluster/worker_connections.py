@@ -43,7 +43,8 @@ class WorkerConnections:
         return await asyncio.shield(self._direct)
 
 
-# Reachability of workers by Client and address. Each worker is tested, and warned about, once.
+# For each Client, a dict from worker address to True if the worker is reachable. Each worker is tested, and warned
+# about, once.
 _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 

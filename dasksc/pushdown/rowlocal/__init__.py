@@ -16,6 +16,6 @@ lie in a different row chunk.
 The indices of Dask's blockwise layers and the block numbers show which rows each task receives. A graph does not show
 that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each. Before the
 first fetch, all functions are tried on synthetic rows. A row must have the same values whether it is computed with all
-others, with some of them, or alone. If some functions are only assumed to be row-local, the first fetched row chunk of
-each kind is also computed whole, once per process, and compared with the result for the fetched rows.
+others, with some of them, or alone. If some functions are only assumed to be row-local, each process also computes one
+whole row chunk for each distinct computation, and compares it with the result for the fetched rows.
 """

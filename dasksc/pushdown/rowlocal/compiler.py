@@ -36,7 +36,7 @@ shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
 def _layer(key: Any) -> str:
-    """Name the layer of a key in a message."""
+    """Return the words with which error messages refer to the layer of a key."""
     return f"the Dask graph layer {layer_of(key)!r}"
 
 

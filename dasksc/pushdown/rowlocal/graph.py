@@ -25,7 +25,10 @@ class ValueCache(Protocol):
     """Cache of values during a fetch."""
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Return a cached value, computed at the first call; `alive` are the objects whose ids are in the key."""
+        """Return a cached value, computed at the first call.
+
+        `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
+        """
 
 
 class Graph:
@@ -49,7 +52,7 @@ class Graph:
         Raises
         ------
         NotRowLocalError
-            If the key has no task. Computing whole chunks then raises the actual error.
+            If the key has no task. The array is then computed in whole chunks, and Dask raises its own error.
         """
         if key not in self.nodes:
             raise NotRowLocalError(

@@ -206,8 +206,8 @@ class RowLocalMatrix(DaskMatrix):
     def _difference(self, number: int, need: NDArray[np.int64]) -> str | None:
         """Compare rows computed separately with those of the whole block; return a description of a difference."""
         whole = self._block(number, need)
-        # All rows of a small block, computed together, would be the whole block itself, so even and odd rows are
-        # computed separately.
+        # The requested rows may be all rows of a small block. Computing them together would only repeat the computation
+        # of the whole block, so even and odd rows are computed separately.
         for places in (slice(0, None, 2), slice(1, None, 2)):
             wanted = self._bounds[number] + need[places]
             rows = concatenate_blocks(self._computed(wanted), self.layout, self.shape[1], self.dtype)
@@ -241,7 +241,7 @@ def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> RowBuffer:
 
 
 def _may_stay_csr(nodes: list[Node]) -> bool:
-    """Return True if nodes depend on CSR rows and on an `Elementwise` function, whose meta may be wrong."""
+    """Return True if nodes depend on CSR rows and on an `Elementwise` function; the meta of its result may be wrong."""
     below = list(all_nodes(nodes))
     return any(isinstance(node, Read) and node.matrix.layout == "csr" for node in below) and any(
         isinstance(function, Elementwise)

@@ -60,7 +60,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """Selected rows of a node, with the remaining indices of the getitem task."""
+    """Selected rows of a node; the getitem task's indices of the other axes are then applied to them."""
 
     child: Node
     rows: Rows
@@ -258,7 +258,10 @@ class Run:
         return self.values[key][0]
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Return a cached value, computed at the first call; `alive` are the objects whose ids are in the key."""
+        """Return a cached value, computed at the first call.
+
+        `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
+        """
         if key not in self.memory:
             self.memory[key] = compute(), alive
         return self.memory[key][0]

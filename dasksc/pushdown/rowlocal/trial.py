@@ -15,8 +15,8 @@ from dasksc.storage import Matrix, RowBuffer, as_matrix
 
 __all__ = ["N_TRIED", "are_equal", "synthetic_run", "trial"]
 
-# Number of synthetic rows for functions that are known (True) and for others (False). The others get more rows, since
-# they may mix rows only if there are many.
+# Number of synthetic rows if all functions are known to be row-local (True), and otherwise (False). In the
+# second case more rows are needed, since some functions mix rows only in large blocks.
 N_TRIED = {True: 6, False: 41}
 
 

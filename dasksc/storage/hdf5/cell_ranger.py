@@ -61,5 +61,8 @@ def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str,
     check_chunks(stored, label)
     n_vars, n_obs = map(int, stored[()])
     if min(n_vars, n_obs) < 0 or n_obs >= np.iinfo(np.int64).max:
-        raise CorruptDataError(f"{label} is {n_vars} features by {n_obs} cells. Copy or download the file again.")
+        raise CorruptDataError(
+            f"{label} claims the impossible shape of {n_vars} features by {n_obs} cells. Copy or download the file "
+            "again."
+        )
     return {"encoding-type": "csr_matrix", "shape": (n_obs, n_vars)}

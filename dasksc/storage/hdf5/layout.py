@@ -21,7 +21,7 @@ from dasksc.storage.uncompressed import Extents, PlainArray
 __all__ = ["direct_array"]
 
 
-# Maximum number of edge chunks to decode in search of chunks without filters.
+# Maximum number of edge chunks that `_has_raw_edges` decodes.
 _EDGES_TRIED = 8
 
 
@@ -132,8 +132,9 @@ def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets:
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
     """Return True if edge chunks were stored without filters, as requested by an option of HDF5.
 
-    h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk of
-    ambiguous size is therefore decoded directly and read through h5py, and the results are compared.
+    h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk whose
+    stored size equals its uncompressed size is therefore decoded directly and read through h5py, and the results are
+    compared.
     """
     chunks = dataset.chunks
     grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]

@@ -22,7 +22,8 @@ __all__ = ["BlockReader", "open_remote"]
 
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Possible offsets of the HDF5 signature after a user block; an .h5mu file has one of 512 bytes.
+# Possible offsets of the HDF5 signature, which follows the user block if there is one. An .h5mu file has a user block
+# of 512 bytes.
 _BEGINNINGS = (0, 512, 1024, 2048)
 _HEAD_BYTES = 2048 + len(_SIGNATURE)
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
@@ -31,8 +32,9 @@ _KEPT_BLOCKS = 256
 # Tables are read sequentially. Each sequential read requests twice as many blocks as the one before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
 # Names of cells lie in one region, but their blocks are requested in no particular order. Every _GROUP_BLOCKS
-# consecutive blocks are a group. If more than _MOST_MISSED blocks of a group have been missing, or a neighboring group
-# was read whole, the group is read whole. That takes about one round trip.
+# consecutive blocks are a group. The first _MOST_MISSED cache misses in a group read single blocks, and the next one
+# reads the whole group, which takes about one round trip. If a neighboring group was read whole, the first miss reads
+# the whole group.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 _MOST_MISSED = 2
 

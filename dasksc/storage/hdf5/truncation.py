@@ -8,7 +8,7 @@ from dasksc.errors import CorruptDataError
 
 __all__ = ["truncation_error"]
 
-# Size that the header states, in the message of HDF5.
+# Pattern of the file size, as stated in the header, in the error message of HDF5.
 _STATED = re.compile(r"stored_eof = (\d+)")
 
 

@@ -44,7 +44,8 @@ _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.I
 class ObjectIdentity:
     """Identity of an object when it was first seen: path, size in bytes, ETag and modification time.
 
-    `path` is a URL without credentials, for display. Without an ETag, size and modification time identify a version.
+    `path` is a URL without credentials, for display. If there is no ETag, the size and the modification time identify a
+    version.
     """
 
     path: str

@@ -32,15 +32,15 @@ def split_url(url: str) -> tuple[str, str]:
         return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
     if parts.scheme == "file":
         return "file:///", unquote(url.partition("://")[2].partition("/")[2]).strip("/")
-    # Object stores use keys without percent-decoding.
+    # URLs of object stores contain the key as it is, without percent-encoding.
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     return f"{scheme}://{bucket}", key.strip("/")
 
 
 _clients: dict[tuple[Any, ...], Client] = {}
-# True in a forked child if the parent had loaded obstore: its threads do not survive a fork, so requests would wait
-# forever.
+# True in a forked child if the parent had loaded obstore. The threads of obstore do not survive a fork, so requests
+# would wait forever.
 _is_orphaned = False
 
 

@@ -1,8 +1,8 @@
 """Helper process that makes the requests of a forked process.
 
-Before Python 3.14, ``DataLoader(dataset, num_workers=2)`` forks its workers on Linux, after the process has read from
-the store to open the atlas. The threads of obstore do not survive a fork: a request of the worker would wait for them
-forever, without an error (observed with obstore 0.12.1). The worker therefore starts a helper process, which takes
+Before Python 3.14, ``DataLoader(dataset, num_workers=2)`` forks its workers on Linux, after the parent process has read
+from the store to open the atlas. The threads of obstore do not survive a fork: a request of the worker would wait for
+them forever, without an error (observed with obstore 0.12.1). The worker therefore starts a helper process, which takes
 about two seconds. Each thread has a socket; requests and responses are pickled. When the worker ends, its sockets
 close, and the helper process ends.
 

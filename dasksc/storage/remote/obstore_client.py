@@ -169,7 +169,7 @@ class ObstoreClient:
         if isinstance(error, exceptions.NotSupportedError):
             return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
         what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
-        # Without credentials, obstore requests those of the machine from the cloud's metadata service.
+        # If no credentials are given, obstore requests credentials from the cloud's metadata service.
         is_denied = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if is_denied or "169.254.169.254" in reason or "metadata.google.internal" in reason:
             return StorageError(

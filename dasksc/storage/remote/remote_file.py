@@ -32,7 +32,7 @@ T = TypeVar("T")
 # about half a millisecond. In that time, a link of 4 Gb/s transfers this many bytes.
 GAP_BYTES = 2**18
 # Maximum size of a request. Several concurrent requests take less time than a large one, since a single connection is
-# slower than the link. In addition, the data to decode first arrive earlier.
+# slower than the link. In addition, decoding starts earlier.
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
@@ -84,8 +84,8 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
     Parameters
     ----------
     calls
-        Functions, each with the number of bytes that it returns or holds. Calls run ahead by at most `AHEAD_BYTES` of
-        results that have not been yielded; only a single call may exceed this limit.
+        Functions, each with the number of bytes that it returns or holds. Started calls whose results have not been
+        yielded take at most `AHEAD_BYTES` in total. A call that exceeds this limit runs alone.
     """
     threads = _threads()
     pending: deque[tuple[Future[T], int]] = deque()

@@ -61,8 +61,8 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
     if compressing[1:] or any(number != h5py.h5z.FILTER_FLETCHER32 for number, *_ in filters[at + 1 :]):
         names = ", ".join(name.decode(errors="replace") for *_, name in filters)
         raise StorageError(
-            f"{label} is not read: a filter that compresses must be the last of its filters ({names}). Write the file "
-            "again with one compression filter, such as adata.write_h5ad(path, compression='gzip')"
+            f"{label} is not read: the only compression filter must be the last one, but its filters are {names}. "
+            "Write the file again with one compression filter, such as adata.write_h5ad(path, compression='gzip')"
         )
     codec, ratio = _COMPRESSION_FILTERS[filters[at][0]]
     at_most = math.prod(dataset.chunks) * dataset.id.get_type().get_size() + ROOM_BYTES

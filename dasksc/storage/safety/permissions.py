@@ -11,8 +11,8 @@ __all__ = ["exposure"]
 def exposure(status: os.stat_result) -> str | None:
     """Describe how other users can access a file or folder; None if they cannot.
 
-    Root counts as the current user, since it has access to everything. On Windows, where owners have no numeric ids,
-    the function returns None.
+    Root does not count as another user, since it has access to everything in any case. On Windows, where owners have no
+    numeric ids, the function returns None.
 
     Parameters
     ----------

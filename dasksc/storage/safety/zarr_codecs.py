@@ -31,8 +31,9 @@ _NAME = "dasksc_bounded"
 # Assumed maximum size of a string. Strings have no fixed length, but no column of an atlas has this many bytes per row.
 _STRING_BYTES = 2**12
 _NUMBER_BYTES = 16
-# Codecs of strings, which first store the number of strings, and codecs that create objects of any shape.
+# Codecs of strings, whose data start with the number of strings.
 _OF_OBJECTS = frozenset({"vlen-utf8", "vlen-bytes", "vlen-array", "vlenutf8", "vlenbytes"})
+# Codecs that decode to Python objects of any shape. Arrays with these codecs are refused.
 _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 
 
@@ -111,7 +112,7 @@ def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bounded_v3(codecs: list[Any]) -> list[Any]:
-    """Replace the codecs from bytes to bytes with one bounded codec where needed, also within shards."""
+    """Replace the bytes-to-bytes codecs with one bounded codec where needed, also within shards."""
     steps = [{"name": step} if isinstance(step, str) else step for step in codecs]
     called = [step["name"] for step in steps]
     try:
@@ -154,14 +155,14 @@ def _refusal_of(steps: Any) -> str | None:
     """
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
-            return f"arrays whose metadata name the codec {_NAME!r}, which is reserved for dasksc, are not read"
+            return f"arrays whose metadata contain the codec {_NAME!r}, which is reserved for dasksc, are not read"
         if name in _ANY_OBJECTS:
             return f"arrays that are decoded by {name!r} are not read"
         if name == "lzma" and (config.get("format", lzma.FORMAT_XZ) != lzma.FORMAT_XZ or config.get("filters")):
             return "arrays that are compressed by LZMA without its header, or with filters, are not read"
         for key, value in config.items():
             if key in ("dtype", "astype", "encode_dtype", "decode_dtype") and np.dtype(value).itemsize > _NUMBER_BYTES:
-                return f"arrays that the filter {name!r} decodes to {value!r} are not read; a filter must yield numbers"
+                return f"arrays with the filter {name!r}, which decodes to {value!r} instead of numbers, are not read"
     return None
 
 
@@ -223,7 +224,7 @@ def _item_bytes(dtype: Any) -> int | None:
 
 @dataclass(frozen=True)
 class _BoundedV3(BytesBytesCodec):
-    """Codecs from bytes to bytes of a Zarr v3 array, with a limit on the decompressed size.
+    """Bytes-to-bytes codecs of a Zarr v3 array, with a limit on the decompressed size.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Checks of Zarr metadata and archives for excessive sizes and codecs that run code, before zarr-python reads them."""
+"""Checks of Zarr metadata and archives, before zarr-python reads them, for excessive sizes and codecs that run code."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Objects(Protocol):
 
     @property
     def working_bytes(self) -> int:
-        """Memory for stored bytes while a fetch is read, in bytes; see `ChunkSource.working_bytes`."""
+        """Memory for stored bytes during a fetch, in bytes; see `ChunkSource.working_bytes`."""
 
     @property
     def can_map(self) -> bool:
@@ -47,7 +47,7 @@ class Objects(Protocol):
         """Raise an error if the array was replaced, unless the reads of its objects check this."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the bytes of whole objects, each a chunk of `n_bytes` decoded bytes; None for a missing object."""
+        """Yield the stored bytes of each object, a chunk that decodes to `n_bytes` bytes; None for a missing object."""
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
         """Yield whole objects, memory-mapped, each as one chunk."""

@@ -86,7 +86,8 @@ class Files:
         if layout.separator != "/" or len(layout.shape) == 1:
             folder = os.path.dirname(f"{directory}/{layout.prefix}0")
             self._folder = FileIdentity.of(folder) if os.path.isdir(folder) else None
-        # Time of opening, if the clock of this machine sets modification times. Files modified later raise an error.
+        # Time of opening. Files modified later raise an error. None on network file systems, where the clock of a
+        # server may set modification times.
         self._opened_ns = time.time_ns() if is_local else None
         # Identities of files at their first read in this process. Inspecting all files on opening would take too long.
         self._seen = ObjectCache[At, FileIdentity]()
@@ -189,8 +190,8 @@ class Files:
         """Raise an error if an object was written after the array was opened."""
         if self._opened_ns is None or now.mtime_ns <= self._opened_ns:
             return
-        # A modification time in the future may come from a machine whose clock is ahead. The change time shows when the
-        # file was written on this machine.
+        # A modification time in the future may come from a machine whose clock is ahead. The ctime always comes from
+        # the clock of this machine.
         if os.stat(now.path).st_ctime_ns > self._opened_ns:
             raise CorruptDataError(
                 f"{now.path} was changed since it was opened. Open it again, and do not write to it."

@@ -54,12 +54,14 @@ def figures(**changed: Any) -> dict[str, Any]:
         ),
         (
             {"gather_s": 9.0},
-            'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
+            'limited by making batches: 38% waiting; use layout="csr", select fewer genes=, or raise '
+            "dasksc.gather-threads",
         ),
         # Every fetch in flight is ready, but training still waits.
         (
             {"n_ready": 2, "in_flight_bytes": 200},
-            'limited by making batches: 38% waiting; use layout="csr", select genes=, or raise dasksc.gather-threads',
+            'limited by making batches: 38% waiting; use layout="csr", select fewer genes=, or raise '
+            "dasksc.gather-threads",
         ),
         # Two fetches of 400 bytes leave no room for a third; three of 250 bytes leave room for a fourth.
         (

@@ -481,7 +481,7 @@ def test_ranks_meet_where_the_launcher_says():
     one_node = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "job"}
     assert rendezvous(one_node, 2)["MASTER_ADDR"] == "127.0.0.1"
     for environment in ({}, {**one_node, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, {"MASTER_ADDR": "here"}):
-        with pytest.raises(InputError, match="the 2 ranks of this run have no common address"):
+        with pytest.raises(InputError, match="the 2 ranks of this run do not know the address of the first node"):
             rendezvous(environment, 2)
 
 
