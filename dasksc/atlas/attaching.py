@@ -85,7 +85,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
             if len(value) != adata.n_obs:
                 raise InputError(
                     f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells. The store belongs "
-                    "to another atlas, or to a subset of this one. Compute its contents for this atlas"
+                    "to another atlas, or to a subset of this one. Compute the attached elements again, for this atlas"
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
@@ -93,7 +93,8 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 if other not in (None, digest):
                     raise InputError(
                         f"{where} has as many cells as the atlas ({adata.n_obs}), but their names or their order "
-                        "differ. The store belongs to another atlas. Compute its contents for this atlas"
+                        "differ. The store belongs to another atlas. Compute the attached elements again, for this "
+                        "atlas"
                     )
         if isinstance(value, pd.DataFrame):
             value = value.set_axis(adata.obs.index)

@@ -64,7 +64,7 @@ def explaining_control(control: Any) -> Iterator[None]:
         if has_condition or not any(repr(name) in str(error) for name in names.values()):
             raise
         advice = (
-            f"control={control!r} is read as an expression over obs; for a label, name its column, such as "
+            f"control={control!r} is read as an expression over obs; if it is a label, give its column, too: "
             f"control={{'gene': {control!r}}}"
         )
         raise MissingKeyError(with_advice(str(error), advice)) from None

@@ -172,7 +172,8 @@ def open(
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):
         raise InputError(
-            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; omit it to keep no annotations of genes"
+            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; without merge=, annotations of genes are left "
+            "out"
         )
     check_fill_value(fill_value, join)
     if attach is not None:

@@ -95,7 +95,7 @@ class Categories(_Named):
     def _lacks(self, key: Any) -> str:
         advice = (
             f"If {key!r} is a column of labels, request it when creating the data set: scDataset(..., obs=[{key!r}]). "
-            "For numeric columns, batches hold the values themselves"
+            "Numeric columns have no categories: batches hold their values"
         )
         return self._lacks_one("categories", key, advice)
 
@@ -351,7 +351,7 @@ class Change(Protocol):
         source
             CSR rows of the batch in memory; see `RowBuffer.source`.
         dense
-            Rows to write, shape (n_rows, n_vars), C-contiguous.
+            Rows to write into, shape (n_rows, n_vars), C-contiguous.
 
         Returns
         -------

@@ -210,6 +210,6 @@ def _close_all() -> None:
         pool.close()
 
 
-# The interpreter joins threads before it calls the handlers of `atexit`. The standard-library executors
-# use the same hook.
+# The interpreter joins threads before it calls the handlers of `atexit`. Functions registered with
+# `threading._register_atexit` run earlier; the executors of the standard library use it, too.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

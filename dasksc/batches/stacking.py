@@ -23,8 +23,8 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
     """Return the iterator `items`, or raise an error if a DataLoader would stack its batches.
 
     A DataLoader stacks the items of an iterable data set unless its ``batch_size`` is None, and does not inform the
-    data set. Its fetcher requests the iterator, in this process or in a DataLoader worker, so the requesting frame
-    identifies the fetcher, even through a ``ChainDataset``.
+    data set. The fetcher object of PyTorch's DataLoader requests the iterator, in this process or in a DataLoader
+    worker, so the requesting frame identifies it, even through a ``ChainDataset``.
 
     Parameters
     ----------

@@ -61,9 +61,9 @@ def command(
     atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
-            "block_size and fetch_factor are suggested for a single matrix, but this path contains several modalities "
-            f"({', '.join(atlas)}). Try values yourself: dasksc check prints the memory that they need, and dasksc "
-            "bench measures the rate that they reach"
+            "dasksc suggest chooses block_size and fetch_factor for a single matrix, but this path contains several "
+            f"modalities ({', '.join(atlas)}). Try values yourself: dasksc check prints the memory that they need, and "
+            "dasksc bench measures the rate that they reach"
         )
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -66,8 +66,8 @@ class Recipe:
         # For `merge`, AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
         if self.merge is not None and self.merge not in MERGES:
             raise InputError(
-                f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; omit it to keep no annotations of "
-                "genes"
+                f"merge={self.merge!r} is none of {', '.join(map(repr, MERGES))}; without merge=, annotations of "
+                "genes are left out"
             )
         check_fill_value(self.fill_value, self.join)
         # The plan is stored as JSON, which does not support NumPy scalars.

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["diagnosis"]
 
-# The loader counts as a bottleneck if training waits for at least this fraction of the time.
+# The loader counts as a bottleneck if training spends at least this fraction of the time waiting.
 _HEALTHY = 0.05
 
 # Name and remedy of the bottleneck, by part of the work.
@@ -27,7 +27,7 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
     Parameters
     ----------
     figures
-        Figures of an epoch, as returned by `dasksc.scDataset.stats`. For the current state of a running epoch,
+        Statistics of an epoch, as returned by `dasksc.scDataset.stats`. For the current state of a running epoch,
         ``wait_share`` may be that of a recent interval.
 
     Returns

@@ -254,7 +254,7 @@ class _SharedThreadPool:
         return threading.current_thread() in self._threads
 
     def submit(self, function: Callable[[int], Timed], k: int) -> Future[Timed]:
-        """Queue ``function(k)``, run with the context variables of the caller."""
+        """Queue the call ``function(k)``, which a thread runs with the caller's context variables."""
         future: Future[Timed] = Future()
         context = contextvars.copy_context()
         with self._lock:

@@ -1,7 +1,8 @@
 """Memory admission on a Dask worker: a fetch starts once the worker has room for its input and result.
 
-Results leave a worker as soon as they are complete, unless the network or the rank is busy. Without admission,
-Dask would then spill them to disk, read them back, pause the worker, and finally terminate it.
+Results leave a worker as soon as they are complete, unless the network or the rank is busy. Without admission, results
+that cannot leave would fill the memory: Dask would spill them to disk, read them back, pause the worker, and finally
+terminate it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class FetchScheduler:
 
     @property
     def n_threads(self) -> int | None:
-        """Threads of all workers of the cluster, as known to this process; None without a cluster.
+        """Number of threads of all workers of the cluster, as known to this process; None without a cluster.
 
         This property sends no request. The count is current for a scheduler in this process. A Client of any
         other scheduler updates it every two seconds (``distributed.client.scheduler-info-interval``).
@@ -300,8 +300,8 @@ def remember_security(address: str, security: Any) -> None:
 def securities_for_child() -> dict[str, Any]:
     """Return the security settings, keyed by address, if a child process is being spawned; else an empty dict.
 
-    Private keys may be sent through the pipe to a child process. A pickle made for any other purpose may be written to
-    a file, so it omits the keys.
+    Private keys are sent only through the pipe to a child process. A pickle made for any other purpose may be written
+    to a file, so it omits the keys.
     """
     return _securities if get_spawning_popen() is not None else {}
 
@@ -309,8 +309,9 @@ def securities_for_child() -> dict[str, Any]:
 def connected(address: Any, **options: Any) -> Client:
     """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
 
-    Garbage collection would otherwise close the failed Client, in any thread. Another Client holds a lock while it
-    waits for a new thread to start. Closing the failed Client in that thread would require the same lock: a deadlock.
+    If the failed Client were not closed here, garbage collection would close it, possibly in a thread that another
+    Client is starting. That other Client holds a lock until the thread has started, and closing the failed Client needs
+    the same lock, so both threads would wait forever.
     """
     import distributed
 

@@ -4,8 +4,8 @@ A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fet
 the results in order, and holds them only until they are consumed. At most `depth` fetches and `max_bytes` bytes are in
 flight, including finished fetches that are not yet consumed.
 
-However the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the
-window leaves no thread, task, future or key behind.
+No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the window leaves
+no thread, task, future or key behind.
 
 Fetches run behind a single interface, the `FetchRunner`: on threads of this process or in the calling
 thread (`dasksc.executor.local`), or on the workers of a distributed cluster
@@ -134,10 +134,10 @@ class _Flight:
         return self._pid != os.getpid()
 
     def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Release everything, once, in the process that created it.
+        """Release everything, in the process that created it; further calls do nothing.
 
-        Ctrl-C may interrupt this method anywhere. The next call then repeats all of it; at the latest, the window's
-        finalizer makes this call.
+        If Ctrl-C interrupts this method, the next call repeats all of it; at the latest, the window's finalizer makes
+        this call.
         """
         if self.foreign:
             return

@@ -78,7 +78,7 @@ _ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
 _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
-# Numbers of the random streams of a row that do not belong to a column. All other stream numbers are column numbers.
+# Numbers of those random streams of a row that belong to no column. All other stream numbers are column numbers.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
 # Largest count, and largest total of a row, for which `sample` rounds the probability of thinning to `_SHARE_BITS`
 # bits.
@@ -373,9 +373,9 @@ def _fill_words(row_key, columns, start, stop, words, first):
 
 @kernel
 def _thin_small(values, words, n, steps, bitmap):
-    # Thin values of up to 3, given the first 32 bits of their random words. `bitmap` gets a bit for each value that
-    # is above 3, and for each value whose result depends on the other bits. `words` is padded to whole words of the
-    # bitmap.
+    # Thin values of up to 3, given the first 32 bits of their random words. The bits set in `bitmap` mark the values
+    # that are above 3, and those whose result depends on the remaining bits of their random words. `words` is padded to
+    # whole words of the bitmap.
     values_at, words_at = values.ctypes.data, words.ctypes.data
     n_whole = n // _WORD_BITS
     for i in range(n_whole):
@@ -455,7 +455,8 @@ def _copy_next(source, first, indptr, columns, values):
 
 @kernel
 def _flat_position(first, n_vars, indptr, columns, bad):
-    # Return the flat position in `dense` of the CSR value `bad`, for CSR rows that begin at dense row `first`.
+    # Return the flat position in `dense` of the CSR value at position `bad`, for CSR rows that begin at dense row
+    # `first`.
     row = 0
     while indptr[row + 1] <= bad:
         row += 1

@@ -154,7 +154,7 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
         columns_at, values_at = indices_at[row], data_at[row]
         next_columns_at, next_values_at = indices_at[following], data_at[following]
         dense = out[i]
-        # Elements are cleared just before they are written, since columns are mostly ascending. If a whole row were
+        # Columns are mostly ascending, so elements can be cleared just before they are written. If a whole row were
         # cleared first, its beginning would no longer be in the L1 cache when values are written.
         n_cleared = np.uint64(0)
         ascending = True
@@ -585,7 +585,8 @@ def renumber_rows_csr(
             row_indices[k] = column
         if smallest < 0 or largest >= n_columns:
             return row
-        # Pairs of columns halve the number of loads and stores. A single column at either end is handled separately.
+        # Columns are read and written in pairs, which halves the number of loads and stores. A single column at either
+        # end is handled separately.
         begin = np.int64((row_indices.ctypes.data // 4) % 2)
         end = begin + (n - begin) // 2 * 2
         pairs = row_indices[begin:end].view(np.uint64)
@@ -792,8 +793,8 @@ def count_bytes(values, bits):
     largest = np.int32(0)
     for first in range(0, len(values), _TRIED):
         wrong = np.int32(0)
-        # A loop without branches is vectorized. A value that is too large for int32 converts to a different number or
-        # to one with high bits set.
+        # A loop without branches is vectorized. A value that is too large for int32 is detected, too: its conversion to
+        # int32 is either unequal to the value or has high bits set.
         tried, tried_bits = values[first : first + _TRIED], bits[first : first + _TRIED]
         for i in range(len(tried)):
             value = tried[i]

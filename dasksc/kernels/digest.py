@@ -1,4 +1,4 @@
-"""Digests of matrix rows, for comparing matrices, and the largest counts, for choosing a data type."""
+"""Digests of matrix rows, which serve to compare matrices, and largest counts, which determine a data type."""
 
 from __future__ import annotations
 

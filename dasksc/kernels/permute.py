@@ -5,8 +5,8 @@ over ``key + counter * golden``). All other functions build on it, so a value de
 and position, on every platform.
 
 `permuted` evaluates a keyed permutation of ``range(n)`` at one position in O(1) memory. It is a balanced
-Feistel network [2]_ over the next even power of two, with cycle walking until the result is below n.
-Such a network is always an even permutation and mixes poorly for small n, for which a `shuffle` table is used instead.
+Feistel network [2]_ over the next power of four, with cycle walking until the result is below n. Such a network is
+always an even permutation and mixes poorly for small n, for which a `shuffle` table is used instead.
 
 .. [1] Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
 .. [2] Luby, Rackoff: How to construct pseudorandom permutations, SIAM J. Comput. 17 (1988); cycle

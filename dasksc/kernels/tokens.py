@@ -84,7 +84,7 @@ def _take_row(start, stop, columns, values, ids, row_ids, row_values):
 
 @kernel
 def _sort_descending(order, spare, sort_keys, n):
-    # Radix sort from the least significant byte, which is stable. A byte that is equal in all keys needs no pass;
+    # Stable radix sort, beginning with the least significant byte. A byte that is equal in all keys needs no pass;
     # small counts, stored as float32, share their lowest two or three bytes.
     for i in range(n):
         order[i] = i

@@ -58,7 +58,7 @@ def _shape_of(source: MatrixSource | IndexedSource) -> str:
 def _batch_lines(source: MatrixSource | IndexedSource, plan: EpochPlan) -> Iterator[str]:
     n = plan.batch_size
     if isinstance(source, IndexedSource):
-        yield f"{n:,} rows, as indexing the collection or a hook returns them"
+        yield f"{n:,} rows, in the form that the collection or a hook returns"
         return
     maker = source.maker
     for key, matrix in source.matrices.items():

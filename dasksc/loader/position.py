@@ -107,7 +107,7 @@ class EpochTracker:
             # that still holds the loaded state.
             logger.log(
                 logging.WARNING if get_worker_info() is None else logging.DEBUG,
-                "the loaded state is of epoch %d, so epoch %d starts from the beginning",
+                "the loaded state belongs to epoch %d and not to epoch %d, which therefore starts from the beginning",
                 *(loaded.epoch, epoch),
             )
         return position

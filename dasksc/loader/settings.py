@@ -84,7 +84,7 @@ def _of_strategy(
         return
     if not settings_then:
         yield (
-            f"the arguments of {strategy} differ; the state is from an earlier version of dasksc that did not save them"
+            f"the arguments of {strategy} differ; an earlier version of dasksc wrote the state, without their values"
         )
         return
     names = [name for name in {**settings, **settings_then} if settings.get(name) != settings_then.get(name)]

@@ -48,7 +48,7 @@ def memory_limit(root: Path = Path("/")) -> Limit:
     Parameters
     ----------
     root
-        Root folder of ``/proc`` and of the paths found there.
+        Folder that replaces ``/`` in ``/proc`` and in the paths listed in its files.
     """
     total, available = _machine(root)
     limits = [(total, total - available, "the memory of the machine"), *_groups(root)]
@@ -88,7 +88,7 @@ def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> in
 
 
 def recommended_bytes(n_bytes: int) -> int:
-    """Return the memory that a job should request to use `n_bytes`: 20% more, rounded up to a multiple of 0.5 GiB."""
+    """Return the memory to request for a job that uses `n_bytes`: 20% more, rounded up to a multiple of 0.5 GiB."""
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 
 

@@ -14,8 +14,8 @@ from dasksc.storage import FetchCost
 
 __all__ = ["LONGER_ROWS", "NOMINAL_THREADS", "PLAN_ROW_BYTES", "Demand", "MemoryModel", "ReadingMode"]
 
-# Safety factor for long rows. The mean number of stored values per row in a fetch is close to that of all rows, unless
-# weights favor long rows.
+# Safety factor for fetches whose rows have more stored values than average. The mean number of stored values per row in
+# a fetch is close to that of all rows, unless weights favor rows with many values.
 LONGER_ROWS = 1.1
 # Bytes per row in a plan: the row number and the position.
 PLAN_ROW_BYTES = 16
@@ -94,14 +94,15 @@ class MemoryModel:
         Number of rows.
     mapped, read
         Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
-        mapped, `read` if none is. The parts of a concatenated matrix are separate entries; `row` and `held` of each are
-        multiplied by its share of the rows.
+        mapped, `read` if none is. Each part of a concatenated matrix has its own entry, whose `FetchCost.row` and
+        `FetchCost.held` are already multiplied by the part's share of the rows.
     batch_size, fetch_factor
         Rows per batch, and batches per fetch.
     batch_bytes
         Size of a batch of tensors, in bytes.
     n_batches
-        Number of batches held at once: those gathered ahead, those just yielded, and those still in use.
+        Number of batches held at once: those gathered ahead, the one just yielded, and earlier ones that the training
+        loop still uses.
     run_rows
         Mean length of the runs of contiguous rows in a fetch. The first and the last page of a run count in full, even
         if the run fills only part of them.
@@ -188,8 +189,8 @@ class MemoryModel:
 
         If all files fit in the page cache, they are memory-mapped, so that later epochs find them there. Otherwise, the
         largest files are not mapped: each fetch reads its rows into anonymous memory. That is faster for files that
-        every epoch reads from disk, because the kernel evicts mapped pages before they are used. The number of parts in
-        flight is the largest that fits, at most the result of `depth`.
+        every epoch reads from disk, because the kernel would evict pages of mapped files between loading and use. The
+        number of parts in flight is the largest that fits, at most the result of `depth`.
 
         If no mode fits, all files are mapped after all (unless `may_map` is False), because mapped pages can be evicted
         and read again. Unless `prefetch` is given, the number of parts in flight is then reduced until anonymous memory
@@ -239,7 +240,7 @@ class MemoryModel:
 
     @staticmethod
     def _fits_mapped(demand: Demand, limit: int, available: int) -> bool:
-        """Return True if the demand fits with mapped files that may be larger than the page cache."""
+        """Return True if the demand fits into memory when files are mapped, even if they exceed the page cache."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:

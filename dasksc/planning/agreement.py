@@ -187,8 +187,8 @@ class Agreement:
             )
         if int(its_epoch) != epoch:
             raise RankMismatchError(
-                f"in iteration {iteration}, rank {rank} reads epoch {its_epoch} and rank {self._world.rank} reads "
-                f"epoch {epoch}. Call set_epoch with the same number on every rank, or on none"
+                f"in iteration {iteration} over this data set, rank {rank} reads epoch {its_epoch} and rank "
+                f"{self._world.rank} reads epoch {epoch}. Call set_epoch with the same number on every rank, or on none"
             )
 
     def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
@@ -244,9 +244,9 @@ class Agreement:
 
     def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
         return RankMismatchError(
-            f"rank {rank} stopped iteration {iteration} after {n} batches; rank {self._world.rank} {what_this_did}. "
-            "The epochs of these ranks no longer match. Read the same number of batches on every rank. To inspect a "
-            "batch on one rank only, create another data set with rank=0, world_size=1"
+            f"rank {rank} stopped iteration {iteration} over this data set after {n} batches; rank {self._world.rank} "
+            f"{what_this_did}. The epochs of these ranks no longer match. Read the same number of batches on every "
+            "rank. To inspect a batch on one rank only, create another data set with rank=0, world_size=1"
         )
 
 

@@ -32,7 +32,7 @@ def leave_group() -> None:
 
     A thread of Gloo releases the tensors of a collective a moment after the collective ends, and may need the GIL to
     do so. If the interpreter exits first, PyTorch aborts the process ("terminate called without an active exception").
-    Destroying the group at once can deadlock, since it holds the GIL while it waits for the thread.
+    Destroying the group at once can deadlock, since the call holds the GIL while it waits for the thread.
     """
     distributed = torch_distributed()
     if distributed is not None:

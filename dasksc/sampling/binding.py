@@ -149,9 +149,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} has {len(values)} values, one per entry of indices=. After the filter, as many "
-                    f"entries remain as the collection has rows ({n_obs}), so a value could belong to an entry or to a "
-                    "row. Give one value per row of the collection"
+                    f"{name} has {len(values)} values, one per entry of indices=. The filter keeps "
+                    f"{n_obs} of these entries, which is also the number of rows of the collection, so it would be "
+                    "unclear whether the values are per entry or per row. Give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

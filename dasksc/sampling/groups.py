@@ -21,7 +21,7 @@ __all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group
 
 _Int64s = NDArray[np.int64]
 
-# A table with one entry per code may have this many entries, however few rows there are.
+# A table with one entry per code is always allowed up to this many entries; with many rows, the limit is larger.
 _FEW_CODES = 2**22
 # Maximum number of labels in an error message.
 _N_SHOWN = 20

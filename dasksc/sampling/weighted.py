@@ -58,8 +58,8 @@ class WeightedRows:
     key
         Key of the draws, uint64.
     in_order
-        If True, the draws are in storage order. If False, they are in random order, each computed
-        independently, which is cheaper; the order does not matter if rows are read one by one.
+        If True, the draws are in storage order. If False, they are in random order, and each is computed independently.
+        This is cheaper, and suffices if rows are read one by one, since their order then does not matter.
     """
 
     candidates: Candidates

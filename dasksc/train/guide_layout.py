@@ -90,7 +90,7 @@ def translated(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(streaming, bool):
         raise InputError(f"data.streaming={streaming!r} must be true or false")
     if not streaming:
-        logger.info("data.streaming=false has no effect: rows are always streamed, with the same batches")
+        logger.info("data.streaming=false has no effect: rows are always streamed; the batches are the same")
     rows = [data.pop(key) for key in ("streaming_chunk_size", "streaming_shuffle_buffer") if key in data]
     if not all(map(_is_number_of_rows, rows)):
         raise InputError(f"data.streaming_chunk_size and streaming_shuffle_buffer must be numbers of rows; got {rows}")

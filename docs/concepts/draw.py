@@ -32,7 +32,7 @@ import dasksc  # noqa: E402
 from dasksc.planning.consumed_segments import ConsumedSegment  # noqa: E402
 from dasksc.sampling.block_order import BlockOrder  # noqa: E402
 
-# Lines and text have a contrast of about 4 with white and with the background of the dark theme.
+# Lines and text have a contrast ratio of at least 3.7:1 against both white and the background of the dark theme.
 INK, ON_COLOR = "#7d8590", "#14181e"
 HUES = ["#2aa198", "#e0952f", "#8a7fe0", "#d9688e"]
 GRAY = "#a9b0b8"

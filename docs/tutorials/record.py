@@ -37,7 +37,7 @@ from tests.support.programs import BLOCK  # noqa: E402
 MEMORY_LIMIT = 2**30
 # Disk requests per second: about as many as a busy network file system allows.
 DISK_REQUESTS = 1_000
-# For each picture: the page of the dashboard, the seconds between the start of the code block and the screenshot, and #
+# For each picture: the page of the dashboard, the seconds between the start of the code block and the screenshot, and
 # the seconds to wait until the plots of the page are drawn.
 PICTURES = {"reading": ("loader", 15.0, 1.0), "healthy": ("loader", 6.0, 1.0), "status": ("status", 7.5, 4.5)}
 WIDTH, HEIGHT = 1120, 860  # of the browser window, including its frame

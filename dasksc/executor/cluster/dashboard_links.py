@@ -13,10 +13,10 @@ _ALL_INTERFACES = ("", "0.0.0.0", "::")
 
 
 def with_host(link: str, listens_at: tuple[str, int] | None) -> str:
-    """Return Dask's link to a dashboard with the host on which the dashboard listens.
+    """Return Dask's link to a dashboard, with its host replaced by the one on which the dashboard listens.
 
-    The link is unchanged if the dashboard listens on every interface, or if the site configures its own link, such
-    as that of a proxy (``distributed.dashboard.link`` in Dask's configuration).
+    The link is unchanged if the dashboard listens on every interface, or if Dask's configuration sets another link
+    (``distributed.dashboard.link``), such as that of a proxy.
     """
     if listens_at is None:
         return link

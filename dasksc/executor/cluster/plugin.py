@@ -83,7 +83,7 @@ class TaskPayload:
 
 
 class RemoteTaskPlugin(TaskPlugin):
-    """TaskPlugin in another process, which compacts results before they are sent."""
+    """TaskPlugin that runs in another process and compacts results before they are sent."""
 
     def __init__(self, pickled: bytes, files: tuple[file_visibility.Fingerprint, ...]) -> None:
         super().__init__(cloudpickle.loads(pickled))

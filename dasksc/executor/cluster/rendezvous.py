@@ -35,7 +35,7 @@ def publish_result(store: Any, answer: dict[str, Any]) -> None:
 def join_cluster(store: Any, *, security: Security | None, timeout_s: float) -> StartedCluster:
     """Connect to the cluster of rank 0.
 
-    The store of torchrun's agent outlives the ranks that it restarts, so the first address read may be that of a
+    The store of torchrun's agent outlives the ranks that the agent restarts, so the first address read may be that of a
     scheduler that no longer runs. The restart count cannot identify such an address, because each machine counts its
     own restarts. If the scheduler does not answer, its address is therefore read again.
     """

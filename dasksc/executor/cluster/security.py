@@ -76,9 +76,9 @@ def refuse_untrusted(address: str, security: Security | None) -> None:
     """
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
     if security is None and not (host in LOOPBACK or is_loopback(host)):
-        raise ValueError("it is not on loopback, and this rank has no security=")
+        raise ValueError("the address is not on loopback, which requires security= on this rank")
     if security is not None and not address.startswith("tls://"):
-        raise ValueError("it is not encrypted, and this rank has security=")
+        raise ValueError("the address is not encrypted (tls://), which security= on this rank requires")
 
 
 def is_loopback(address: str) -> bool:

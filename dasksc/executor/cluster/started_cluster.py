@@ -33,7 +33,7 @@ class StartedCluster:
     store
         Store of the process group; None for a single rank.
     token
-        Identifier of this start in the store.
+        Identifier, in the store, of this call of `start_cluster`.
     n_others
         Number of ranks that rank 0 waits for.
     timeout_s

@@ -78,7 +78,7 @@ def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
 
 
 def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
-    # A frame may begin at any byte; the kernels accept unaligned arrays, as they do for mapped files.
+    # A frame may begin at any byte. The Numba kernels accept unaligned arrays, which mapped files also yield.
     return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
 
 

@@ -43,8 +43,8 @@ class WorkerConnections:
         return await asyncio.shield(self._direct)
 
 
-# For each Client, a dict from worker address to True if the worker is reachable. Each worker is tested, and warned
-# about, once.
+# For each Client, a dict from worker address to True if the worker is reachable. Each worker is tested once, and a
+# warning is logged if it is unreachable.
 _reachable: weakref.WeakKeyDictionary[distributed.Client, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 

@@ -111,7 +111,7 @@ def _refuse(path: str, name: str, other: str, folder: str | None) -> NoReturn:
         + (
             "links are followed only within the folder of the file."
             if folder
-            else "the link of a remote file would lead to a file on this machine."
+            else "a link in a remote file would be followed on this machine, to a local file."
         )
         + " Open that file itself, or write the atlas as one file."
     )

@@ -159,7 +159,7 @@ def _refusal_of(steps: Any) -> str | None:
         if name in _ANY_OBJECTS:
             return f"arrays that are decoded by {name!r} are not read"
         if name == "lzma" and (config.get("format", lzma.FORMAT_XZ) != lzma.FORMAT_XZ or config.get("filters")):
-            return "arrays that are compressed by LZMA without its header, or with filters, are not read"
+            return "arrays that are compressed by LZMA without its header, or by LZMA with filters, are not read"
         for key, value in config.items():
             if key in ("dtype", "astype", "encode_dtype", "decode_dtype") and np.dtype(value).itemsize > _NUMBER_BYTES:
                 return f"arrays with the filter {name!r}, which decodes to {value!r} instead of numbers, are not read"

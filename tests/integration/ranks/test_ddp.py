@@ -58,7 +58,8 @@ def test_ranks_of_torchrun_do_not_depend_on_what_started_torchrun(two_ranks):
 def test_a_rank_that_reads_a_batch_alone_neither_hangs_nor_goes_unnoticed(two_ranks):
     printed, *_ = two_ranks
     assert "rank 0 peeked at 8 rows" in printed
-    assert "rank 1 stopped after 1: rank 0 stopped iteration 0 after 1 batches; rank 1 continued" in printed
+    reason = "rank 0 stopped iteration 0 over this data set after 1 batches; rank 1 continued"
+    assert f"rank 1 stopped after 1: {reason}" in printed
 
 
 def test_two_ranks_predict_what_the_plain_loop_yields(two_ranks):

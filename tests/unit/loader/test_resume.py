@@ -330,7 +330,7 @@ def test_a_state_without_settings_as_earlier_versions_saved_is_resumed_or_refuse
     del state["settings"]
     dataset().load_state_dict(state)
     for wrong in ({}, {"settings": 3}):
-        with pytest.raises(InputError, match="the arguments of BlockShuffling differ; the state is from an earlier"):
+        with pytest.raises(InputError, match="the arguments of BlockShuffling differ; an earlier version"):
             dataset(strategy=BlockShuffling(5)).load_state_dict(state | wrong)
 
 

@@ -133,7 +133,7 @@ def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
             next(batches)
 
     error = raised(on_ranks(2, act))
-    assert "rank 0 stopped iteration 0 after 1 batches; rank 1 continued after batch 1" in str(error)
+    assert "rank 0 stopped iteration 0 over this data set after 1 batches; rank 1 continued after batch 1" in str(error)
 
 
 @pytest.mark.parametrize(("n_batches", "expected"), [(3, "stopped it after 3"), (None, "read it to the end")])
@@ -154,7 +154,7 @@ def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, expect
     caplog.set_level(logging.WARNING, "dasksc.world")
     assert on_ranks(2, act) == [None, None]
     (warning,) = caplog.messages
-    assert warning.startswith(f"rank 0 stopped iteration 0 after 2 batches; rank 1 {expected}")
+    assert warning.startswith(f"rank 0 stopped iteration 0 over this data set after 2 batches; rank 1 {expected}")
 
 
 def test_a_data_set_for_one_rank_alone_disturbs_nobody():
