@@ -13,7 +13,7 @@ Every error derives from `DaskscError` and from the built-in exception that a ca
     │   ├── MissingPathError (FileNotFoundError)
     │   └── CorruptDataError             data that are truncated, replaced since they were opened, or inconsistent
     ├── TrainingError (RuntimeError)     training that cannot continue: its loss is NaN, or another rank failed
-    ├── FetchError (RuntimeError)        failed fetch; names epoch, fetch and rows; caused by the original error
+    ├── FetchError (RuntimeError)        failed fetch (see its __cause__); the message gives epoch, fetch and rows
     ├── StartError (RuntimeError)        failure to start the Dask cluster that the ranks share
     └── RankMismatchError (RuntimeError) ranks that disagree about the data set, seed or epoch
 

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are sharded. All ranks gather each layer together, so they need the same
+Parameters, gradients and optimizer states are sharded. Gathering a layer is collective, so all ranks need the same
 number of batches, which dasksc guarantees. All ranks write into one folder, and any number of ranks can load it.
 """
 

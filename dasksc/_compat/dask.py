@@ -109,7 +109,7 @@ def concatenation_functions() -> tuple[Any, ...]:
 def meta_of(array: Any) -> Any:
     """Return the meta of an array, an empty block with the type of its blocks (``_meta``); raises if missing.
 
-    The public ``da.utils.meta_from_array`` returns the array itself if the blocks are not arrays.
+    If the type of the blocks has no ``dtype``, the public ``da.utils.meta_from_array`` returns the Dask array instead.
     """
     return attribute(array, "_meta", library="dask")
 
@@ -162,12 +162,12 @@ def active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
 def callbacks_of_one_task(
     before: Callable[..., Any], after: Callable[..., Any]
 ) -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return callbacks that make `get_sync` call `before` ahead of every task and `after` at its end."""
+    """Return callbacks that make `get_sync` call `before` at the start and `after` at the end of each task."""
     return [(None, None, before, after, None)]
 
 
 def scheduler_state(keys: Iterable[Any]) -> dict[str, Any]:
-    """Return the state that a local scheduler (``dask.local``) passes to callbacks before independent tasks start."""
+    """Return the state that ``dask.local`` passes to callbacks before it runs tasks without dependencies."""
     keys = list(keys)
     return {
         "dependencies": {key: set() for key in keys},

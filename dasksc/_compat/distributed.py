@@ -1,9 +1,9 @@
 """Private or unstable parts of ``distributed``: requests to schedulers and workers, and their internals.
 
 ``distributed`` is imported on first use of one of its names, since the import takes half a second. A request that a
-scheduler or worker does not support raises an error that names the request. Other modules use these public names:
-``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins, ``client.run``, ``register_plugin``, ``gather``,
-``status``.
+scheduler or worker does not support raises an error that names the request. The other modules of dasksc use public
+names of ``distributed`` directly, such as ``Client``, ``Future``, ``LocalCluster``, ``Security``, plugins,
+``client.run``, ``register_plugin``, ``gather`` and ``status``.
 """
 
 from __future__ import annotations

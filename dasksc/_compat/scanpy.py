@@ -1,4 +1,4 @@
-"""Names of private functions of scanpy and fast-array-utils that occur in array code.
+"""Names of private functions that scanpy and fast-array-utils apply to the chunks of Dask arrays.
 
 If another version renames a function, dasksc no longer knows that the function treats rows independently, and tests the
 function on more rows (see `dasksc.pushdown.trust`). Renaming the function of `SCALE_ROWS` has a second effect: the CSR

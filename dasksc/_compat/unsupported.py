@@ -72,7 +72,7 @@ def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]
     module
         Module that receives the names.
     sources
-        Source module and original name of each name.
+        For each name, the module from which it is imported and its name there.
     """
 
     def __getattr__(name: str) -> Any:

@@ -106,8 +106,8 @@ def concatenated(
         layout: Layout = (
             "csr" if any(array is not None and matrix_of(array).layout == "csr" for array in arrays) else "dense"
         )
-        # Data type for atlases that lack the matrix: float64, which supports NaN, or with a fill value, the common
-        # type of the other atlases.
+        # Data type for atlases that lack the matrix: with a fill value, the common type of the other atlases; otherwise
+        # float64, which supports NaN.
         types = [array.dtype for array in arrays if array is not None] if fill_value is not None else [np.float64]
         absent = np.result_type(*types)
         parts = [
@@ -236,7 +236,7 @@ def _nameless_obs(
 ) -> pd.DataFrame | None:
     """Concatenate obs without names; None if there are names, which `anndata.concat` joins.
 
-    `anndata.concat` would need 8 bytes per cell to store the index of the atlas that the cell comes from.
+    `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
     """
     alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
     unified = unified_dtypes(tables) if alike and index_unique is None else None

@@ -1,4 +1,4 @@
-"""Checks before reading: elements whose size exceeds memory, or is impossible for their stored bytes."""
+"""Checks before reading: elements larger than memory, or larger than their stored bytes can decompress to."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
-# Number of bytes by which a chunk, which is decoded as a whole, may exceed its array. Total sizes up to this number are
-# not compared with the stored bytes.
+# Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
+# is smaller. Total sizes up to this number are not compared with the stored bytes.
 _ROOM_BYTES = 2**30
 
 
@@ -75,8 +75,8 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
             "expected less data in this file, it is probably corrupt."
         )
     if n_bytes > _ROOM_BYTES:
-        # Totals are compared, since a single valid array may take almost no stored bytes, such as a column that repeats
-        # one value a billion times.
+        # Totals are compared rather than single arrays: a valid array, such as a column that repeats one value a
+        # billion times, may take almost no stored bytes.
         needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
         stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
         if stored < needed:

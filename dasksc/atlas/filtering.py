@@ -51,7 +51,10 @@ _PIECE_ROWS = 2**20
 
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:
-    """Explain in errors about missing columns how to give a label, if `control` is a label and not an expression."""
+    """Add advice to errors about missing columns if `control` looks like a label instead of an expression.
+
+    The advice explains how to give a label.
+    """
     try:
         yield
     except MissingKeyError as error:
@@ -140,7 +143,7 @@ def columns_of(expression: str) -> list[str]:
 def holds(expression: str, obs: pd.DataFrame, *, of: Any = None) -> NDArray[np.bool_]:
     """Return a mask of the rows of a table for which an expression holds, shape (n_obs,).
 
-    If a column is missing, the error gives the path of the AnnData `of`, to which the table belongs.
+    If a column is missing, the error gives the path of `of`, the AnnData that the table belongs to.
     """
     safe, names = _parsed(expression)
     # The index is left out, since its name may equal that of a column.

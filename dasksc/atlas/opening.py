@@ -1,7 +1,7 @@
 """Opening of atlases as an AnnData of Dask arrays.
 
-X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Opening reads obs; AnnData reads
-the annotations of genes (var, varm, varp) and uns.
+X, the layers, obsm, obsp and raw.X stay on disk until they are computed or fetched. Opening reads obs, the annotations
+of genes (var, varm, varp) and uns into memory.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def open(
         Feature types of 10x ``.h5`` files to keep: one, such as ``"Gene Expression"``, or several. Default: all. Files
         of Cell Ranger 2 contain only genes.
     genome
-        Genomes of 10x ``.h5`` files to keep: one or several. Default: all. A file of Cell Ranger 2 has a matrix with
-        its own cells for each genome; if there are several, choose one.
+        Genomes of 10x ``.h5`` files to keep: one or several. Default: all. A file of Cell Ranger 2 has a separate
+        matrix for each genome, with its own cells. If such a file has several genomes, choose one.
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
@@ -229,7 +229,7 @@ def open(
         number_rows(result)
     elif any_repeat(result.obs_names):
         warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
-    # An AnnData that a data set opens again has already been checked.
+    # An AnnData that `scDataset` opens again has already been checked.
     if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
     return result

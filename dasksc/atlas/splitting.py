@@ -72,12 +72,12 @@ def split(
         held out: a dict by name, or two numbers for ``train`` and ``validation``; default: all for ``train``.
     by
         Column of obs whose values are assigned to parts; all rows of a value are in the same part. With ``by="donor"``,
-        `fractions` are fractions of the number of *donors*. Default: rows are assigned one by one.
+        `fractions` are fractions of the number of *donors*. Default: each row is assigned individually.
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
         part. `fractions` are then fractions of the number of rows, unlike with `by`. With several columns, or with `by`
-        as well, all constraints hold at once: with ``groups=["donor", "batch"]``, all donors of a batch and all batches
-        of a donor are in one part.
+        as well, all constraints hold at once: with ``groups=["donor", "batch"]``, neither the rows of a donor nor those
+        of a batch are divided among parts.
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
@@ -123,9 +123,9 @@ def split(
 
     Notes
     -----
-    Without `by`, `groups` and `conditions`, all splits with the same number of rows of each class in each part are
-    equally likely. The number of rows of each class in a part differs by less than one row from the exact share. The
-    total size of a part differs from its share by fewer rows than there are parts.
+    Without `by`, `groups` and `conditions`, all splits are equally likely, given the number of rows of each class in
+    each part. The number of rows of each class in a part differs by less than one row from the exact share. The total
+    size of a part differs from its share by fewer rows than there are parts.
 
     With `by` or `groups`, a part exceeds its fraction by at most the largest group. The function assigns groups in up
     to 16 random orders, and uses the result closest to the fractions of every class (by chi-square). With few groups,

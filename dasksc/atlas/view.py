@@ -1,4 +1,4 @@
-"""View of an AnnData of Dask arrays for the hooks of a data set."""
+"""View of an AnnData of Dask arrays, passed to the `fetch_callback` of an `scDataset`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _WITHOUT_NAMES = {"isbacked", "layers", "n_obs", "n_vars", "raw", "shape", "uns"
 
 
 class AnnDataView:
-    """View of an AnnData of Dask arrays for the hooks of a data set.
+    """View of an AnnData of Dask arrays, passed to the `fetch_callback` of an `scDataset`.
 
-    ``view[rows]`` reads each of X, layers and obsm in one fetch. All other attributes are those of the AnnData.
+    ``view[rows]`` reads X, layers and obsm with one fetch per matrix. All other attributes are those of the AnnData.
 
     Parameters
     ----------

@@ -154,8 +154,8 @@ def folded(text: str, *, indent: int | None = None) -> str:
     text
         Lines of the report. Lines without indentation, such as its title, stay as they are.
     indent
-        Indentation of continued lines; lines without indentation are then folded too. Default: the column of the text
-        after the name of a line (``"  name     text"``).
+        Indentation of continued lines; lines without indentation are then folded too. Default: the column at which
+        ``text`` begins in a line such as ``"  name     text"``.
     """
     width = shutil.get_terminal_size().columns - 1
     return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())

@@ -54,7 +54,7 @@ class ConversionReport:
         Data type of the values of each matrix, by its key in the store.
     left_out
         Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
-        include uns, varp, and the columns of obs and var and other elements that `join` and `merge` do not keep.
+        include uns, varp, and all other elements that `join` and `merge` do not keep, such as columns of obs or var.
     is_verified
         True if the store was compared with the input.
     genes

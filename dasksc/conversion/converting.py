@@ -246,7 +246,10 @@ def needs_runs(matrix: Matrix) -> bool:
 
 
 def _piece_rows(matrix: Matrix, budget: int) -> int:
-    """Return the number of rows to process at a time; memory holds them decoded, gathered, and with wide indices."""
+    """Return the number of rows to process at a time.
+
+    Memory holds several copies of these rows: decoded, gathered, and with wide indices.
+    """
     return max(1, min(_SCAN_ROWS, int(budget // (4 * matrix.cost.row))))
 
 

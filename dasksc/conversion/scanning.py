@@ -61,7 +61,7 @@ def described(fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dty
 def gather_canonical(
     fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-    """Return CSR rows as `RowBuffer.gather_csr` does, with the values of repeated columns summed.
+    """Return CSR rows as `RowBuffer.gather_csr` does, with duplicate entries summed.
 
     Sums of integers have 64 bits, since the stored type `dtype` may be too narrow for them.
     """

@@ -38,7 +38,7 @@ class Subset:
     match
         Result of matching the names of genes; None if no names were given.
     left_out
-        Keys of the elements of varm and varp, which are dropped if genes are missing or summed.
+        Keys of the elements of varm and varp if these are dropped because genes are missing or summed; otherwise empty.
     """
 
     adata: AnnData
@@ -120,7 +120,7 @@ def _selected(matrix: Matrix, rows: NDArray[np.int64] | None, columns: Columns |
     if columns is not None and columns.sums is not None:
         matrix = SummedMatrix(matrix, columns)
     elif columns is not None:
-        # No column of the matrix is mapped to the output column of a missing gene, which is therefore zero.
+        # The output column of a missing gene is zero, since no column of the matrix is mapped to it.
         maps = ColumnMaps([columns.lookup], len(columns), fill_value=0)
         matrix = ConcatenatedMatrix(label=matrix.label, parts=[matrix], maps=maps)
     return matrix if rows is None else ReorderedMatrix(matrix, rows)

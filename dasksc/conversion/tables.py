@@ -145,7 +145,7 @@ def write_tables(
     how: Mapping[str, Any],
     names: StagedNames | None,
 ) -> None:
-    """Write the tables and other elements, obs and obsm in the new row order, and finally the metadata of the store.
+    """Write the tables and other elements (obs and obsm in the new row order), and then the metadata of the store.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ _DENSE_CHUNK_BYTES = 2**18
 _USUAL_SHARDS = 16
 _SHARD_VALUES = 2**26
 _INDPTR_CHUNK = 2**16
-# Maximum number of rows per piece, including empty ones.
+# Maximum number of rows per piece, including empty rows.
 _PIECE_ROWS = 2**18
 
 
@@ -43,7 +43,7 @@ def narrowest_count(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
     """Return `dtype`, or the narrowest unsigned type for counts up to `largest` if `dtype` cannot represent them.
 
-    Sums of repeated columns can exceed the range of `dtype`.
+    Sums of duplicate entries, which have the same row and column, can exceed the range of `dtype`.
     """
     if dtype.kind == "f" or largest <= (1 if dtype.kind == "b" else np.iinfo(dtype).max):
         return dtype
@@ -51,7 +51,11 @@ def wide_enough(dtype: np.dtype[Any], largest: float) -> np.dtype[Any]:
 
 
 def shard_rows_for(n_rows: int, chunk_rows: int, most: int) -> int:
-    """Return the number of rows per shard: the fewest that make at most 16 shards, but no more than `most`."""
+    """Return the number of rows per shard, a multiple of `chunk_rows`.
+
+    It is the smallest multiple that results in at most 16 shards. If this exceeds `most`, it is the largest multiple up
+    to `most`.
+    """
     return chunk_rows * max(1, min(-(-n_rows // (chunk_rows * _USUAL_SHARDS)), most // chunk_rows))
 
 
@@ -242,8 +246,8 @@ def fetch_any(matrix: Matrix, rows: NDArray[np.int64]) -> tuple[RowBuffer, NDArr
 def rows_of_values(indptr: NDArray[np.int64], start: int, stop: int, piece_values: int) -> Iterator[tuple[int, int]]:
     """Split the rows that contain values ``[start, stop)`` into pieces of about `piece_values` values.
 
-    A piece has at least one row. The number of rows in a piece is limited, since locating many empty rows takes as
-    much memory as holding values does.
+    A piece has at least one row. The number of rows in a piece is also limited, since each row takes memory even if it
+    is empty.
     """
     first = int(np.searchsorted(indptr, start, side="right")) - 1
     end = int(np.searchsorted(indptr, stop, side="left"))

@@ -123,8 +123,8 @@ class LoaderPage(SchedulerPlugin):
     def _update_panel(self) -> None:
         """Make the progress panel of Dask's dashboard count the tasks of whole epochs.
 
-        By default, the panel counts only the tasks that the scheduler knows: the running fetches. Ranks hold the
-        results of finished fetches, which the scheduler forgets, and submit further fetches as results are consumed.
+        By default, the panel counts only the tasks that the scheduler knows: the running fetches. The scheduler forgets
+        a fetch when the rank has received its result, and does not know the fetches that the rank has yet to submit.
         """
         epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
         for figures in (loader.figures for loader in self._loaders.values()):

@@ -53,11 +53,10 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     -----
     ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types),
     ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
-    ``plates/2.h5ad`` have 300 cells and 200 genes each; 100 genes are in both. Each has two donors that occur in no
-    other file. ``cite.h5mu`` is a MuData of 600
-    cells with the modalities ``rna`` and ``prot``, whose cells are in different orders.
-    ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins in the format of Cell Ranger 3. ``screen.h5ad``
-    is a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
+    ``plates/2.h5ad`` have 300 cells and 200 genes each; 100 genes are in both. Each of these two files has two donors
+    that occur in no other file. ``cite.h5mu`` is a MuData of 600 cells with the modalities ``rna`` and ``prot``, whose
+    cells are in different orders. ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins in the format of
+    Cell Ranger 3. ``screen.h5ad`` is a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
 
     Examples
     --------

@@ -124,7 +124,7 @@ def design(sizes: Sizes) -> Design:
 
 
 def names(prefix: str, n: int, start: int = 0, stop: int | None = None) -> list[str]:
-    """Return the names `start` to `stop` of ``prefix_0`` to ``prefix_{n - 1}``, padded with zeros to equal length."""
+    """Return the slice ``[start:stop]`` of the list ``prefix_0``, ..., ``prefix_{n - 1}``, with zero-padded numbers."""
     width = len(str(n - 1))
     return [f"{prefix}_{i:0{width}}" for i in range(start, n if stop is None else stop)]
 

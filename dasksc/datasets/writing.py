@@ -31,7 +31,7 @@ _NAMES_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """CSR rows of a run of cells, and their molecules.
+    """CSR rows of a run of cells, and the number of molecules in each cell.
 
     Attributes
     ----------

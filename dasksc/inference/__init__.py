@@ -7,8 +7,8 @@ units.
 
 Each rank
 
-1. writes the plan to the work folder, or joins ranks with the same plan, and claims a contiguous range of units, under
-   a lock.
+1. writes the plan to the work folder, unless another rank has already written the same plan, and claims a contiguous
+   range of units. Both happen under a lock.
 2. predicts and writes the missing units of its range, without the lock. At any time, only the batches read ahead and
    the predictions that are not yet written are in memory.
 3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames the result
@@ -19,7 +19,7 @@ Each rank
    as well.
 
 Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
-number of calls and discard surplus batches.
+number of calls: ranks with fewer batches repeat a batch and discard its result.
 
 Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is needed. After an
 error, complete units are kept; repeating the call predicts the missing ones.

@@ -78,8 +78,8 @@ class Outputs:
         WrongTypeError
             If the result is not an array, a tensor or a dict of these.
         InputError
-            If an array has another number of rows, more than two dimensions, or a data type other than numbers; if a
-            code has no label; or if `categories` names an output that the model does not return.
+            If an array does not have `n_rows` rows, has more than two dimensions, or is not numeric; if a code has no
+            label; or if `categories` names an output that the model does not return.
         """
         given = returned if isinstance(returned, Mapping) else {self.key: returned}
         if not given:

@@ -32,8 +32,8 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 class Share:
     """Share of one rank: the missing units in a contiguous range of all units.
 
-    No other process predicts a unit of the range until `abandon` is called. The caller must hold the lock of the work
-    folder while it creates a share.
+    No other process predicts a unit of the range until the caller calls `abandon`, after success or failure. The caller
+    must hold the lock of the work folder while it creates a share.
 
     Parameters
     ----------

@@ -298,7 +298,8 @@ class InStore:
                 os.rename(work.store / one.key, element_path)
             sync_folder(self.path / "obsm")
             columns = [one.name for one in outputs if one.width is None]
-            # The lock is separate from that of the work, since runs with other keys change the same metadata.
+            # Runs with other keys have other work folders, but change the same metadata. The store therefore has its
+            # own lock.
             publishing = self.path.with_name(f"{self.path.name}.publishing")
             with WorkFolder(self.path, publishing, what="prediction").locked(wait=True):
                 if columns:
@@ -402,7 +403,7 @@ class InFile:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
         # The modification time of the new copy is recorded in the copy, and restored after the last write. The file
-        # system assigned this time, so it can represent it exactly; it might round another time.
+        # system assigned this timestamp and can therefore represent it exactly. Any other timestamp might be rounded.
         mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:

@@ -118,7 +118,8 @@ class Work(WorkFolder):
         self.n_obs = n_obs
         self.batch_size = batch_size
         self.unit_rows = unit_rows_for(n_obs, batch_size)
-        # Each plan has its own folder, since an earlier run with another plan may still be writing.
+        # Each plan has its own folder inside the work folder, since an earlier run with another plan may still be
+        # writing.
         self._own = folder / self.digest
         self.store = self._own / "store"
 
@@ -132,12 +133,12 @@ class Work(WorkFolder):
         return k * self.unit_rows, min((k + 1) * self.unit_rows, self.n_obs)
 
     def begin(self, *, overwrite: bool) -> None:
-        """Prepare the folder for the plan, or join the processes that work on it.
+        """Prepare the work folder for the plan, or join the processes that work on this plan.
 
         Raises
         ------
         InputError
-            If the folder holds complete units of another plan and `overwrite` is False.
+            If the work folder holds complete units of another plan and `overwrite` is False.
         StorageError
             If another process works on another plan.
         """
@@ -315,7 +316,7 @@ class UnitWriter:
         self._nan: dict[str, NanRows] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._writing: Future[None] | None = None
-        # Files of the current unit; while the writing thread runs, only this thread uses them.
+        # Files of the current unit. While the writing thread runs, only the writing thread uses them.
         self._open: ExitStack | None = None
         self._writers: dict[str, ShardWriter] = {}
 

@@ -43,7 +43,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMatrix:
-    """Storage of a matrix. Matrices that several files store in the same way are merged into one.
+    """Storage of a matrix, described once for all files that store it in the same way.
 
     Parameters
     ----------

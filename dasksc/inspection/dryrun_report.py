@@ -108,8 +108,9 @@ class Check:
     pages_bytes
         Page cache that one reading process needs at a time, in bytes.
     job_bytes
-        Memory that a rank needs in a job with a memory limit, in bytes: fetches, batches, page cache, interpreter and
-        libraries of all its reading processes, but neither the model nor the batches that the DataLoader prefetches.
+        Memory that a rank needs in a job with a memory limit, in bytes. It covers the fetches, the batches being made,
+        the page cache, the interpreter and the libraries of all its reading processes. It does not cover the model or
+        the batches that the DataLoader prefetches.
     warnings
         Possible improvements, and how to make them.
     genes

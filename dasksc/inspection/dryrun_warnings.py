@@ -78,7 +78,9 @@ def _advice_on_runs(sets: SetSampler | None) -> str:
 
 
 def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
-    """Return the used fraction of the rows in the chunks that a fetch reads, for runs of rows at random positions.
+    """Return the fraction of the rows read from storage that a fetch uses.
+
+    A fetch reads whole chunks to obtain runs of neighboring rows. The runs are assumed to be at random positions.
 
     Parameters
     ----------

@@ -162,8 +162,8 @@ class scDataset(IterableDataset[Any]):
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
         read their collection by indexing, always use this process.
     prefetch
-        Number of fetches in flight in addition to the one being yielded. None chooses a number that gives each fetching
-        thread two tasks, within `memory_limit`; a large fetch consists of several tasks.
+        Number of fetches in flight in addition to the one being yielded. None keeps two tasks per fetching thread in
+        flight, within `memory_limit`; a large fetch is divided into several tasks.
     memory_limit
         Maximum anonymous memory (allocated memory, without memory-mapped files and page cache) during iteration on this
         rank, in bytes or as text such as ``"2GiB"``. DataLoader workers divide the limit equally, so each prefetches
@@ -178,7 +178,7 @@ class scDataset(IterableDataset[Any]):
     progress
         Show a progress bar (requires tqdm).
     group
-        Processes that divide the rows of every epoch among them: a ``torch.distributed`` process group, or a
+        Processes that divide the rows of every epoch among themselves: a ``torch.distributed`` process group, or a
         ``DeviceMesh`` with a single dimension or a dimension named ``"dp"``, ``"data"``, ``"fsdp"`` or similar. Ranks
         that differ only in other dimensions (tensor or pipeline parallel) read the same batches. Default: all processes
         of the run.
@@ -460,7 +460,7 @@ class scDataset(IterableDataset[Any]):
 
     @functools.cached_property
     def _settings(self) -> dict[str, str]:
-        """Strategy as given, and filter, as text; see `state_dict`."""
+        """Strategy and filter that the user passed, as text; see `state_dict`."""
         return settings_of(self._given_strategy, self._arguments.get("filter"))
 
     @property
@@ -495,7 +495,7 @@ class scDataset(IterableDataset[Any]):
         return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
 
     def load_state_dict(self, state: Any) -> None:
-        """Make the next iteration resume from `state`, at the batch that follows it.
+        """Make the next iteration resume from the position that `state` records.
 
         With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Apart
         from padding, resuming repeats no row of the epoch. Dropped rows stay dropped, and with `drop_last`, the new

@@ -180,7 +180,7 @@ class EpochRun:
     def _window(
         self, task: Callable[[Any], Any], reading: AdaptiveReadingMode | None = None
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
-        """Start fetching, and return the window and the plans of its fetches, from which batches are made."""
+        """Start fetching, and return the window of fetches in flight and a dict of their plans by fetch number."""
         plans: dict[int, FetchPlan] = {}
         planning = threading.Lock()
         in_process = isinstance(self._source, IndexedSource)
@@ -282,8 +282,8 @@ class EpochRun:
         _ = source.recycling
         loader = self._loader_properties(n_parts)
         window, plans = self._window(task, reading)
-        # The window is entered twice: before `reporting`, so that it is closed if Ctrl-C interrupts the setup of
-        # reporting, and after `reporting`, so that it is closed before the last report.
+        # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
+        # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
             fetches = AssembledFetches(window, n_parts)
             synchronous = window.scheduler.kind == "synchronous"

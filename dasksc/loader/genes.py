@@ -125,7 +125,10 @@ class GeneRequest:
         return ", ".join(name for name, is_given in given.items() if is_given)
 
     def of(self, modality: str) -> GeneRequest:
-        """Return the request for one modality; `genes` is a dict by modality, or None."""
+        """Return the request for one modality.
+
+        The `genes` of this request must be a dict by modality, or None.
+        """
         if self.genes is None or modality not in self.genes:
             return GeneRequest()
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)

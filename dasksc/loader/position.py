@@ -38,7 +38,7 @@ class EpochPosition:
     def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
         """Split off the last segment if it was read with `sizes`.
 
-        Return the other segments and the number of batches in the one split off. If its sizes differ, return all
+        Return the other segments and the number of batches in the one split off. If none is split off, return all
         segments and 0.
         """
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:

@@ -121,7 +121,7 @@ class MemoryProjection:
     def n_threads(self) -> int:
         """Number of fetching threads in a process that is not a DataLoader worker, limited by memory.
 
-        On a cluster, the number is this rank's current share of the threads of the workers.
+        On a Dask cluster, the number is this rank's current share of the threads of the Dask workers.
         """
         world = self.session.detect()
         n_of_cluster = self._scheduler().n_threads
@@ -188,7 +188,7 @@ class MemoryProjection:
         return depth
 
     def reading_mode(self, n_threads: int | None = None, n_parts: int | None = None) -> ReadingMode:
-        """Return the current reading mode and depth, with `n_threads` threads that fetch `n_parts` parts per fetch."""
+        """Return the current reading mode and depth for `n_threads` threads and `n_parts` tasks per fetch."""
         if n_threads is None:
             n_threads = self.n_threads
         model = dataclasses.replace(self._model(self.fetch_factor), fixed_n_parts=n_parts)

@@ -175,7 +175,7 @@ class MatrixSource(Source):
 
     @property
     def batch_row_bytes(self) -> float:
-        """Size of a batch per row, in bytes."""
+        """Memory that each row of a batch takes, in bytes."""
         row_bytes = PLAN_ROW_BYTES + 8.0 * len(self.maker.obs)
         for name, matrix in self.matrices.items():
             dtype = matrix.dtype if self.maker.dtype is None else self.maker.dtype

@@ -52,9 +52,9 @@ _ABSENT = 2**64 - 1
 # Compressor and compression level of Blosc. Level 0 stores data uncompressed.
 _CODECS = {"lz4hc": ("lz4hc", 4), "stored": ("lz4", 0)}
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
-# Size of a Blosc block, the smallest unit of decoding. Runs of cells begin and end anywhere in a block, so small blocks
-# waste less. C-Blosc multiplies this setting by the number of bytes per value, and uses at least 64 KiB. Values of up
-# to four bytes therefore get blocks of 64 KiB.
+# Requested size of a Blosc block, the smallest unit of decoding. Runs of cells begin and end anywhere in a block, so
+# small blocks waste less. C-Blosc multiplies the requested size by the number of bytes per value, and raises the result
+# to at least 64 KiB. Values of up to four bytes therefore get blocks of 64 KiB.
 _BLOCK_BYTES = 16 * 2**10
 
 
@@ -75,7 +75,7 @@ class ShardedArray:
         compression, ``"noshuffle"`` does not.
     codec
         ``"lz4hc"`` compresses, ``"stored"`` does not. The latter suits float32 embeddings: LZ4 makes them only 6
-        percent smaller, at 300 million values per second, and storing them is thirty times as fast.
+        percent smaller, at 300 million values per second, and storing them uncompressed is thirty times as fast.
     """
 
     shape: tuple[int, ...]

@@ -3,9 +3,9 @@
 The Dask array that `to_dask` makes is for metadata, lazy inspection and computations on the whole array. It has one
 task per row chunk, with `csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds
 the `Matrix` behind an array that `to_dask` made, and each fetch reads its rows directly from that matrix. Dask
-operations on such an array (array code) run on the fetched rows alone if they treat every row independently
-(`RowLocalMatrix`). Any other Dask array becomes a `DaskMatrix`, which computes whole row chunks and therefore costs
-more.
+operations on such an array are called array code. They run on the fetched rows alone if they treat every row
+independently (`RowLocalMatrix`). Any other Dask array becomes a `DaskMatrix`, which computes whole row chunks and
+therefore costs more.
 """
 
 from __future__ import annotations

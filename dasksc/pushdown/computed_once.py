@@ -42,9 +42,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     outputs = {(array.name, i, j): 1 << i for i in range(n_row_chunks) for j in range(n_column_chunks)}
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
-        # A result is shared if tasks of at least half of the row chunks use it directly. A use counts only if its task
-        # serves a single row chunk. Each pass of this loop ignores paths through the keys that earlier passes found.
-        # More tasks then serve a single row chunk, so the pass may find further shared results.
+        # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that contribute to
+        # a single row chunk count. Each pass of this loop ignores paths through the keys that earlier passes found.
+        # More tasks then contribute to a single row chunk, so the pass may find further shared results.
         shared |= more
     return shared
 

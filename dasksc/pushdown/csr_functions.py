@@ -1,9 +1,9 @@
 """Common functions of CSR blocks that do not copy the index arrays.
 
-SciPy and scanpy copy the index arrays into each result. The copies take as long as the arithmetic itself, and a fifth
-of the total processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the result shares
-the index arrays of the argument, which become read-only. Other functions receive copies of shared index arrays, since
-they may modify them in place.
+SciPy and scanpy copy the index arrays into each result. The copies take as long as the arithmetic itself. They account
+for a fifth of the total processor time of normalized and log-transformed batches (benchmarks/README.md). Here, the
+result shares the index arrays of the argument, which become read-only. Other functions receive copies of shared index
+arrays, since they may modify them in place.
 """
 
 from __future__ import annotations

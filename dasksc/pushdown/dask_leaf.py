@@ -42,10 +42,9 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     Returns
     -------
     da.Array
-        Array chunked by rows only. Chunks are ``csr_matrix`` if the layout is CSR, otherwise
-        ``ndarray``. One task reads each chunk when it is computed, and slices are pushed into that
-        read. Opening the same stored array twice gives the same keys. Sums, means and variances work
-        for both layouts.
+        Array chunked by rows only. Chunks are ``csr_matrix`` if the layout is CSR, otherwise ``ndarray``. Each chunk
+        has its own task, which reads the chunk when it is computed. Slices are pushed into that read. Opening the same
+        stored array twice gives the same keys. Sums, means and variances work for both layouts.
     """
     n_obs, n_vars = matrix.shape
     if chunk_rows is None:

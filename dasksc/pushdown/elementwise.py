@@ -27,7 +27,7 @@ from dasksc.pushdown.csr_functions import OF_VALUES, is_canonical, is_csr, with_
 __all__ = ["Elementwise", "elementwise"]
 
 _PRODUCTS = (operator.mul, np.multiply)
-# Operators that Dask takes from Python, and that SciPy defines differently or for some arguments only.
+# Python operators that Dask calls on blocks. SciPy gives them another meaning, or supports them for some operands only.
 _OPERATORS = (
     *(operator.add, operator.sub, operator.mul, operator.truediv),
     *(operator.floordiv, operator.mod, operator.pow),

@@ -84,7 +84,10 @@ class StoredArray(Protocol):
         """Data type of the elements as stored, in native byte order."""
 
     def held_share(self, run: float) -> float:
-        """Return the anonymous memory that a fetch holds, as a fraction of the size of its runs (mean length `run`)."""
+        """Return the anonymous memory that a fetch holds, as a fraction of the total size of the fetched runs.
+
+        `run` is the mean length of the runs.
+        """
 
     @property
     def working_bytes(self) -> int:

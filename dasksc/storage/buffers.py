@@ -27,7 +27,7 @@ __all__ = ["Recycling", "empty", "kept_bytes"]
 
 # The system allocator reuses smaller blocks itself.
 _SMALL_BYTES = 2**16
-# Size from which each buffer is a memory mapping of its own, with huge pages.
+# Each buffer of at least this size gets its own memory mapping, with huge pages.
 _MAPPED_BYTES = 2**22
 
 
@@ -111,7 +111,7 @@ def _new_memory(n_bytes: int) -> NDArray[np.uint8]:
     """Return memory that goes back to the operating system as soon as it is freed.
 
     The system allocator keeps large blocks in its heap once any library has freed a block of their size. Freed memory
-    between two blocks then stays in the process.
+    between blocks that are still in use then stays in the process.
     """
     if n_bytes < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(n_bytes, dtype=np.uint8)

@@ -184,10 +184,10 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return this array of column indices below `n_columns`, converted to uint16 if the conversion costs nothing.
+        """Return this array converted to uint16 if that is possible at no cost, otherwise the array itself.
 
-        It costs nothing for large chunks. These are rarely requested whole, so their rows are copied in any case, and
-        the copy converts them.
+        Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
+        rarely requested whole, so their rows are copied in any case, and the copy converts them.
         """
         stored = self._chain.dtype
         large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._is_used_in_place
@@ -206,7 +206,10 @@ class ChunkedArray:
         return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
 
     def held_share(self, run: float) -> float:
-        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross chunks and are copied."""
+        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross a chunk boundary.
+
+        Such runs are copied.
+        """
         return min(1.0, (run - 1) / self._chunk_shape[0]) if self._is_used_in_place else 1.0
 
     @property

@@ -106,7 +106,10 @@ class ConcatenatedMatrix:
         return self._parts
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return the number of columns (only of `columns`, if given) that are NaN because a part lacks them."""
+        """Return the number of columns that are NaN because a part lacks them.
+
+        If `columns` is given, only these columns are counted.
+        """
         if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
             return 0
         return self._maps.n_filled(columns)

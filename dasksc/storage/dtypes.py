@@ -38,8 +38,9 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     """Return an array to which the kernels can write values of the `source` type.
 
     The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. The second
-    condition does not apply to floats, which round values, or to booleans, which record whether values are nonzero.
+    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. For a
+    float or boolean `out`, only the first condition matters, since floats round values and booleans record only whether
+    values are nonzero.
     """
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
@@ -57,7 +58,7 @@ def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
     if out.dtype.kind not in "iu":
         return bool(np.isfinite(out).all()) or bool(representable(values, out.dtype).all())
     limits = np.iinfo(out.dtype)
-    # Python compares its int and float exactly, unlike NumPy; comparisons with NaN are False.
+    # Unlike NumPy, Python compares an int with a float exactly; comparisons with NaN are False.
     in_range = limits.min <= values.min().item() and values.max().item() <= limits.max
     return in_range and (values.dtype.kind != "f" or bool((out == values).all()))
 

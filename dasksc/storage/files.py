@@ -50,13 +50,14 @@ _ADVICE_BYTES = 2**20
 _READ_BYTES = 2**18
 # A request for a range that is already in the page cache costs a microsecond. Such requests would account for half the
 # time of a fetch of single rows. A sample of about this many evenly spaced ranges is therefore tested first. If the
-# whole sample is cached, no range is requested. Other ranges that are not cached are then read when they are accessed.
+# whole sample is cached, no range is requested. Any ranges outside the sample that are not cached are then read when
+# they are accessed.
 _SAMPLED = 32
 _REMEDY = "Copy or download it again."
 
 _PAGE_BYTES = 2**12
-# Ranges shorter than this are not read directly: a page holds several of them, and the page cache may keep them for the
-# next fetch.
+# Ranges whose mean size is smaller than this are not read with O_DIRECT: a page holds several of them, and the page
+# cache may keep them for the next fetch.
 _SHORT_BYTES = _PAGE_BYTES
 # Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
 _MOST_OPEN = 128
@@ -243,8 +244,8 @@ class LocalFile:
         except StorageError:
             raise
         except OSError as error:
-            # After any other error than EINVAL, the buffered reads that follow fail too, and report which rows are
-            # affected.
+            # EINVAL means that direct reads are not supported. After any other error, the buffered reads that follow
+            # fail too and report the affected rows.
             if error.errno == errno.EINVAL:
                 self._can_read_direct = False
             return None

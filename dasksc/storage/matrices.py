@@ -360,7 +360,8 @@ def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageE
     kind = StorageError if type(cause) is StorageError else CorruptDataError
     first, last = (rows[0], rows[-1]) if len(rows) else (error.start, error.stop - 1)
     which = f"row {first}" if first == last else f"rows {first} to {last}"
-    # No remedy is added to an `OSError`: a `StorageError`, which is an `OSError`, already states one.
+    # No remedy is added if the cause is an `OSError`. This includes `StorageError`, whose message already states a
+    # remedy.
     remedy = "" if isinstance(cause, OSError) else ". Copy or download the data again, or write them again"
     return kind(f"{error.label}: {which} cannot be read: {error.reason}{remedy}")
 

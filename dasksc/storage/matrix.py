@@ -202,7 +202,7 @@ class ColumnMaps:
     n_vars
         Number of common columns.
     fill_value
-        Value of dense matrices in common columns that they lack. Default: NaN. CSR matrices have 0 in these columns.
+        Fill value for the common columns that a dense matrix lacks. Default: NaN. CSR matrices have 0 in these columns.
 
     Attributes
     ----------
@@ -241,7 +241,7 @@ class ColumnMaps:
         return int((self.sources(columns) == NOWHERE).any(axis=0).sum())
 
     def filled_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the data type of dense values that represents both `dtype` and the fill value of missing columns."""
+        """Return a data type that represents dense values of `dtype` as well as the fill value of missing columns."""
         if dtype.kind == "f":
             return dtype
         if self.fill_value is None or self.fill_value % 1:

@@ -23,7 +23,7 @@ __all__ = ["Extents", "PlainArray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extents:
-    """Locations in a file of the rows of an array, or of the elements if it is one-dimensional.
+    """Locations of the rows of an array, or of the elements of a one-dimensional array, in a file.
 
     Parameters
     ----------

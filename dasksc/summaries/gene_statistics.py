@@ -122,8 +122,8 @@ def statistics(
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
     for up to 126 groups, plus the columns of obs). Each gene of each group needs 64 bytes. The rows being read use the
-    part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, nonzeros are summed in
-    float64 as differences from the first of them, so variances are accurate even if means are large.
+    part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero value is
+    subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are large.
 
     Examples
     --------

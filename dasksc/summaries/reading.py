@@ -33,7 +33,7 @@ __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_BATCHES = 2**25, 2**21, 2
 # Copies of a batch that the computation makes: converted values, and values in another order.
 _BATCH_COPIES = 2
-# Rows count as at least this many bytes when the number of rows in a batch is computed.
+# Lower bound of the size of a row, in bytes, from which the number of rows in a batch is computed.
 _LEAST_ROW_BYTES = 2**11
 # Number of rows whose groups are converted to int64 at a time.
 _PIECE_ROWS = 2**20
@@ -301,7 +301,10 @@ class Moments:
             return np.where(self._n_rows > 1, self.squares / (self._n_rows - 1), np.nan)
 
     def over_all(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the mean of each gene over all groups, and the sum of squared differences from it, shape (n_vars,)."""
+        """Return the mean of each gene over the rows of all groups, and the sum of squared differences from it.
+
+        Both have shape (n_vars,).
+        """
         n = self._n_rows.sum()
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sum.sum(axis=0) / n

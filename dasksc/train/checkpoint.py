@@ -92,8 +92,8 @@ class Checkpoints:
             until the next one.
         branched_at
             Step of the checkpoint from which the run resumed, or 0 if that checkpoint is not in `folder`. None if the
-            run did not resume, or has saved a checkpoint since. Checkpoints of later steps belong to the abandoned run
-            and are moved into ``abandoned-<number>``.
+            run did not resume, or has saved a checkpoint since. Checkpoints of steps after `branched_at` belong to the
+            abandoned run and are moved into ``abandoned-<number>``.
 
         Returns
         -------
@@ -138,8 +138,8 @@ class Checkpoints:
             abandoned = sorted({*abandoned, path})
             _move(path, aside)
         complete.rename(path)
-        # Move the other abandoned checkpoints after the rename, so that they are still in place if the run is killed
-        # before it.
+        # An abandoned checkpoint of the same name had to be moved before the rename. The others are moved only now, so
+        # that they stay in place if the run is killed before the rename.
         for other in abandoned:
             if other != path:
                 _move(other, aside)

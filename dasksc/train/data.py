@@ -112,8 +112,8 @@ class EpochLoader:
         Raises
         ------
         InputError
-            If the position lies within an epoch that workers read, and the number of ranks, the batch or fetch size
-            or the number of workers has changed.
+            If the position lies within an epoch that workers read, before or after the checkpoint, and any of these has
+            changed: the number of ranks, the batch size, the fetch factor, the number of workers.
         """
         n_taken = state.get("n_taken", 0)
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])

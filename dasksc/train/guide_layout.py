@@ -10,8 +10,8 @@ Most keys are the same in both layouts. The others are translated as follows:
                                    column numbers of genes in the atlas
     data.max_genes                 tokenizer.max_genes
     data.streaming                 removed: atlases are always streamed
-    data.streaming_shuffle_buffer  data.fetch_factor: this number of rows divided by the batch size; the rows of a
-                                   fetch are shuffled together
+    data.streaming_shuffle_buffer  data.fetch_factor: the size of the buffer in rows, divided by the batch size; the
+                                   rows of a fetch are shuffled together
     data.streaming_chunk_size      data.fetch_factor in the same way, if the chunk size is larger than the shuffle
                                    buffer
     model.architecture             model.name

@@ -164,7 +164,8 @@ def launch(
 def _torchrun(options: list[str]) -> None:
     from torch.distributed import run
 
-    # `run.main` would also try to copy the error file of a failed rank to its own, and log that it has none.
+    # `run.main` would also try to copy the error file of a failed rank to an error file of this process, and log an
+    # error because this process has none.
     run.run(run.parse_args(options))  # type: ignore[no-untyped-call]
 
 
@@ -370,8 +371,8 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
     # `local_world_size` is 1 if the number of ranks on the node is unknown, and also for a rank that is alone on its
-    # node. In both cases the global rank is returned: it is right if all ranks are on one node, and a rank that is
-    # alone may use any GPU.
+    # node. In both cases the global rank is returned. In the first case, it is right if all ranks are on one node. In
+    # the second case, the rank may use any GPU.
     return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 

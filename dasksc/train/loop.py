@@ -332,8 +332,9 @@ class _Run:
         means = Means(self.context)
         n_calls = n_batches = len(loader.dataset)
         if self.distributed_model.is_sharded:
-            # The number of batches may differ by one between ranks, but all ranks must gather parameters together. No
-            # other reduction may take place before the last gather.
+            # The number of batches may differ by one between ranks, but all ranks must gather parameters together.
+            # Ranks with fewer batches therefore evaluate their last batch again. The metrics must not be reduced before
+            # the last gather.
             most = self.context.reduced(torch.tensor(n_batches, device=self.context.device), dist.ReduceOp.MAX)
             n_calls = int(most)
         last = None

@@ -166,7 +166,7 @@ class Autoencoder(nn.Module):
     variational
         If True, draw the latent representation from a normal distribution (in evaluation mode, use its mean), and add
         the KL divergence of this distribution from the standard normal distribution, divided by `n_genes`, to the loss.
-        The reconstruction error is also a mean over genes.
+        The division puts the divergence on the scale of the reconstruction error, which is a mean over genes.
     beta
         Weight of the KL divergence.
 

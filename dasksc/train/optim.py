@@ -78,7 +78,7 @@ class LearningRate:
         self._rates: list[Any] = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
-        """Set the learning rates for a step, and return the first one."""
+        """Set the learning rate of each parameter group for a step, and return that of the first group."""
         factor = factor_at(step, self._scheduler, self.total_steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor

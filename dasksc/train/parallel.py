@@ -93,10 +93,9 @@ class RankContext:
         Raises
         ------
         StorageError
-            If rank 0 raised an `OSError`.
+            If rank 0 raised an `OSError` other than `BrokenPipeError`.
         TrainingError
-            On the other ranks, if rank 0 raised any other error, or a `BrokenPipeError`. Rank 0 raises the original
-            error.
+            On the other ranks, if rank 0 raised any other error. Rank 0 raises the original error.
         """
         error: Exception | None = None
         if self.rank == 0:

@@ -125,7 +125,7 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
 
 
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the labels that the codes returned by a classifier's ``predict`` stand for; empty for other methods."""
+    """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
     label = getattr(model, "label", None)
     return (
         {"predicted": list(categories[label])}

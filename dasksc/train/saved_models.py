@@ -127,7 +127,7 @@ def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
     """Create the model of a saved file."""
     name = saved["name"]
     model_class = find(name, BUILT_IN, what=f"the model of {path}")
-    # The file may come from an unknown source, and name any function, such as os:system.
+    # The file may come from an unknown source, so it may name any function, such as os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
             f"{path} names {name!r} as its model, which is not a torch.nn.Module class, so dasksc does not call it. If "

@@ -124,7 +124,7 @@ class _Augmentation:
         -------
         Batch
             Batch with changed copies of X or the layer, of the same layout and dtype. In CSR, new zeros remain stored
-            elements. All entries of the batch other than X, layers and control are those of `batch`.
+            elements. Entries other than X, layers and control are those of `batch`, without copies.
 
         Raises
         ------
@@ -285,10 +285,10 @@ class Downsample(_Augmentation):
     CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Dense batches from a dense file
     take another 0.17 ns for each value to find the nonzeros.
 
-    With `target_counts`, a cell is first thinned binomially to about the target. Surplus counts are then drawn without
-    replacement from the kept counts and removed, or missing counts are drawn from the removed ones and restored. The
-    result is distributed like a draw without replacement, because this is the distribution of binomially thinned
-    values conditional on their total.
+    With `target_counts`, a cell is first thinned binomially to about the target. If more molecules than the target
+    remain, the surplus is drawn from them without replacement and discarded. If fewer remain, the deficit is drawn
+    without replacement from the molecules that thinning removed, and restored. The result is distributed like a draw
+    without replacement, because this is the distribution of binomially thinned values conditional on their total.
 
     Examples
     --------

@@ -40,7 +40,8 @@ class Composed:
     def owning(self) -> Composed:
         """Return a copy whose transforms change batches in place, up to the first without a method ``owning``.
 
-        That transform may hold a reference to a batch, so the later ones must not change it.
+        A transform without ``owning`` may keep a reference to its batch, so later transforms must not change that batch
+        in place.
         """
         n_owning = next(
             (i for i, one in enumerate(self.transforms) if not hasattr(one, "owning")), len(self.transforms)
@@ -106,7 +107,7 @@ def split_early(transform: Any, parts: Container[str]) -> tuple[list[Any], Any]:
     Parameters
     ----------
     transform
-        A transform, or None. A transform whose attribute ``part`` is in `parts` is early if all those before it are.
+        A transform, or None. The early transforms are the leading ones whose attribute ``part`` is in `parts`.
     parts
         Keys of the matrices that early transforms can change.
 

@@ -1,4 +1,4 @@
-"""Tokenization of cells for transformers, as transforms of a `Batch` between a data set and a model.
+"""Transforms that convert the cells of a `Batch` to tokens for transformer models.
 
 ``scDataset(..., layout="csr", transform=RankTokens(adata.var_names))`` yields batches with ``input_ids``,
 ``values`` and ``attention_mask``, and with ``labels`` if tokens are masked; ``obs`` and ``index`` do not change.
@@ -203,8 +203,8 @@ class RankTokens(_Tokens):
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     medians
-        Positive divisors of the values of each gene before ranking, shape (n_genes,), such as medians over the cells
-        that express it.
+        One positive number per gene, shape (n_genes,), by which the gene's values are divided before ranking, such as
+        their median over the cells that express the gene.
     max_genes
         Maximum number of genes per cell; the genes with the smallest values are omitted.
     prepend_cls
@@ -214,8 +214,8 @@ class RankTokens(_Tokens):
         except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of the genes to
         predict, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Shares of the genes to predict whose ids are, respectively, replaced with ids of random genes and left
-        unchanged. BERT uses 0.1 for both.
+        Probability that a gene to predict gets the id of a random gene, and probability that it keeps its own id. BERT
+        uses 0.1 for both.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
@@ -324,10 +324,10 @@ class ValueBins(_Tokens):
         Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
     n_bins
         Number of distinct values, counted as in the function ``binning`` of scGPT: 0, and the bins 1 to ``n_bins - 1``,
-        to which the nonzeros of a cell are assigned. Here, only the cell token and padding have the value 0. The lower
-        edges of the bins are ``n_bins - 1`` equally spaced quantiles of the nonzeros, from the minimum to the maximum,
-        so only the maximum is in the last bin. Several bins may start at the same value, commonly at a count of 1. Each
-        gene with that value is then assigned to one of these bins at random.
+        to which the nonzeros of a cell are assigned. Since unexpressed genes are omitted, only the cell token and
+        padding have the value 0. The lower edges of the bins are ``n_bins - 1`` equally spaced quantiles of the
+        nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins may start at the
+        same value, commonly at a count of 1. Each gene with that value is then assigned to one of these bins at random.
     vocabulary
         `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
     max_genes
@@ -339,7 +339,7 @@ class ValueBins(_Tokens):
         where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of the genes to predict,
         and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Shares of the genes to predict whose bins are, respectively, replaced with random bins and left unchanged.
+        Probability that a gene to predict gets a random bin, and probability that it keeps its own bin.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding

@@ -9,9 +9,9 @@ rows to the rows of their inputs:
 - `Concat`: the rows of several nodes, concatenated;
 - `Apply`: any other task, whose row i comes from row i of each of its inputs.
 
-A fetch collects the rows that the nodes need, reads each matrix once, and computes from the leaves up. Row chunks
-whose graphs differ only in the names of their inputs are computed together, since each shuffled block of a fetch may
-lie in a different row chunk.
+A fetch collects the rows that the nodes need, reads each matrix once, and computes from the leaves up. Row chunks whose
+graphs differ only in the names of their inputs are computed together, since the rows of a fetch may come from many row
+chunks.
 
 The indices of Dask's blockwise layers and the block numbers show which rows each task receives. A graph does not show
 that a *function* treats every row independently; `dasksc.pushdown.trust` assigns a level of trust to each. Before the

@@ -116,7 +116,7 @@ class Compiler:
         return self._applied(key, node)
 
     def _literal(self, key: Key, value: Any) -> Any:
-        """Return `value`; if it is a node of the graph or refers to one, return the value of the node."""
+        """Return the value of a graph node or of a reference to one; return any other `value` unchanged."""
         if isinstance(value, TaskRef):
             value = self._graph.node(value.key)
         if isinstance(value, GraphNode):

@@ -52,7 +52,7 @@ class Graph:
         Raises
         ------
         NotRowLocalError
-            If the key has no task. The array is then computed in whole chunks, and Dask raises its own error.
+            If the key has no task. The fallback, which computes whole chunks, then raises Dask's own error.
         """
         if key not in self.nodes:
             raise NotRowLocalError(

@@ -75,8 +75,8 @@ class RowLocalMatrix(DaskMatrix):
             # Computing whole chunks is correct for any graph, including graphs of an unexpected form.
             warn_once(error, without="Dask operations on X are computed on whole chunks")
             raise NotRowLocalError(str(error)) from error
-        # Kinds of row chunks that passed the trial and, if some of their functions are merely believed to be row-local,
-        # the comparison with stored rows.
+        # Kinds of row chunks that passed the trial. If some of their functions are merely believed to be row-local,
+        # they also passed the comparison with a whole row chunk.
         self._proven: set[int] = set()
         self._believed = True
         self._lock = threading.Lock()

@@ -60,7 +60,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Take:
-    """Selected rows of a node; the getitem task's indices of the other axes are then applied to them."""
+    """Selection of rows of a node by a getitem task; the task's indices for other axes are applied afterwards."""
 
     child: Node
     rows: Rows

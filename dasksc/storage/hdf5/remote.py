@@ -43,7 +43,8 @@ class _Blocks(OrderedDict[int, memoryview]):
     """Most recently read blocks of one object, by block number; at most 64 MiB."""
 
 
-# Blocks of each object that is being read, shared by all readers, since every matrix of an atlas opens its file.
+# Blocks of each object that is being read. All readers of an object share them, since each matrix of an atlas opens the
+# file separately.
 _blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = WeakValueDictionary()
 
 

@@ -8,7 +8,7 @@ from dasksc.errors import CorruptDataError
 
 __all__ = ["truncation_error"]
 
-# Pattern of the file size, as stated in the header, in the error message of HDF5.
+# Matches the part of HDF5's error message that gives the file size stored in the header.
 _STATED = re.compile(r"stored_eof = (\d+)")
 
 

@@ -43,8 +43,8 @@ _TAG_BYTES = 16
 _KEY_BYTES = 32
 _KEY_NAME = "key"
 _DEFAULT_LIMIT = "100GiB"
-# Shares of the limit. A process measures the size of the folder after every 1/64 of the limit that it writes. A folder
-# of more than 15/16 of the limit is reduced to 7/8. With n concurrent writers, the size is therefore at most
+# Shares of the limit. A process measures the size of the folder each time it has written another 1/64 of the limit. A
+# folder of more than 15/16 of the limit is reduced to 7/8. With n concurrent writers, the size is therefore at most
 # (15/16 + n/64) times the limit, plus one block per writer. For four writers, the factor is 1.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 # The time of last use of a file is updated only if it is older than this.

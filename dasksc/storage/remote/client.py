@@ -34,7 +34,7 @@ T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# Maximum size of an object that is read whole, without knowing its size. Only metadata are read in this way;
+# Maximum size of an object that is requested as a whole, before its size is known. Only metadata are read in this way;
 # consolidated metadata of thousands of arrays take a few MB.
 WHOLE_BYTES = 2**28
 _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)

@@ -38,7 +38,8 @@ T = TypeVar("T")
 # Names that implementations use for the version of an object and for its modification time.
 _TAGS = ("ETag", "etag", "sha", "blob_id", "md5Hash", "content_md5", "checksum", "hex")
 _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modificationTime", "updated", "created")
-# Time for which the check of an object stays valid. Some servers only list whole folders, or limit the request rate.
+# Time for which the check of an object stays valid. Frequent checks would be costly: some servers can only list the
+# whole folder of an object, and others limit the request rate.
 _RECHECK_S = 1.0
 # Number of recent checks to remember, more than a process makes within that time.
 _MAX_CHECKS = 1024
@@ -245,8 +246,8 @@ class FsspecClient:
             return range_of(file, start, stop)
         file = system.open(path, "rb")
         if isinstance(file, AbstractBufferedFile):
-            # The file's buffer would read megabytes ahead, so it is bypassed. The file is kept, since opening it
-            # requests the size; it holds no connection.
+            # The file's buffer would read megabytes ahead, so it is bypassed. The file object, which holds no
+            # connection, is kept, since opening it again would cost a request for the size.
             self._thread_local.file = identity, file
             return range_of(file, start, stop)
         with file:

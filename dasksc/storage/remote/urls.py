@@ -79,7 +79,10 @@ class RemoteLocation:
 
     @property
     def url(self) -> str:
-        """URL of the location, including any credentials and query in it. `of` returns the location of this URL."""
+        """URL of the location, including any credentials and query in it.
+
+        `of` converts this URL back to the location.
+        """
         if self.is_on_web or self.root == "file:///":  # `of` decodes the percent signs of such a URL
             return urlunsplit(urlsplit(self.root)._replace(path=f"/{quote(self.key)}"))
         return url_of(self.root, self.key)
@@ -115,10 +118,11 @@ class RemoteLocation:
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
-        """Return the locations that match the key of this one as a pattern, sorted by name.
+        """Return the locations that match a pattern, sorted by name.
 
-        Patterns are those of the function `matching` of this module. The call takes one listing per folder. Stores do
-        not distinguish files from folders, so ``**`` also takes a listing for each file that is not an atlas.
+        The pattern is the key of this location. Patterns are those of the function `matching` of this module. The call
+        takes one listing per folder. Stores do not distinguish files from folders, so ``**`` also takes a listing for
+        each file that is not an atlas.
         """
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))

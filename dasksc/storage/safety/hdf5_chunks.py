@@ -26,15 +26,15 @@ _COMPRESSION_FILTERS: dict[int, tuple[str, int | None]] = {
     32008: ("h5-bitshuffle", None),
     32015: ("zstd", None),
 }
-# Number of the bitshuffle filter, and position of its compression among its parameters.
+# Number of the bitshuffle filter, and index of its parameter that selects the compressor.
 _BITSHUFFLE, _BITSHUFFLE_COMPRESSION = 32008, 4
 
 
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
     """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
 
-    The check reads few chunks of gzip and LZF. These codecs have a maximum expansion, so small chunks cannot exceed the
-    limit.
+    With gzip and LZF, the check skips small chunks: these codecs have a maximum expansion, so small chunks cannot
+    exceed the limit.
 
     Parameters
     ----------

@@ -61,7 +61,7 @@ def check_path(root: h5py.File, path: str, name: str, *, folder: str | None) -> 
 
 
 def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> None:
-    """Raise an error if the target of a link, or a file with its values, is outside a folder; see `check_links`."""
+    """Raise an error if `item` or any of its values are in a file outside a folder; see `check_links`."""
     found = item.file.filename
     if not os.path.samefile(found, path) and not _is_inside(found, folder):
         _refuse(path, item.name.strip("/"), found, folder)

@@ -27,7 +27,7 @@ __all__ = [
 
 _METADATA = ("zarr.json", ".zarray", ".zmetadata")
 _CODE = ("pickle", "numcodecs.pickle")
-# A compressed entry of a zip file is read as a whole.
+# Maximum unpacked size of a compressed entry of a zip file. Such an entry is read as a whole.
 _ENTRY_BYTES = 2**31
 
 

@@ -47,7 +47,10 @@ class Objects(Protocol):
         """Raise an error if the array was replaced, unless the reads of its objects check this."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the stored bytes of each object, a chunk that decodes to `n_bytes` bytes; None for a missing object."""
+        """Yield the stored bytes of each object, or None if it is missing.
+
+        Each object is one chunk, which decodes to `n_bytes` bytes.
+        """
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
         """Yield whole objects, memory-mapped, each as one chunk."""

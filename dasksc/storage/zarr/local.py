@@ -81,7 +81,8 @@ class Files:
         self._layout = layout
         self._metadata = metadata
         self._use_mmap = use_mmap if is_local else False
-        # Directory of all objects, if there is a single one. Adding or removing objects changes its modification time.
+        # Directory that contains all objects, if they are all in the same directory. Adding or removing objects changes
+        # its modification time.
         self._folder = None
         if layout.separator != "/" or len(layout.shape) == 1:
             folder = os.path.dirname(f"{directory}/{layout.prefix}0")

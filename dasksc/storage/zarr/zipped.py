@@ -40,8 +40,8 @@ _ENCRYPTED = 0x1
 _MOST_KEPT = 8
 # Maximum size of a chunk. Larger sizes do not fit into the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
-# An array may have more chunks than its archive has room for, since chunks that were never written are absent. This is
-# the maximum excess.
+# The shape of an array may imply more chunks than the archive can contain, since chunks that were never written are
+# absent. This is the maximum excess.
 _MOST_ABSENT = 2**20
 
 
