@@ -91,7 +91,7 @@ def without_genes(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions)
 
 
 def raw_of(adata: AnnData, name: str) -> AnnData:
-    """Return raw as an AnnData with the obs, obsm and uns of `adata`; `name` is that of `adata` in error messages."""
+    """Return raw as an AnnData with the obs, obsm and uns of `adata`; error messages call `adata` by `name`."""
     if adata.raw is None:
         raise MissingKeyError(f"{name} has no raw; leave out raw=True")
     return AnnData(

@@ -329,7 +329,7 @@ def _warn_of_types(matrices: Sequence[Matrix], joined: Matrix, names: Sequence[s
         warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {found}", stacklevel=2)
     elif str(joined.dtype) not in types:
         warnings.warn(
-            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, which can represent the fill value "
-            "of the columns that some atlases lack; fill_value=0 or join='inner' keeps the type",
+            f"{label} has data type {next(iter(types))} and becomes {joined.dtype}, since columns that some atlases "
+            "lack need a fill value; fill_value=0 or join='inner' keeps the original type",
             stacklevel=2,
         )

@@ -189,10 +189,11 @@ class ConditionRequest:
         return contexts if contexts and len(contexts) < len(self.columns) else self.columns[:-1]
 
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
-        """Return a mask of the held-out conditions that are used for training, shape (n_conditions,).
+        """Return a mask of the conditions that `few_shot` moves from the test part to training, shape (n_conditions,).
 
-        In each context, the share `few_shot` of the held-out conditions is used, rounded to a whole number. A context
-        with a single held-out condition uses none; any other context uses at least one, but not all.
+        In each context, the share `few_shot` of the held-out conditions is moved, rounded to a whole number. If
+        `few_shot` is above 0, at least one of several held-out conditions is moved, but not all. A single one is never
+        moved.
         """
         seen = np.zeros_like(held)
         if not self.few_shot:

@@ -273,7 +273,8 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
 
 def _has_assignment(safe: str) -> bool:
     """Return True if an expression has a single ``=`` outside strings."""
-    # Remaining quotation marks begin a string without an end. Calls are removed: their "=" marks an argument.
+    # Complete strings are removed, so any remaining quotation mark begins an unterminated string. Calls are removed,
+    # too: their "=" marks an argument.
     outside = re.sub(r"\w\([^()]*\)", "", _QUOTED.sub("", safe))
     return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", outside) is not None
 

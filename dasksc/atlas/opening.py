@@ -350,8 +350,8 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 def is_several(data: Any) -> bool:
     """Return True if `data` is a list, tuple or dict of inputs of `open`.
 
-    The result is False for a single AnnCollection: hooks index the collection itself, whereas `open` would convert it
-    to an AnnData.
+    The result is False for a single AnnCollection: the hooks of `scDataset`, such as `fetch_callback`, index the
+    collection itself, whereas `open` would convert it to an AnnData.
     """
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):

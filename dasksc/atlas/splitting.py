@@ -208,7 +208,7 @@ def split(
 
 
 def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[np.int64]]:
-    """Return the rows to split, as candidates and as an index into a column."""
+    """Return the rows to split, as `Candidates` and as an index into a column of obs."""
     candidates = Candidates.of(indices, n_obs)
     if candidates.array is None:
         return candidates, slice(candidates.start, candidates.start + candidates.n)

@@ -76,7 +76,8 @@ def split_columns(
     obs
         Names; ``"modality:column"`` for those of a modality. None: all.
     own
-        Columns of the MuData's own obs, in which copies of the columns of modalities are ignored.
+        Columns of the MuData's own obs. Those that are copies of columns of a modality count as columns of that
+        modality.
     held
         Columns of each modality.
     """

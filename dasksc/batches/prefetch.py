@@ -1,7 +1,7 @@
 """Preparation of batches ahead of the training loop, on a few threads.
 
-Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the loop would wait for it.
-A job here is synchronized by two locks alone, and one wake-up of a thread serves several jobs.
+Passing a batch through `concurrent.futures` takes too long: with training steps of 0.2 ms, the training loop would have
+to wait for batches. A job here is synchronized by two locks alone, and one wake-up of a thread serves several jobs.
 """
 
 from __future__ import annotations

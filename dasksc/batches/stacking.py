@@ -24,7 +24,7 @@ def refuse_stacking(items: Iterator[Any], requested_in: FrameType, *, n_hook_row
 
     A DataLoader stacks the items of an iterable data set unless its ``batch_size`` is None, and does not inform the
     data set. The fetcher object of PyTorch's DataLoader requests the iterator, in this process or in a DataLoader
-    worker, so the requesting frame identifies it, even through a ``ChainDataset``.
+    worker. The fetcher is therefore found in the requesting frame or, behind a ``ChainDataset``, in one of its callers.
 
     Parameters
     ----------

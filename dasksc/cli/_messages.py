@@ -18,7 +18,7 @@ __all__ = ["as_options", "collected_warnings", "errors_as_options", "folded", "p
 
 # Value that error messages recommend, and the equivalent option.
 _SKIP_SIGNATURE = ("storage_options={'skip_signature': True}", "--storage-option skip_signature=true")
-# Advice that names an argument, and the same advice for commands without that option.
+# Advice that names an argument, and the same advice for commands that have no option for this argument.
 _WITHOUT_OPTION = {
     "prefetch": ("fetch_factor, batch_size or prefetch,", "fetch_factor or batch_size,"),
     "genes_key": (", or match a column of var with genes_key=", ""),
@@ -90,7 +90,7 @@ def _with_flag(text: str, name: str, flag: str, *, is_flag: bool) -> str:
 
 
 class _Collector(logging.Handler):
-    """Handler that collects warnings, grouped by message."""
+    """Handler that collects warnings, grouped by message template."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -100,7 +100,7 @@ class _Collector(logging.Handler):
         self.groups.setdefault(str(record.msg), []).append(record)
 
     def print(self) -> None:
-        """Print the first warning of each group on stderr, with the number of other messages in the group."""
+        """Print each group's first warning on stderr, with the number of further distinct warnings in the group."""
         for line in self._lines():
             click.echo(folded(f"dasksc: {line}", indent=2), err=True)
         self.groups.clear()
@@ -154,8 +154,8 @@ def folded(text: str, *, indent: int | None = None) -> str:
     text
         Lines of the report. Lines without indentation, such as its title, stay as they are.
     indent
-        Indentation of continued lines; lines without indentation are then folded too. Default: the column at which
-        ``text`` begins in a line such as ``"  name     text"``.
+        Indentation of continuation lines; if given, lines without indentation are folded too. Default: the column at
+        which ``text`` begins in a line such as ``"  name     text"``.
     """
     width = shutil.get_terminal_size().columns - 1
     return "\n".join(_folded_line(line, width, indent) for line in text.splitlines())

@@ -76,7 +76,7 @@ class CSRCopy:
     dtype
         Data type of the stored values.
     computed
-        Data type for computation, stored as an attribute of the copy.
+        Data type to which readers convert the values for computation, recorded as an attribute of the copy.
     narrow
         If True, column indices take one or two bytes where possible. If False, they have the data type of the
         offsets, as in SciPy.

@@ -7,7 +7,8 @@ There are three ways to add the page:
 - ``dasksc.dashboard`` in Dask's configuration, under ``distributed.scheduler.http.routes``.
 
 Ranks that fetch through the scheduler report to the page about once a second (`dasksc.executor.reporting`).
-The reports of a rank are dropped when its Client disconnects. The scheduler serves the same figures at ``/metrics``.
+The reports of a rank are dropped when its Client disconnects. The scheduler also exports the reported numbers to
+Prometheus at ``/metrics``.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:
         return "starting: no batch has been read yet"
-    if not round(1000 * wait_share):  # The loader page shows tenths of a percent.
+    # The dashboard's loader page shows tenths of a percent, so a share that rounds to 0.0% counts as no waiting.
+    if not round(1000 * wait_share):
         return "healthy: the trainer never waited"
     if not round(100 * wait_share):
         return "healthy: the trainer waited less than 1% of the time"

@@ -124,7 +124,8 @@ def _n_bytes(plan: EpochPlan) -> int:
 class _PlannedRows:
     """Row numbers of one fetch, computed when they are used or pickled.
 
-    The pickle contains the row numbers instead of the plan. Tasks of small plans do not pickle this object.
+    The pickle contains the row numbers instead of the plan. Tasks of small plans contain the number of the fetch
+    instead of this object.
     """
 
     plan: EpochPlan

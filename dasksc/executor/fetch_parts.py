@@ -56,7 +56,7 @@ class FetchParts(Protocol):
     """Interface of a `Window` whose results are parts of fetches."""
 
     def next_is_done(self) -> bool:
-        """Return True if the next result, or the end, is available without waiting."""
+        """Return True if the next result is available without waiting, or if no results remain."""
 
     def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]: ...
 

@@ -25,7 +25,8 @@ _MAPPED_SHARE = 0.5  # Share of a worker's memory limit above which mapped pages
 _SHARE = 0.7  # Usable share of the limit if Dask configures neither spilling nor pausing.
 _WORKING = 3  # Memory of a running fetch (input, result and its compact copy), in units of the largest result.
 _POLL_S = 0.005
-# Time after which a fetch starts even without room, because a busy rank may leave its results on the worker.
+# Time after which a fetch starts even without room, so that a busy rank that leaves its results on the worker does not
+# block other ranks.
 _PATIENCE_S = 10.0
 _RELEASE_S = 0.1
 

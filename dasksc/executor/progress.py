@@ -33,7 +33,8 @@ class FetchFigures:
     fetch_s
         Duration of the consumed tasks, summed over threads, in seconds.
     read_s, decode_s
-        Parts of `fetch_s` spent reading and decoding. The remainder is spent locating chunks and running array code.
+        Parts of `fetch_s` spent reading and decoding. The remainder is spent locating chunks and running array code,
+        such as ``adata.X ** 2``.
     transfer_s
         Duration of the transfers of results from Dask workers to this process, summed, in seconds.
     """

@@ -31,8 +31,8 @@ PAGE_METADATA_KEY = "dasksc-loader-page"
 OPERATION = "dasksc_report"
 # Minimum time between two checks for a page that was missing.
 _RECHECK_S = 5.0
-# Maximum wait for the last report after the end of an epoch. Without the wait, a process that exits then would lose the
-# report.
+# Maximum wait for the last report after the end of an epoch. Without the wait, a process that exits right after the
+# epoch would lose the report.
 _FINAL_REPORT_S = 1.0
 
 

@@ -50,7 +50,7 @@ class FetchMatrices:
         Matrices to fetch from, by name.
     reading
         Reading mode, which lists the matrices whose files are not memory-mapped; None maps every file that can be
-        mapped. A reading mode cannot be pickled.
+        mapped. A reading mode cannot be pickled, so tasks for other processes must have None.
     """
 
     matrices: Mapping[str, Matrix]

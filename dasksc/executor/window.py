@@ -123,7 +123,8 @@ class _Flight:
         self.exiting = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
-        # Handlers run in reverse order of registration, so a Client is still open when this one runs.
+        # Handlers run in reverse order of registration. Dask registers its handlers on import, hence earlier, so a
+        # Client is still open when this handler runs.
         atexit.register(self.close, wait_s=EXIT_WAIT_S, exiting=True)
         if runner.needs_executors:
             _to_close_early.add(self)
@@ -296,7 +297,7 @@ class Window(Generic[T]):
         )
 
     def next_is_done(self) -> bool:
-        """Return True if the next result, or the end, is available without waiting."""
+        """Return True if the next result is available without waiting, or if no results remain."""
         promises = self._flight.promises
         try:
             return promises[0][1].done()

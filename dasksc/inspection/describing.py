@@ -153,7 +153,7 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
         if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, PROBED_BLOCKS[0]), 0.0):
             times = speed[layout, PROBED_BLOCKS[0]] / speed[layout, 1]
             otherwise = (
-                "; the cells were shuffled on conversion, so batches of blocks mix as well as those of single rows"
+                "; the cells were shuffled on conversion, so block_size does not affect how well batches are mixed"
                 if is_shuffled
                 else ", or dasksc convert, which shuffles cells once"
             )

@@ -35,7 +35,7 @@ def warnings_of_sizes(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     sets = plan.sampler if isinstance(plan.sampler, SetSampler) else None
     if n_blocks < plan.world_size and sets is not None:
         yield (
-            f"there are more ranks ({plan.world_size}) than sets ({n_blocks}): some ranks repeat sets of others. "
+            f"there are more ranks ({plan.world_size}) than sets ({n_blocks}): some ranks read the same sets. "
             + ("Draw more sets (n_sets=)" if sets.is_shuffled else "Lower set_size")
             + ", or use fewer ranks"
         )
@@ -157,6 +157,6 @@ def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
             + (
                 "they are never drawn (incomplete='drop')"
                 if found.drops_short
-                else "their sets repeat cells. Lower set_size, or leave them out with incomplete='drop'"
+                else "their sets repeat cells. Lower set_size, or leave these groups out: incomplete='drop'"
             )
         )

@@ -26,7 +26,7 @@ __all__ = ["SCVIDataModule"]
 
 
 class SCVIDataModule(scDataModule):
-    """Data module for scvi-tools models, whose batches have the keys that these models expect.
+    """Data module that yields batches with the keys that scvi-tools models expect.
 
     .. code-block:: python
 

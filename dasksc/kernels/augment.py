@@ -78,7 +78,7 @@ _ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
 _LARGEST = 2**53
 _HIGHEST = np.uint32(2**32 - 1)
-# Numbers of those random streams of a row that belong to no column. All other stream numbers are column numbers.
+# The number of a column's random stream is the column number. These are the numbers of the other streams of a row.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
 # Largest count, and largest total of a row, for which `sample` rounds the probability of thinning to `_SHARE_BITS`
 # bits.
@@ -646,7 +646,7 @@ def _sample(keys, first_row, indptr, columns, values, target):
                 row_values[k] = kept_slowly[k]
             continue
         _fill_words(row_key, columns, start, start + n, words, 0)
-        # Passes are over whole words, so no pass has a remainder.
+        # The row is padded with zeros to whole words of the bitmap (64 values each), so no loop has a remainder.
         n_padded = (n + _WORD_BITS - 1) // _WORD_BITS * _WORD_BITS
         for k in range(np.uint64(n), np.uint64(n_padded)):
             counts[k] = kept[k] = 0

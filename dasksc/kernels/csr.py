@@ -5,9 +5,9 @@ decoded chunks and NumPy arrays, writable or not, and aligned or not (HDF5 store
 keep the number of compiled variants small: variants differ only in the data types of the elements, such as values and
 column indices.
 
-The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes and bounds them). The
-data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the
-position of the row among the fetched rows. Without such an error, a kernel returns -1.
+The caller guarantees valid addresses (`dasksc.storage.row_pointers.RowPointers` computes them and checks their bounds).
+The data at the addresses are not trusted: a column outside [0, n_vars) ends the kernel, which returns the position of
+the row among the fetched rows. Without such an error, a kernel returns -1.
 
 Common parameters
 -----------------

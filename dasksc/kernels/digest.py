@@ -1,4 +1,4 @@
-"""Digests of matrix rows, which serve to compare matrices, and largest counts, which determine a data type."""
+"""Digests of matrix rows, for comparing matrices, and largest counts, for choosing the data type of the counts."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _block_at(position, n_blocks, table, half_bits, round_keys):
 
 @kernel
 def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
-    """Write the block numbers at `positions` of the order into `out`; both have shape (k,), int64."""
+    """Write the number of the block at each of `positions` in the block order into `out`, shape (k,), int64."""
     for i in range(positions.shape[0]):
         out[i] = _block_at(positions[i], n_blocks, table, half_bits, round_keys)
 

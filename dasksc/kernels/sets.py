@@ -49,7 +49,7 @@ def combine_codes(codes, lookup, radix, out):
 
 @kernel
 def count_groups(codes, counts, firsts):
-    """Count the rows of each code and return the number of missing codes and of runs of equal codes.
+    """Count the rows of each code; return the number of rows with negative codes and the number of runs of equal codes.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def count_groups(codes, counts, firsts):
     Returns
     -------
     n_missing, n_runs
-        Number of missing codes, and number of runs of equal codes.
+        Number of rows with negative codes, and number of runs of equal codes.
     """
     n_missing = 0
     n_runs = 0

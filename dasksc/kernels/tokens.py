@@ -154,10 +154,10 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
     """Write the tokens of each row in the order of their columns, with the bins of their values.
 
     The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest value, equal to
-    ``numpy.quantile`` bit for bit. Bins and edges are numbered from 1, and bin i begins at edge i, so the last bin,
-    ``n_bins - 1``, holds only the largest value. Bin 0 is not used for tokens. If several edges are equal, a value on
-    them is assigned at random to one of the bins that begin there. If there are more tokens than fit, a random sample
-    is written.
+    ``numpy.quantile`` bit for bit. `n_bins` includes bin 0, which is not used for tokens. The other bins and the edges
+    are numbered from 1, and bin i begins at edge i, so the last bin, ``n_bins - 1``, holds only the largest value. If
+    several edges are equal, a value on them is assigned at random to one of the bins that begin there. If there are
+    more tokens than fit, a random sample is written.
     """
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)

@@ -172,7 +172,7 @@ def sum_of(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 @intrinsic
 def thin_small(typingctx: Any, values_at: Any, words_at: Any, index: Any, like: Any, steps: Any) -> Any:
-    """Thin the values 0 to 3 among 64 values from `index` on; return 64 bits, one per value, set if it is not thinned.
+    """Thin the values 0 to 3 among 64 values from `index` on; return one bit per value, set if not thinned.
 
     A value is not thinned if it is not 0, 1, 2 or 3, or if its random word equals a step.
 

@@ -48,7 +48,7 @@ def memory_limit(root: Path = Path("/")) -> Limit:
     Parameters
     ----------
     root
-        Folder that replaces ``/`` in ``/proc`` and in the paths listed in its files.
+        Folder that replaces ``/`` in ``/proc`` and in the paths that files in ``/proc`` contain.
     """
     total, available = _machine(root)
     limits = [(total, total - available, "the memory of the machine"), *_groups(root)]

@@ -111,7 +111,7 @@ class MemoryModel:
     forced
         Labels of the matrices whose files are always memory-mapped.
     fixed_n_parts
-        Number of tasks per fetch if it is already fixed; None to derive it from the memory held.
+        Number of tasks per fetch if it is already fixed; None to derive it from the memory that a fetch holds.
     """
 
     n_obs: int
@@ -188,9 +188,9 @@ class MemoryModel:
         """Return the reading mode of an epoch.
 
         If all files fit in the page cache, they are memory-mapped, so that later epochs find them there. Otherwise, the
-        largest files are not mapped: each fetch reads its rows into anonymous memory. That is faster for files that
-        every epoch reads from disk, because the kernel would evict pages of mapped files between loading and use. The
-        number of parts in flight is the largest that fits, at most the result of `depth`.
+        largest files are not mapped: each fetch reads its rows into anonymous memory. Every epoch must read these files
+        from disk in any case. Mapping them would be slower, because the kernel would evict their pages between loading
+        and use. The number of parts in flight is the largest that fits, at most the result of `depth`.
 
         If no mode fits, all files are mapped after all (unless `may_map` is False), because mapped pages can be evicted
         and read again. Unless `prefetch` is given, the number of parts in flight is then reduced until anonymous memory
@@ -240,11 +240,11 @@ class MemoryModel:
 
     @staticmethod
     def _fits_mapped(demand: Demand, limit: int, available: int) -> bool:
-        """Return True if the demand fits into memory when files are mapped, even if they exceed the page cache."""
+        """Return True if the demand with mapped files fits into memory; the files may be larger than the page cache."""
         return demand.anonymous <= limit and demand.total <= _PAGES_SHARE * available
 
     def everything(self, *, prefetch: int | None, n_threads: int) -> Demand:
-        """Return the demand at full speed without memory-mapped files: the memory that a job should have."""
+        """Return the memory that a job should have: enough to read at full speed without memory-mapped files."""
         depth = self.depth(self.mappable, prefetch=prefetch, n_threads=n_threads)
         return self.demand(depth=depth, n_threads=0 if self.is_interprocess else n_threads, unmapped=self.mappable)
 
@@ -271,7 +271,8 @@ class MemoryModel:
                 <= limit
             )
 
-        # The search is linear, because the demand is not monotonic: one more part per fetch can lower it.
+        # The search is linear, because the demand is not monotonic: a larger fetch may be split into more parts, which
+        # can lower the demand.
         return next((factor for factor in range(_MAX_FETCH_FACTOR, 1, -1) if fits(factor)), 1)
 
     @property

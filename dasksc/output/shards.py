@@ -20,11 +20,11 @@ LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
 =============================== ===================== ===================== =============================
 
 LZ4HC spends more time than LZ4 on finding repetitions. Its output is smaller. More importantly, this output is faster
-to decode, because it consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes,
-except for floats whose exact values recur, such as log-normalized values of one cell. Zstandard at level 1 takes fewer
-bits for counts (2.4) and about as many for column indices (9.1), but takes two to four times as long to decode. Chunks
-of fewer than 131,072 values are slower to decode. Larger chunks are hardly faster, and slow down readers that decode
-whole chunks.
+to decode, because it consists of fewer pieces to copy; every epoch benefits. Shards use level 4 with shuffled bytes.
+Bytes are not shuffled for floats whose exact values recur, such as the log-normalized values within a cell. Zstandard
+at level 1 takes fewer bits for counts (2.4) and about as many for column indices (9.1), but takes two to four times as
+long to decode. Chunks of fewer than 131,072 values are slower to decode. Larger chunks are hardly faster, and slow down
+readers that decode whole chunks.
 """
 
 from __future__ import annotations

@@ -94,9 +94,9 @@ class Agreement:
     """Agreement between the ranks of one data set, through the store of their process group.
 
     Data sets of different ranks are matched by the order in which each rank makes them for the same group. Every rank
-    of the group must therefore make the same data sets in the same order. A data set for a single rank takes
-    ``rank=0, world_size=1`` and compares nothing. Every call takes one or two round trips to the store and waits for no
-    other rank.
+    of the group must therefore make the same data sets in the same order. The exception is a data set that only one
+    rank makes: with ``rank=0, world_size=1``, it is not compared with others. Every call takes one or two round trips
+    to the store and waits for no other rank.
 
     Parameters
     ----------
@@ -171,7 +171,8 @@ class Agreement:
         Raises
         ------
         RankMismatchError
-            If another rank reads a different epoch or different data in the same iteration.
+            If the iteration (pass over the data set) with the same number on another rank reads a different epoch or
+            different data.
         """
         store = self._store()
         if store is None:

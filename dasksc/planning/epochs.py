@@ -30,9 +30,9 @@ _REMEMBERED_PASSES = 16
 class EpochCounter:
     """Epoch counter shared by every copy of a data set on this machine.
 
-    The original counter owns the file and removes it when it is finalized. A copy continues the count in a file of its
-    own if the shared file does not exist, for example on another machine, or if the copy begins an epoch in another
-    process that is not a DataLoader worker.
+    The original counter owns the file and removes it when the counter is garbage-collected or the process exits. A copy
+    continues the count in a file of its own if the shared file does not exist, for example on another machine, or if
+    the copy begins an epoch in another process that is not a DataLoader worker.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,8 @@ class EpochCounter:
             state = json.loads(before)
             yield state
             self._next = state["next"]
-            # A single write keeps the file valid if the process is killed. Spaces overwrite the end of longer contents.
+            # A single write keeps the file valid if the process is killed. If the previous contents were longer, spaces
+            # overwrite their end.
             file.seek(0)
             file.write(json.dumps(state).encode().ljust(len(before)))
 

@@ -230,7 +230,7 @@ class EpochPlan:
 
     @property
     def n_dropped(self) -> int:
-        """Number of remaining rows (`n_dealt`) that no rank yields."""
+        """Number of the `n_dealt` rows that no rank yields."""
         return self._sizes.n_dropped * self.sampler.unit
 
     @property
@@ -448,7 +448,7 @@ class EpochPlan:
         def loosen(fetch: int, skipped: int) -> None:
             positions, order = self._units(fetch)
             if self.sampler.shuffle_rows and self.sampler.unit == 1:
-                # A fetch sorts its rows before it permutes them, so the positions must be in the order of their rows.
+                # A fetch sorts its rows before it permutes them, so the positions are first sorted by row number.
                 rows = self._draw.rows(self._stored(positions))
                 positions = positions[np.argsort(rows, kind="stable")]
             loose.append(positions[order[skipped:]])

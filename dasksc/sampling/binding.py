@@ -100,7 +100,7 @@ def is_random(sampler: Sampler) -> bool:
 
 
 def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
-    """Return the minimum number of rows that the indices of a strategy imply; None if they imply none."""
+    """Return the minimum number of rows of the collection, given a strategy's indices; None if they set no minimum."""
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
         return None
@@ -150,8 +150,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
             if len(kept) == n_obs:
                 raise InputError(
                     f"{name} has {len(values)} values, one per entry of indices=. The filter keeps "
-                    f"{n_obs} of these entries, which is also the number of rows of the collection, so it would be "
-                    "unclear whether the values are per entry or per row. Give one value per row of the collection"
+                    f"{n_obs} of these entries. The collection has as many rows, so the remaining values could be "
+                    "taken for one value per row. Give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -95,7 +95,7 @@ class CellSets(BuiltInStrategy):
     n_controls
         Number of control cells for each target cell.
     unmatched
-        Treatment of cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out,
+        What to do with cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out,
         ``"loosen"`` ignores columns of `match`, starting with the last one. Loosening mixes batch effects into the
         comparison; ``dasksc.check(dataset)`` counts the affected cells.
     control_indices
@@ -273,8 +273,9 @@ class CellSets(BuiltInStrategy):
         reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
         reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
         return InputError(
-            f"no set can be drawn: the {candidates.n} rows to draw from contain no usable group of {', '.join(self.by)}"
-            + ("" if self.control is None else ", not counting control cells")
+            f"no set can be drawn: the {candidates.n} rows to draw from"
+            + ("" if self.control is None else ", without the control cells,")
+            + f" contain no usable group of {', '.join(self.by)}"
             + (f"; {', and '.join(reasons)}" if reasons else "")
         )
 

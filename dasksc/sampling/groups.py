@@ -234,7 +234,7 @@ class RowGroups:
         First member and number of members of each group, shape (n_groups,), int64.
     members
         Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
-        rows, so that member i is row i.
+        rows. Member numbers are then row numbers.
     run_rows
         Mean length of the runs of neighboring rows in a group.
     """

@@ -52,9 +52,9 @@ class SamplingStrategy:
     """Base class of sampling strategies. Derive from it to write your own.
 
     A subclass only needs to define `get_len` and `get_indices`. It then supports ranks, DataLoader workers and
-    resuming. Every rank and every DataLoader worker calls `get_indices` in each epoch, with the same seed. Its result
-    must depend only on the collection and the seed. The result is cut into fetches, which are dealt to the ranks in
-    turn.
+    resuming. In each epoch, every rank and every DataLoader worker calls `get_indices` with the same seed, which
+    changes from epoch to epoch. The result must depend only on the collection and the seed. It is cut into fetches,
+    which are dealt to the ranks in turn.
 
     Parameters
     ----------
@@ -189,8 +189,8 @@ def _obs_column(collection: Any, key: str) -> Any:
 class Streaming(BuiltInStrategy):
     """Strategy that yields every row once, in storage order.
 
-    The rows that ``scDataset(drop_last=True)`` omits are always at the end: the last rows or, with `shuffle`, random
-    rows among those of the last fetches.
+    The rows that ``scDataset(drop_last=True)`` omits always come from the end of storage order: the last rows or, with
+    `shuffle`, random rows of the last fetches.
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ class _Pool:
             self._n_users += 1
 
     def leave(self) -> None:
-        """Unregister a user, a `Recycling` handle. Finalizers call this method, so it must not wait for the lock."""
+        """Unregister a `Recycling` handle. Finalizers call this method, so it must not wait for the lock."""
         self._leaving.append(None)
         if self._lock.acquire(blocking=False):
             try:

@@ -19,8 +19,8 @@ from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns in a lookup table for sorting the columns of each row. For a wider matrix, only the few
-# columns that occur in the batch are numbered.
+# Maximum number of columns in a lookup table for sorting the columns of each row. For a wider matrix, the few columns
+# that occur in the batch are renumbered, so that the table has only these columns.
 _MOST_NUMBERED = 2**22
 
 
@@ -87,7 +87,7 @@ class CSRRowBuffer(RowBufferBase):
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
         # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
-        # common type of the held values and the data type for computation.
+        # type to which the type of the held values and the data type for computation promote.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)
@@ -310,7 +310,7 @@ class CSRRowBuffer(RowBufferBase):
         data: NDArray[Any],
         columns: Columns | None,
     ) -> None:
-        """Copy rows with sorted columns and the sums of repeated ones; write the offsets of the rows into `indptr`."""
+        """Copy rows, sorting their columns and summing repeated ones; write the offsets of the rows into `indptr`."""
         mapped = self._mapped(columns)
         if mapped is None and self._n_columns > _MOST_NUMBERED:
             # The columns that occur are renumbered, which avoids tables as wide as the matrix.

@@ -105,7 +105,7 @@ class RowBufferBase:
         return np.dtype(np.uint64 if held == np.uint64 else np.int64)
 
     def _check_sums(self, sums: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Raise an error if `dtype` is both an integer type and that of the matrix, and cannot represent the sums."""
+        """Raise an error if `dtype` is the integer data type of the matrix and cannot represent the sums."""
         if dtype != self.dtype or dtype.kind not in "iu" or not len(sums):
             return
         smallest, largest = int(sums.min()), int(sums.max())

@@ -98,7 +98,7 @@ NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Columns to keep when gathering, in output order.
+    """Columns to keep when gathering, and the output column of each.
 
     Parameters
     ----------

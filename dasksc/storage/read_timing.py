@@ -86,7 +86,7 @@ def decoding() -> _Counted:
 
 
 def read_from(source: Iterator[T]) -> Iterator[T]:
-    """Yield the items of `source`, and count the time that `source` takes to produce them as reading."""
+    """Yield the items of `source`; the time that `source` takes to produce them counts as reading."""
     while True:
         with reading():
             try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dasksc.train.report import Report
     from dasksc.train.saved_models import load_model
 
-# Imported on first use: reading a configuration and starting ranks need no data set.
+# Imported on first use, because reading a configuration and starting ranks do not need the modules that read data.
 _MODULES = {
     "Config": "dasksc.train.config",
     "Report": "dasksc.train.report",

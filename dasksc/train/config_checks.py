@@ -146,7 +146,7 @@ def _without(tree: dict[str, Any], found: ValidationError) -> dict[str, Any]:
 
 
 def _depth(tree: Any, location: Sequence[str | int]) -> int:
-    """Return the number of keys of `location` that lead to the first value in `tree` that is not a dict."""
+    """Follow `location` into `tree`, and return the number of keys up to the first value that is not a dict."""
     depth = 0
     while depth < len(location) - 1 and isinstance(tree.get(location[depth]), dict):
         tree = tree[location[depth]]

@@ -112,8 +112,8 @@ class EpochLoader:
         Raises
         ------
         InputError
-            If the position lies within an epoch that workers read, before or after the checkpoint, and any of these has
-            changed: the number of ranks, the batch size, the fetch factor, the number of workers.
+            If the checkpoint was saved in the middle of an epoch, the saved run or this run uses DataLoader workers,
+            and any of these has changed: the number of ranks, the batch size, the fetch factor, the number of workers.
         """
         n_taken = state.get("n_taken", 0)
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])
@@ -275,8 +275,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         n_rows = validation.strategy.get_len(held)
         if n_rows < validation.world_size:
             raise InputError(
-                f"{n_rows} rows are held out for {validation.world_size} ranks; raise data.validation.share so "
-                "that each rank has at least one row"
+                f"only {n_rows} rows are held out, fewer than the {validation.world_size} ranks; raise "
+                "data.validation.share so that each rank has at least one row"
             )
     return EpochLoaders(
         training=EpochLoader(training, data, pin_memory=pinned),

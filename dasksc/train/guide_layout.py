@@ -116,7 +116,9 @@ def _apply_conventions(tokenizer: dict[str, Any], training: dict[str, Any]) -> N
         # Other types are left to the schema, which refuses them.
         if tokenizer["prepend_cls"] is True and type(tokenizer["max_genes"]) is int:
             if tokenizer["max_genes"] < 2:
-                raise InputError(f"tokenizer.max_genes={tokenizer['max_genes']} leaves no gene after the cell token")
+                raise InputError(
+                    f"tokenizer.max_genes={tokenizer['max_genes']} leaves no room for genes beside the cell token"
+                )
             tokenizer["max_genes"] -= 1
     if isinstance(training.get("fsdp"), dict) and training.get("strategy") == "ddp":
         training["strategy"] = "fsdp"

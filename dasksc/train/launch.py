@@ -322,8 +322,8 @@ def node_rank_of(given: int | None, n_nodes: int, environment: Mapping[str, str]
     if node is None:
         raise InputError(
             f"the run has {n_nodes} nodes (--nnodes, training.num_nodes), but the rank of this node is unknown. Give "
-            "--node-rank 0 on the first node, 1 on the next; or start the run with srun, one task on each node; or on "
-            "this node alone: --nnodes 1 --set training.num_nodes=1"
+            "--node-rank 0 on the first node, 1 on the next; start the run with srun, one task on each node; or use "
+            "only this node: --nnodes 1 --set training.num_nodes=1"
         )
     if node >= n_nodes:
         raise InputError(

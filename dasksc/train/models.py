@@ -2,9 +2,9 @@
 
 A model is a ``torch.nn.Module`` that is called with a batch and returns a dict of means over the rows of the batch:
 ``loss``, which is minimized, and any other metrics (such as ``accuracy``). If the means are over other items, such as
-cells with a label or masked tokens, the model also returns their number as ``n``, a scalar integer tensor, for every
-batch. Metrics and gradients are then means over all items, regardless of their distribution over batches and ranks. If
-``n`` is 0, the other values are ignored, but must still be finite.
+masked tokens or labeled cells, the model also returns their number as ``n``, a scalar integer tensor, for every batch.
+Metrics and gradients are then means over all items, regardless of their distribution over batches and ranks. If ``n``
+is 0, the other values are ignored, but must still be finite.
 
 Constructor parameters with the following names are filled in from the data unless the configuration gives them:
 

@@ -48,9 +48,9 @@ class Validation(_Section):
         Share of the rows to hold out; with `by`, share of its values; with `conditions`, share of the conditions of
         each context (such as a cell line).
     by, groups, stratify
-        Columns of obs, as for `dasksc.split`: the rows of each value of `by` (such as a donor or plate) are either all
-        held out or all used for training, no value of `groups` is in both parts, and both parts have equal proportions
-        of the values of `stratify`.
+        Columns of obs, as for `dasksc.split`. `by`: column whose values, such as donors or plates, are the units to
+        hold out. `groups`: columns whose values are not divided between the parts. `stratify`: columns whose values
+        have equal proportions in both parts.
     conditions, hold_out, few_shot, control
         As for `dasksc.split`. `conditions`: columns whose combinations of values define the conditions; all rows of a
         condition are in one part. `hold_out`: conditions to hold out instead of a `share`. `few_shot`: share of each

@@ -104,7 +104,10 @@ def bracket(panel: Axes, start: float, stop: float, y: float, text: str) -> None
 
 
 def canvas(width: float, height: float, x: float, y: float) -> tuple[Any, Axes]:
-    """Return a figure of `width` by `height` inches, and its panel, whose axes span [0, x] and, downwards, [0, y]."""
+    """Return a figure of `width` by `height` inches and its panel.
+
+    The x axis spans [-0.2, x]. The y axis points down and spans [0, y].
+    """
     figure, panel = plt.subplots(figsize=(width, height))
     figure.subplots_adjust(0, 0, 1, 1)
     panel.set(xlim=(-0.2, x), ylim=(y, 0))

@@ -44,7 +44,7 @@ WIDTH, HEIGHT = 1120, 860  # of the browser window, including its frame
 
 
 def main() -> None:
-    """Record the tutorials named on the command line, or both if none is named."""
+    """Record the tutorials named on the command line, or all of `RECORDERS` if none is named."""
     for name in sys.argv[1:] or RECORDERS:
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             outputs = RECORDERS[name](name)

@@ -138,7 +138,8 @@ class RemoteTaskPlugin(TaskPlugin):
 
 def _n_bytes(result: Any) -> int | None:
     """Return the size of a result in bytes, or None if it is unknown. Fetches of unknown size run one at a time."""
-    # Tasks that write their result to a file, such as those of a conversion, need no memory admission.
+    # Tasks that write their result to a file, such as those of a conversion, return a number or None, which takes no
+    # memory worth counting.
     if result is None or isinstance(result, int):
         return 0
     n_bytes = getattr(result, "nbytes", None)

@@ -154,7 +154,8 @@ class SentFetches:
                     self._resubmit(k, argument, future)
                     return None
                 if address is None and len(gathers) == 1:
-                    begin()  # The Client may have merged the first gather with one from the silent worker.
+                    # The Client may have merged the first gather with a gather from a silent worker, which never ends.
+                    begin()
         except asyncio.CancelledError:
             for gather in gathers:
                 gather.cancel()

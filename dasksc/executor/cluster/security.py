@@ -76,9 +76,9 @@ def refuse_untrusted(address: str, security: Security | None) -> None:
     """
     host = address.rpartition("://")[2].rpartition(":")[0].strip("[]")
     if security is None and not (host in LOOPBACK or is_loopback(host)):
-        raise ValueError("the address is not on loopback, which requires security= on this rank")
+        raise ValueError("the address is not on loopback, so this rank needs security=")
     if security is not None and not address.startswith("tls://"):
-        raise ValueError("the address is not encrypted (tls://), which security= on this rank requires")
+        raise ValueError("the address does not begin with tls://, but security= on this rank requires encryption")
 
 
 def is_loopback(address: str) -> bool:

@@ -220,8 +220,8 @@ def _validate_arguments(
 def _check_resolved(host: str, *, is_spread: bool) -> None:
     """Raise `InputError` for a name other than ``localhost`` that resolves to loopback on this machine.
 
-    Debian's /etc/hosts maps the name of the machine to a loopback address. If all ranks run on this machine, log a
-    warning instead.
+    If all ranks run on this machine, log a warning instead. Debian's /etc/hosts maps the name of the machine to a
+    loopback address.
     """
     try:
         address = ensure_ip(host)

@@ -78,7 +78,8 @@ def _dump_arrays(arrays: Sequence[NDArray[Any]]) -> tuple[Header, Frames]:
 
 
 def _load_arrays(header: Header, frames: Frames) -> list[NDArray[Any]]:
-    # A frame may begin at any byte. The Numba kernels accept unaligned arrays, which mapped files also yield.
+    # A frame may begin at any byte, so the arrays may be unaligned, like those of memory-mapped files. The Numba
+    # kernels accept them.
     return [np.frombuffer(frame, dtype=dtype) for frame, dtype in zip(frames, header["dtypes"], strict=True)]
 
 

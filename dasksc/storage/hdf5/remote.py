@@ -29,7 +29,8 @@ _HEAD_BYTES = 2048 + len(_SIGNATURE)
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# Tables are read sequentially. Each sequential read requests twice as many blocks as the one before, up to this number.
+# The columns of obs and var are read sequentially. Each sequential read requests twice as many blocks as the one
+# before, up to this number.
 _LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
 # Names of cells lie in one region, but their blocks are requested in no particular order. Every _GROUP_BLOCKS
 # consecutive blocks are a group. The first _MOST_MISSED cache misses in a group read single blocks, and the next one
@@ -136,8 +137,8 @@ class BlockReader(io.RawIOBase):
 def _no_collection() -> Iterator[None]:
     """Disable automatic garbage collection.
 
-    h5py holds its global lock while it waits for a block. If the thread that requests the block collected an h5py
-    object in a reference cycle, it would wait for that lock forever.
+    h5py holds its global lock while it waits for a block, which another thread requests. If garbage collection in that
+    other thread freed an h5py object, the thread would wait for the lock forever.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -28,8 +28,8 @@ __all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ran
 
 T = TypeVar("T")
 
-# Ranges closer than this are requested as one. Other requests hide the round trip of a request, but not its CPU time of
-# about half a millisecond. In that time, a link of 4 Gb/s transfers this many bytes.
+# Ranges closer than this are requested as one. Concurrent requests hide each other's round trips, but not the CPU time
+# of about half a millisecond per request. In that time, a link of 4 Gb/s transfers this many bytes.
 GAP_BYTES = 2**18
 # Maximum size of a request. Several concurrent requests take less time than a large one, since a single connection is
 # slower than the link. In addition, decoding starts earlier.

@@ -93,7 +93,7 @@ class RemoteLocation:
         return client_of(self.root, self.options)
 
     def below(self, name: str) -> RemoteLocation:
-        """Return the location `name` below this one; raise `InputError` if `name` contains '.' or '..' as a part."""
+        """Return the location `name` below this one; raise `InputError` if a component of `name` is '.' or '..'."""
         parts = [part for part in name.split("/") if part]
         if ".." in parts or "." in parts:
             raise InputError(f"{self}: the name {name!r} has a part '.' or '..' and may point outside this location")

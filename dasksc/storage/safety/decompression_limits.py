@@ -18,8 +18,8 @@ from dasksc.storage.arrays import caused_by_data
 
 __all__ = ["DEFLATE_RATIO", "LZF_RATIO", "ROOM_BYTES", "DECOMPRESSED_SIZES", "check_decompressed_size"]
 
-# Number of bytes by which the decompressed size may exceed the expected size. Data whose maximum decompressed size is
-# within this tolerance need no closer inspection.
+# Number of bytes by which the decompressed size may exceed the expected size. Data that cannot exceed the expected size
+# by more than this number need no closer inspection.
 ROOM_BYTES = 2**25
 
 # Maximum expansion: in deflate, two bits may represent 258 bytes; in LZF, three bytes may represent 264.

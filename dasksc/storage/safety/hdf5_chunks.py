@@ -61,7 +61,7 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
     if compressing[1:] or any(number != h5py.h5z.FILTER_FLETCHER32 for number, *_ in filters[at + 1 :]):
         names = ", ".join(name.decode(errors="replace") for *_, name in filters)
         raise StorageError(
-            f"{label} is not read: it may have only one compression filter, as the last filter, but has {names}. "
+            f"{label} is not read: only the last of its filters may compress the data, but its filters are {names}. "
             "Write the file again with one compression filter, such as adata.write_h5ad(path, compression='gzip')"
         )
     codec, ratio = _COMPRESSION_FILTERS[filters[at][0]]

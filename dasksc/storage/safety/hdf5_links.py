@@ -99,7 +99,7 @@ def _is_inside(other: str, folder: str | None) -> bool:
         return False
     real = os.path.realpath(folder)
     found = os.path.join(real, other)
-    # HDF5 looks for missing files in the working directory.
+    # If a file does not exist in this folder, HDF5 looks for it in the working directory.
     if not os.path.exists(found) and os.path.exists(other):
         found = os.path.abspath(other)
     return os.path.realpath(found).startswith(real.rstrip("/") + "/")

@@ -33,7 +33,7 @@ _STRING_BYTES = 2**12
 _NUMBER_BYTES = 16
 # Codecs of strings, whose data start with the number of strings.
 _OF_OBJECTS = frozenset({"vlen-utf8", "vlen-bytes", "vlen-array", "vlenutf8", "vlenbytes"})
-# Codecs that decode to Python objects of any shape. Arrays with these codecs are refused.
+# Codecs that decode to Python objects of unlimited size. Arrays with these codecs are refused.
 _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 
 

@@ -71,7 +71,7 @@ def _names_code(value: Any) -> bool:
 
 
 def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
-    """Raise an error if an entry of a zip file would fill memory; `entries` is the directory of the file.
+    """Raise an error if an entry of a zip file would fill memory; `entries` are those of its central directory.
 
     Raises
     ------

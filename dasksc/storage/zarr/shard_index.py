@@ -16,7 +16,7 @@ from dasksc.storage.zarr.layout import ZarrLayout
 
 __all__ = ["index_bytes", "chunk_ranges"]
 
-# Offset and size in the index of a chunk that was never written.
+# Value that a shard's index holds as both offset and size of a chunk that was never written.
 _NEVER = 2**64 - 1
 
 

@@ -41,7 +41,7 @@ _MOST_KEPT = 8
 # Maximum size of a chunk. Larger sizes do not fit into the table of `TableChunks`.
 _MOST_CHUNK_BYTES = 2**32 - 1
 # The shape of an array may imply more chunks than the archive can contain, since chunks that were never written are
-# absent. This is the maximum excess.
+# absent. At most this many additional chunks are accepted.
 _MOST_ABSENT = 2**20
 
 
@@ -298,7 +298,7 @@ def _shard_ranges(
 
 
 def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Raise an error if the unpacked size of a member exceeds the maximum encoded size of its chunks."""
+    """Raise an error if a member, once unzipped, is larger than its chunks can be as encoded by the Zarr codecs."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
     for key in keys:

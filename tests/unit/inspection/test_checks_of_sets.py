@@ -70,7 +70,7 @@ def test_a_set_larger_than_the_sample_is_counted() -> None:
 def test_more_ranks_than_sets_are_warned_of_as_sets() -> None:
     (warning,) = dasksc.check(dataset(n_sets=3), world_size=4).warnings
     assert warning == (
-        "there are more ranks (4) than sets (3): some ranks repeat sets of others. Draw more sets (n_sets=), or "
+        "there are more ranks (4) than sets (3): some ranks read the same sets. Draw more sets (n_sets=), or "
         "use fewer ranks"
     )
     once = dataset(screen(40), set_size=16, replace=False)

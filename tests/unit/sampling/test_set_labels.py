@@ -214,7 +214,7 @@ def test_all_cells_are_controls() -> None:
     obs = screen()
     only = np.flatnonzero(obs.gene == "ctrl")
     for options in ({"match": ["line"]}, {"match": ["line", "batch"]}, {"match": []}, {"unmatched": "loosen"}):
-        with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*not counting control cells"):
+        with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*without the control cells"):
             bound(obs, ["line", "gene"], 8, control=CONTROL, indices=only, **options)
     assert bound(obs, "gene", 8, control=CONTROL, indices=only, include_control=True).n_sets > 0
 

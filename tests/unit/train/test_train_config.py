@@ -275,7 +275,7 @@ def test_rows_of_the_guide_may_be_written_with_an_exponent():
     [
         ({"data.streaming": "maybe"}, "data.streaming='maybe' must be true or false"),
         ({"data.streaming_shuffle_buffer": "true"}, r"must be numbers of rows; got \[1024, True\]"),
-        ({"tokenizer.max_genes": 1, "data.max_genes": 1}, "max_genes=1 leaves no gene after the cell token"),
+        ({"tokenizer.max_genes": 1, "data.max_genes": 1}, "max_genes=1 leaves no room for genes beside the cell token"),
         ({"data.max_genes": 1000}, "data.max_genes=1000 and tokenizer.max_genes=2048 are the same setting"),
         ({"data.path": "other"}, r"data.paths=\['first.h5ad', 'second.h5ad'\] and data.path='other'"),
         ({"data.source": "cellxgene"}, "data.source='cellxgene' is not supported; give files or stores"),
