@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 train_fsdp.py atlas.h5ad --checkpoint run
     torchrun --nproc_per_node=3 train_fsdp.py atlas.h5ad --checkpoint run --resume
 
-Parameters, gradients and optimizer states are sharded. Gathering a layer is collective, so all ranks need the same
-number of batches, which dasksc guarantees. All ranks write into one folder, and any number of ranks can load it.
+Parameters, gradients and optimizer states are sharded. Gathering a layer is a collective operation: all ranks need the
+same number of batches, as dasksc guarantees. All ranks write into one folder, and any number of ranks can load it.
 """
 
 from __future__ import annotations

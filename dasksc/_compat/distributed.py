@@ -216,8 +216,8 @@ def announce(scheduler: Any, name: str) -> None:
 def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
     """Add to the task counts of a prefix in the progress panel (``TaskPrefix.states``); raises if missing.
 
-    Before the first task of the prefix, the function adds nothing and returns False. Versions that compute the counts
-    on access do not show the addition.
+    Before the first task of the prefix, the function adds nothing and returns False. The addition has no effect in
+    versions of ``distributed`` that compute ``TaskPrefix.states`` on each access.
     """
     task_prefix = _get(scheduler, "task_prefixes").get(prefix)
     if task_prefix is None:

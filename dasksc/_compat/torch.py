@@ -32,7 +32,7 @@ def check_training(version: str) -> None:
 def default_store(distributed: Any) -> Any:
     """Return the store of the process group.
 
-    There is no public equivalent of ``torch.distributed.distributed_c10d._get_default_store``; raises if missing.
+    Uses ``torch.distributed.distributed_c10d._get_default_store``, which has no public equivalent; raises if missing.
 
     Parameters
     ----------

@@ -226,7 +226,8 @@ class Conversion:
             copy = self._copies.get(key)
             fraction_remaining = 1.0
             if copy is None:
-                # Row descriptions are written twice, per task and as one file. The offsets are written to another file.
+                # Row descriptions are written twice: first in one file per task, then all in one file. The offsets are
+                # written to another file.
                 total += n_obs * (2 * ROW.itemsize + 8)
             elif copy.n_tasks:
                 fraction_remaining = sum(not copy.is_done(k) for k in range(copy.n_tasks)) / copy.n_tasks

@@ -87,9 +87,9 @@ def synthetic(
 
     Notes
     -----
-    The same arguments give the same atlas on any number of cores. For each cell, a number of expressed genes is drawn.
-    Molecules are then drawn from the profile of its type, donor and batch until that many genes occur. Profiles are
-    log-normal over genes.
+    The same arguments give the same atlas on any number of cores. For each cell, the number of genes that it expresses
+    is drawn first. Molecules are then drawn from the profile of its type, donor and batch until that many genes occur.
+    Profiles are log-normal over genes.
 
     Memory is 8 bytes for each gene of each profile, about 20 bytes for each cell, and a few chunks of 2,048
     cells. Two cores write about 150,000 cells of 2,000 genes per second.

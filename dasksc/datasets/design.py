@@ -80,7 +80,7 @@ class Design:
     Attributes
     ----------
     types, donors, batches
-        Codes, shape (n_obs,); None if the atlas has no donors or no batches, respectively.
+        Codes, shape (n_obs,). `donors` is None if the atlas has no donors, and `batches` is None if it has no batches.
     groups
         Row of the alias tables for each cell, shape (n_obs,).
     depths

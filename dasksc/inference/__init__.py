@@ -166,7 +166,7 @@ def predict(
         If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
         and replaces the file by the copy.
     overwrite
-        If True, replace existing keys, and discard unfinished predictions with other arguments.
+        If True, replace existing keys, and discard unfinished predictions that were begun with other arguments.
     nan
         ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
     progress
@@ -467,7 +467,7 @@ class Predictions:
 
 
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:
-    """Return the data set to read, which is created if an atlas is given."""
+    """Return `data` if it is an `scDataset`; otherwise create an `scDataset` of the atlas."""
     if not isinstance(data, scDataset):
         if refused := [f"{name}=" for name in _WITHOUT_EFFECT if name in options]:
             raise InputError(

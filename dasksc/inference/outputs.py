@@ -15,7 +15,8 @@ from dasksc.errors import InputError, WrongTypeError
 
 __all__ = ["Output", "Outputs", "check_categories", "check_name", "check_same", "nan_rows"]
 
-# File names have at most 255 bytes, and those of partial files are longer than the key.
+# File names have at most 255 bytes. The name of a work folder may contain the key and the name of the store, so keys
+# must be shorter.
 _NAME_BYTES = 200
 
 

@@ -1,4 +1,4 @@
-"""Part of the work that each rank does, and the outcome that it reports to the other ranks."""
+"""Each rank's part of the work, and the outcome that the rank reports to the other ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 class Share:
     """Share of one rank: the missing units in a contiguous range of all units.
 
-    No other process predicts a unit of the range until the caller calls `abandon`, after success or failure. The caller
-    must hold the lock of the work folder while it creates a share.
+    No other process can predict a unit of the range until the caller releases the range by calling `abandon`, which is
+    required after success as well as after failure. The caller must hold the lock of the work folder while it creates a
+    share.
 
     Parameters
     ----------

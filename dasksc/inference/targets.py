@@ -402,8 +402,9 @@ class InFile:
         with copy.open("rb+") as reserved:
             reserved.seek(0, os.SEEK_END)
             extend(reserved, _METADATA_BYTES + sum(work.n_obs * one.row_bytes for one in outputs))
-        # The modification time of the new copy is recorded in the copy, and restored after the last write. The file
-        # system assigned this timestamp and can therefore represent it exactly. Any other timestamp might be rounded.
+        # The modification time of the copy at this point is recorded in the copy. Later writes change the time, so it
+        # is set back after the last one. The file system assigned this timestamp and can therefore represent it
+        # exactly. Any other timestamp might be rounded.
         mtime_ns = copy.stat().st_mtime_ns
         with h5py.File(copy, "r+") as file, as_anndata_writes():
             if "obsm" not in file:

@@ -329,7 +329,7 @@ class UnitWriter:
     ) -> None:
         """Write the predictions of the batch that begins at row `start`.
 
-        The batch begins a unit or follows the previous batch.
+        The batch must begin a unit or follow the previous batch.
 
         Parameters
         ----------

@@ -62,7 +62,7 @@ def write_metadata(work: Work, one: Output, nan: Nan) -> None:
 
 
 def write_obs(store: Path, n_obs: int, pieces: Iterable[Sequence[str]] | None, columns: list[str]) -> str | None:
-    """Write the cell names and metadata of an obs table whose columns exist; return the digest of the cell names."""
+    """Write the cell names and metadata of an obs table whose columns are already stored; return the names' digest."""
     has_names = pieces is not None
     given = _numbers(n_obs) if pieces is None else iter(pieces)
     group = zarr.open_group(store / "obs", mode="a", zarr_format=3)

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "diversity"]
 
-# Maximum number of rows whose classes are counted. At least one unit of the sampler is counted: a set of cells, or a
-# batch with per_batch=True.
+# Maximum number of rows whose classes are counted. At least one unit of the sampler (a set of cells, or a batch
+# with per_batch=True) is counted, even if it has more rows.
 _MAX_COUNTED_ROWS = 2**20
 
 

@@ -445,7 +445,10 @@ class scDataset(IterableDataset[Any]):
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Properties that must be equal in a state and in the data set that resumes from it; no file paths or times."""
+        """Properties that must be equal in a state and in the data set that resumes from it.
+
+        File paths and times are not included.
+        """
         identity = {
             "n_obs": self._source.n_obs,
             "matrices": self._source.identity,
@@ -497,9 +500,9 @@ class scDataset(IterableDataset[Any]):
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from the position that `state` records.
 
-        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again. Apart
-        from padding, resuming repeats no row of the epoch. Dropped rows stay dropped, and with `drop_last`, the new
-        ranks may drop more.
+        With another world size, batch size or fetch size, the remaining rows of the epoch are distributed again.
+        Resuming repeats no row of the epoch, except to make the ranks equal (`equal_ranks`). Dropped rows stay dropped,
+        and with `drop_last`, the new ranks may drop more.
 
         Raises
         ------

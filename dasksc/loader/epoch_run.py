@@ -40,7 +40,7 @@ from dasksc.transforms.composed import at_batch, at_epoch, owning, split_early
 
 __all__ = ["EpochRun", "DeviceTransfer"]
 
-# Maximum size of the batches that one job gathers.
+# Maximum total size, in bytes, of the batches that one job gathers. A larger batch is gathered alone.
 _TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
@@ -85,7 +85,7 @@ class EpochRun:
     fetches
         Indices, in `plan`, of the fetches that this process reads.
     n_done
-        Number of their batches that were yielded earlier.
+        Number of batches of `fetches` that were yielded earlier.
     scheduler
         Scheduler that runs the fetches.
     projection

@@ -110,7 +110,7 @@ class RankSession:
         return world
 
     def require_same_world(self) -> World:
-        """Fix the world; raise an error if it was fixed before and has changed since."""
+        """Fix the world; raise an error if the rank or world size detected now differs from the fixed one."""
         world = self.fix_world()
         if get_worker_info() is None:
             found = self.detect()

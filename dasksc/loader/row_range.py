@@ -26,9 +26,9 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     Parameters
     ----------
     dataset
-        Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and batch size are used,
-        and whose fetch factor bounds that of the result. Its strategy, filter, rank and epochs are not used. The
-        data set is not changed, and shares its matrices with the result.
+        Data set whose request (genes, obs, layers, obsm, layout, dtype, hooks and transform) and batch size are used.
+        The fetch factor of the result is at most that of this data set. Its strategy, filter, rank and epochs are not
+        used. The data set is not changed, and shares its matrices with the result.
     start, stop
         Range of rows of the collection; `start` is a multiple of the batch size. Random transforms depend on the
         position of a batch in the collection, not in the range.

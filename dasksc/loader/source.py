@@ -189,7 +189,7 @@ class MatrixSource(Source):
             is_dense = _is_obsm(name) or self.maker.layout == "dense"
             row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
             if columns is not None and matrix.layout == "dense":
-                if columns.sums is not None:  # the values to add, and their sums in 64 bits and after conversion
+                if columns.sums is not None:  # the values to add, and their sums twice: in 64 bits, and converted
                     row_bytes += 8 * len(columns.sums.columns) + 16 * len(columns.sums.targets)
                 if not is_dense and (columns.sums is not None or len(columns) > matrix.shape[1]):
                     row_bytes += 8 * len(columns)
@@ -261,7 +261,7 @@ class IndexedSource(Source):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Empty dict: a collection that the user provides may change between runs, so it is not compared."""
+        """Empty dict: users may freely change an indexed collection between runs, so no properties are compared."""
         return {}
 
     @property

@@ -161,7 +161,7 @@ def _load_dask_matrix(kind: type[DaskMatrix], state: bytes) -> DaskMatrix:
 
 
 def runs_by_block(rows: NDArray[np.int64], bounds: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(number, start, stop)`` for each block that has some of the ascending `rows`: ``rows[start:stop]``."""
+    """Yield ``(number, start, stop)`` for each block with some of the ascending `rows`, namely ``rows[start:stop]``."""
     cuts = np.searchsorted(rows, bounds)
     for number, (start, stop) in enumerate(pairwise(cuts.tolist())):
         if stop > start:

@@ -43,8 +43,9 @@ def shared_keys(array: da.Array) -> set[Key]:
     shared: set[Key] = set()
     while more := _shared(below, upwards, outputs, shared, n_least=max(2, (n_row_chunks + 1) // 2)):
         # A result is shared if tasks of at least half of the row chunks use it directly. Only tasks that contribute to
-        # a single row chunk count. Each pass of this loop ignores paths through the keys that earlier passes found.
-        # More tasks then contribute to a single row chunk, so the pass may find further shared results.
+        # exactly one row chunk are considered. Each pass of this loop ignores paths through the keys that earlier
+        # passes found. Without these paths, some tasks that contributed to several row chunks contribute to only one,
+        # so the pass may find further shared results.
         shared |= more
     return shared
 

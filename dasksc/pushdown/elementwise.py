@@ -40,7 +40,7 @@ _FUNCTIONS = (np.clip, np.round, np.where)
 def elementwise(array: da.Array) -> da.Array:
     """Make the operators and functions in the graph of an array elementwise on CSR blocks.
 
-    Return the array itself if its graph contains none of them.
+    Return the array itself if no function in its graph needs to be replaced.
     """
     before = array.dask.layers
     layers = {name: _with_layer(layer) for name, layer in before.items()}
@@ -108,7 +108,10 @@ def _plain(value: Any) -> Any:
 def _called(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: Any, *others: Any
 ) -> Any:
-    """Call a function with `values` in place of its sparse block, and `others` in place of its other array."""
+    """Call a function with `values` in place of its sparse argument.
+
+    `others` holds at most one array, which replaces the other array argument.
+    """
     given = [values if sp.issparse(arg) else others[0] if others and np.ndim(arg) else arg for arg in args]
     named = {key: others[0] if others and np.ndim(arg) else arg for key, arg in kwargs.items()}
     return function(*given, **named)

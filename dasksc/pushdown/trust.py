@@ -30,8 +30,8 @@ __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
 
 Trust = Literal["known", "declared", "believed"]
 
-# Libraries whose functions of blocks count as array code. The trial detects functions that mix rows, such as a sort
-# along axis 0.
+# Libraries whose functions are believed to treat every row of a block independently. The trial detects functions that
+# mix rows, such as a sort along axis 0.
 BELIEVED = frozenset(
     [
         "_operator",

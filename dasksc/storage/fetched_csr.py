@@ -87,7 +87,7 @@ class CSRRowBuffer(RowBufferBase):
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
         # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
-        # type to which the type of the held values and the data type for computation promote.
+        # common type (`np.result_type`) of the held values and the data type for computation.
         narrow = out.dtype.kind in "iu"
         held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
         target = kernel_target(out, held)

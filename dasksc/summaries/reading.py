@@ -348,7 +348,10 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
 
 
 def _combined(columns: Sequence[pd.Categorical]) -> tuple[NDArray[np.int64], NDArray[np.signedinteger[Any]]]:
-    """Return the combinations of codes that occur, each as one number, and the position of each row's combination."""
+    """Return the combinations of codes that occur, each as one number, and for each row the index of its combination.
+
+    The index is -1 if a label is missing.
+    """
     n_possible = math.prod(max(len(column.categories), 1) for column in columns)
     if n_possible >= 2**63:
         raise InputError(

@@ -7,7 +7,7 @@ flavor                   passes  sums
 =======================  ======  =========================================================================
 ``"seurat"``             1       moments of ``expm1(X)``
 ``"cell_ranger"``        1       moments of X
-``"seurat_v3"``          2       moments of X; values clipped at a bound from a fit to the moments
+``"seurat_v3"``          2       moments of X; sums of X clipped at a bound derived from the moments
 ``"pearson_residuals"``  2       moments of X; residuals, including those of zeros
 =======================  ======  =========================================================================
 """
@@ -83,9 +83,9 @@ def highly_variable_genes(
     Raises
     ------
     InputError
-        If the flavor is unknown; if a value or a batch is missing; if a value is negative (flavors that expect counts)
-        or infinite, or so large that its exponential overflows (flavors that expect logarithms); or if the sums and the
-        rows being read need more memory than ``dasksc.memory-limit``.
+        If the flavor is unknown; if a value is NaN, or a cell has no batch; if a value is negative (flavors that expect
+        counts) or infinite, or so large that its exponential overflows (flavors that expect logarithms); or if the sums
+        and the rows being read need more memory than ``dasksc.memory-limit``.
     MissingKeyError
         If the atlas lacks a column or layer.
     ImportError
@@ -197,7 +197,7 @@ def _moments(source: Pass, batches: Groups, *, is_logarithm: bool) -> tuple[Mome
         kinds |= kernels.kinds_of(values)
         if is_logarithm:
             # Computed in the data type of the values, as in scanpy.
-            with np.errstate(over="ignore"):  # overflow is refused once all rows are added
+            with np.errstate(over="ignore"):  # an overflow raises an error after all rows are added
                 values = np.expm1(values if base is None else values * values.dtype.type(np.log(base)))
         moments.add(rows, batches.codes[rows.places], values)
     return moments, kinds

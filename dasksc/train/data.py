@@ -112,8 +112,9 @@ class EpochLoader:
         Raises
         ------
         InputError
-            If the checkpoint was saved in the middle of an epoch, the saved run or this run uses DataLoader workers,
-            and any of these has changed: the number of ranks, the batch size, the fetch factor, the number of workers.
+            If the checkpoint was saved in the middle of an epoch, and the number of ranks, the batch size, the fetch
+            factor or the number of DataLoader workers has changed. If neither run uses DataLoader workers, the other
+            three may change.
         """
         n_taken = state.get("n_taken", 0)
         inside = bool(n_taken) if "read_by" in state else bool(state["dataset"]["consumed"])

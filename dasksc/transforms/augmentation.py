@@ -287,8 +287,8 @@ class Downsample(_Augmentation):
 
     With `target_counts`, a cell is first thinned binomially to about the target. If more molecules than the target
     remain, the surplus is drawn from them without replacement and discarded. If fewer remain, the deficit is drawn
-    without replacement from the molecules that thinning removed, and restored. The result is distributed like a draw
-    without replacement, because this is the distribution of binomially thinned values conditional on their total.
+    without replacement from the molecules that thinning removed, and restored. Conditional on their total, binomially
+    thinned values are distributed like a draw without replacement. The same therefore holds for the result.
 
     Examples
     --------

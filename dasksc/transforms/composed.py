@@ -38,7 +38,7 @@ class Composed:
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Return a copy whose transforms change batches in place, up to the first without a method ``owning``.
+        """Return a copy in which transforms before the first one without a method ``owning`` change batches in place.
 
         A transform without ``owning`` may keep a reference to its batch, so later transforms must not change that batch
         in place.
@@ -60,7 +60,7 @@ class Composed:
 
 
 def as_transform(given: Any) -> Transform | None:
-    """Return one transform from the argument of `scDataset`: None, a transform, or a list of them.
+    """Combine the `transform` argument of `scDataset` (None, a transform or a list of them) into one transform or None.
 
     Raises
     ------

@@ -111,7 +111,7 @@ class _Tokens:
         return self.max_genes + self.prepend_cls
 
     def at_epoch(self: T, epoch: int) -> T:
-        """Return this transform with the masks and samples of an epoch.
+        """Return this transform with the random masks and gene subsets of an epoch.
 
         Parameters
         ----------

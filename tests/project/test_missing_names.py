@@ -357,7 +357,7 @@ def test_a_missing_name_used_for_speed_is_reported_once_and_rows_stay_right(
     assert len(messages) == len({*messages})
     assert f"dask {importlib.metadata.version('dask')} has no " in messages[0]
     assert f"{module}{'' if gone else '.' + name}" in messages[0]
-    assert messages[0].endswith("Until then, array code that selects or shuffles rows is computed on whole chunks.")
+    assert messages[0].endswith("Until then, Dask operations that select or shuffle rows are computed on whole chunks.")
     monkeypatch.setattr(compiler, "GETITEMS", (*compiler.GETITEMS[:2], *getters))
     monkeypatch.setattr(compiler, "CONCATENATE", concatenation)
     for at, function in zip(("shuffle_getitem", "concatenate_arrays"), shuffle, strict=True):
@@ -382,7 +382,7 @@ def test_without_anndatas_types_of_columns_tables_are_joined_as_they_are(
     assert anndata.unified_dtypes(tables) is None
     (warning,) = warnings_in(caplog)
     assert "has no anndata._core.merge.unify_dtypes, which dasksc needs" in warning
-    assert "takes 8 more bytes per cell" in warning
+    assert "takes 8 more bytes of memory per cell" in warning
 
 
 def test_without_numbas_cache_kernels_are_compiled_anew(
@@ -446,7 +446,7 @@ def test_without_scipys_flags_column_numbers_are_looked_at_each_time(
         copy = executed("scipy").copy_flags
     (warning,) = warnings_in(caplog)
     assert f"has no csr_matrix.{name}, which dasksc needs" in warning
-    assert warning.endswith("Until then, every step of array code on sparse X checks all column indices.")
+    assert warning.endswith("Until then, every Dask operation on sparse X checks all column indices.")
     copy(Other((1, 1)), to := sp.csr_array((1, 1)))
     assert name not in vars(to)
 

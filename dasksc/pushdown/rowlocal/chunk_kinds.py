@@ -38,7 +38,7 @@ def kinds_of_chunks(blocks: list[list[Node]]) -> list[int]:
 
 
 def _alike(one: Node, other: Node) -> bool:
-    """Return True if two nodes apply the same operations to different rows."""
+    """Return True if two nodes apply the same operations, possibly to different rows."""
     if one is other:
         return True
     if isinstance(one, Read) and isinstance(other, Read):

@@ -227,7 +227,7 @@ class RowLocalMatrix(DaskMatrix):
         return all(self._is_known(kind) for kind in set(self._kinds))
 
     def _is_known(self, kind: int) -> bool:
-        """Return True if no function in row chunks of a kind is merely believed to be row-local."""
+        """Return True if every function in row chunks of a kind is known or declared to be row-local."""
         nodes = self._blocks[self._kinds.index(kind)]
         return not any(isinstance(node, Apply) and node.is_believed for node in all_nodes(nodes))
 
@@ -241,7 +241,7 @@ def _all_rows(block: NDArray[Any] | sp.csr_matrix, label: str) -> RowBuffer:
 
 
 def _may_stay_csr(nodes: list[Node]) -> bool:
-    """Return True if nodes depend on CSR rows and on an `Elementwise` function; the meta of its result may be wrong."""
+    """Return True if nodes depend on CSR rows and on an `Elementwise` function, so that Dask's meta may be wrong."""
     below = list(all_nodes(nodes))
     return any(isinstance(node, Read) and node.matrix.layout == "csr" for node in below) and any(
         isinstance(function, Elementwise)

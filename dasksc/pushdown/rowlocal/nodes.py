@@ -42,11 +42,11 @@ class Read:
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows from which the rows `need` are computed."""
+        """Record the matrix rows from which the rows in `need` are computed."""
         run.needs.setdefault(id(self.matrix), (self.matrix, []))[1].append(chosen_rows(self.rows, need))
 
     def value(self, nodes: tuple[Read, ...], needs: Needs, run: Run) -> Any:
-        """Compute the rows `needs` of nodes of the same kind, concatenated."""
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node."""
         rows, fetched = run.fetched[id(self.matrix)]
         wanted = [chosen_rows(node.rows, need) for node, need in zip(nodes, needs, strict=True)]
         positions = np.searchsorted(rows, np.concatenate(wanted))
@@ -72,11 +72,11 @@ class Take:
         return len(self.rows)
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows from which the rows `need` are computed."""
+        """Record the matrix rows from which the rows in `need` are computed."""
         run.demand(self.child, self._chosen(need, run))
 
     def value(self, nodes: tuple[Take, ...], needs: Needs, run: Run) -> Any:
-        """Compute the rows `needs` of nodes of the same kind, concatenated."""
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node."""
         chosen = tuple(node._chosen(need, run) for node, need in zip(nodes, needs, strict=True))
         if all(map(operator.is_, chosen, needs)):
             chosen = needs
@@ -84,7 +84,7 @@ class Take:
         return selected[(slice(None), *self.rest)] if self.rest else selected
 
     def _chosen(self, need: NDArray[np.int64], run: Run) -> NDArray[np.int64]:
-        # A Take of all rows returns the same object, so that values cached under its id are found.
+        # If all rows are taken, return `need` itself, so that values cached under its id are found.
         if isinstance(self.rows, range) and self.rows == range(self.child.n_rows):
             return need
         chosen: NDArray[np.int64] = run.kept(("take", id(self), id(need)), lambda: chosen_rows(self.rows, need), need)
@@ -104,12 +104,12 @@ class Concat:
         return int(self.bounds[-1])
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows from which the rows `need` are computed."""
+        """Record the matrix rows from which the rows in `need` are computed."""
         for child, _, rows in self._parts(need, run):
             run.demand(child, rows)
 
     def value(self, nodes: tuple[Concat, ...], needs: Needs, run: Run) -> Any:
-        """Compute the rows `needs` of nodes of the same kind, concatenated."""
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node."""
         return _stacked([node._whole(need, run) for node, need in zip(nodes, needs, strict=True)])
 
     def _whole(self, need: NDArray[np.int64], run: Run) -> Any:
@@ -139,8 +139,8 @@ class Apply:
     task: GraphNode
     # In the order in which the task refers to them.
     inputs: Mapping[Key, Node]
-    # Inputs that do not depend on a stored matrix, in the same order. The value is True if the rows of the input are
-    # those of the block.
+    # Inputs that do not depend on a stored matrix, in the same order. Each input maps to True if its rows are the rows
+    # of the block.
     constants: Mapping[Key, bool]
     graph: Graph
     n_rows: int
@@ -148,12 +148,12 @@ class Apply:
     is_believed: bool
 
     def demand(self, need: NDArray[np.int64], run: Run) -> None:
-        """Record the matrix rows from which the rows `need` are computed."""
+        """Record the matrix rows from which the rows in `need` are computed."""
         for child in self.inputs.values():
             run.demand(child, need)
 
     def value(self, nodes: tuple[Apply, ...], needs: Needs, run: Run) -> Any:
-        """Compute the rows `needs` of nodes of the same kind, concatenated."""
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node."""
         # One call of the first task serves all nodes: their tasks differ only in the names of their inputs.
         children = zip(*(node.inputs.values() for node in nodes), strict=True)
         values = {key: run.value(several, needs) for key, several in zip(self.inputs, children, strict=True)}
@@ -172,7 +172,7 @@ Needs = tuple[NDArray[np.int64], ...]
 
 
 def _aligned(nodes: tuple[Apply, ...], keys: tuple[Key, ...], needs: Needs, run: Run) -> Any:
-    """Return the rows `needs` of the constants of several nodes, concatenated."""
+    """Concatenate rows of the constants of several nodes; `needs` holds the row numbers for each node."""
     constants = [node.graph.constant(key, run) for node, key in zip(nodes, keys, strict=True)]
     if len(set(keys)) == 1 and constants[0].shape[0] == 1 != min(node.n_rows for node in nodes):
         # A single row, shared by all nodes, is broadcast.
@@ -245,11 +245,17 @@ class Run:
         return run
 
     def demand(self, node: Node, need: NDArray[np.int64]) -> None:
-        """Record the matrix rows from which the rows `need` of `node` are computed; a repeated call has no effect."""
+        """Record the matrix rows from which the rows in `need` of `node` are computed.
+
+        A repeated call has no effect.
+        """
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
-        """Compute the rows `needs` of nodes of the same kind, concatenated; once even if they are used twice."""
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node.
+
+        A repeated call with the same objects returns the cached result.
+        """
         first: Any = nodes[0]
         key = (*map(id, nodes), *map(id, needs))
         if key not in self.values:
@@ -268,7 +274,10 @@ class Run:
 
 
 def joined(blocks: list[list[Node]], needs: Needs, run: Run, matrix: DaskMatrix) -> Any:
-    """Compute the rows `needs` of row chunks of one kind, each given by its column chunks."""
+    """Compute and concatenate rows of row chunks of one kind.
+
+    For each row chunk, `blocks` holds one node per column chunk, and `needs` holds the row numbers.
+    """
     n_rows = sum(map(len, needs))
     parts = []
     for nodes, width in zip(zip(*blocks, strict=True), matrix.array.chunks[1], strict=True):

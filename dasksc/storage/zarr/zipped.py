@@ -298,7 +298,7 @@ def _shard_ranges(
 
 
 def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Raise an error if a member, once unzipped, is larger than its chunks can be as encoded by the Zarr codecs."""
+    """Raise an error if the unpacked size of a member exceeds the maximum size of its encoded chunks."""
     n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
     at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
     for key in keys:
