@@ -526,7 +526,7 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
                 while weights[n_passed] == 0.0:
                     n_passed -= 1
             out[i] = start + n_passed
-    if touched == -0.5: # never true, but if `touched` were not used, the compiler would remove the reads
+    if touched == -0.5:  # never true, but if `touched` were not used, the compiler would remove the reads
         out[:] = -1
 
 
