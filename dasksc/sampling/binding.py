@@ -150,8 +150,8 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
             if len(kept) == n_obs:
                 raise InputError(
                     f"{name} has {len(values)} values, one per entry of indices=. The filter keeps {n_obs} entries, "
-                    f"and the collection also has {n_obs} rows, so it would be unclear whether a value belongs to an entry "
-                    "or to a row. Give one value per row of the collection"
+                    f"and the collection also has {n_obs} rows, so it would be unclear whether a value belongs to an "
+                    "entry or to a row. Give one value per row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))
