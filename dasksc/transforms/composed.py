@@ -38,7 +38,7 @@ class Composed:
         return Composed([at_batch(one, number) for one in self.transforms])
 
     def owning(self) -> Composed:
-        """Return a copy in which transforms before the first one without a method ``owning`` change batches in place.
+        """Return a copy whose leading transforms change batches in place: those before the first that lacks ``owning``.
 
         A transform without ``owning`` may keep a reference to its batch, so later transforms must not change that batch
         in place.
