@@ -149,9 +149,9 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if len(values) == candidates.n != n_obs:
             if len(kept) == n_obs:
                 raise InputError(
-                    f"{name} has {len(values)} values, one per entry of indices=. The filter keeps {n_obs} entries, "
-                    f"and the collection also has {n_obs} rows, so it would be unclear whether a value belongs to an "
-                    "entry or to a row. Give one value per row of the collection"
+                    f"{name} has {len(values)} values, one per entry of indices=. This is ambiguous with the filter, "
+                    f"which keeps as many entries as the collection has rows ({n_obs}). Give one value per row of the "
+                    "collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

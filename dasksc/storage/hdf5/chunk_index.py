@@ -253,7 +253,7 @@ class _Tree:
         heads = nodes[:, :8]
         # Signature, type of node (chunks) and level.
         if (heads[:, :6] != np.frombuffer(b"TREE\x01" + bytes((level,)), dtype=np.uint8)).any():
-            raise self.broken(f"no node of level {level} is at its address")
+            raise self.broken(f"the address of a node of level {level} holds no such node")
         n_used = heads[:, 6:8].copy().view("<u2")
         if (n_used > 2 * self.half).any():
             raise self.broken(f"a node has more than {2 * self.half} children")
