@@ -147,11 +147,10 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
             continue
         if len(values) == candidates.n != n_obs:
-            if len(kept) == n_obs:
+            if len(kept) == n_obs:  # `bind` would take the remaining values for one per row of the collection
                 raise InputError(
-                    f"{name} has {len(values)} values, one per entry of indices=. This is ambiguous with the filter, "
-                    f"which keeps as many entries as the collection has rows ({n_obs}). Give one value per row of the "
-                    "collection"
+                    f"{name} has {len(values)} values, one per entry of indices=. With this filter, give one value per "
+                    "row of the collection"
                 )
             changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
     return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))
