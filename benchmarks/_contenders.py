@@ -53,7 +53,7 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from dasksc.loader import epoch_run as module
 
     class PlainWindow:
-        """Window with the same depth and number of threads, which yields fetches in order."""
+        """Replacement for dasksc's window, with the same depth and number of threads; it yields fetches in order."""
 
         def __init__(self, task: Any, ks: Any, *, depth: int, argument: Any, n_threads: int, **_: Any) -> None:
             self.scheduler = module.resolve_scheduler("threads")

@@ -197,7 +197,7 @@ def _start(side: Side, *, spec: Spec, start: Start, drop: Callable[[], Any] | No
 def report_of(row: Row, ours: Result, theirs: Result, limits: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Compare the rates of a row with its target.
 
-    For another library, the better of its two rates counts. For dasksc itself, both rates are *produced*.
+    For another library, the higher of its two rates counts. If the reference is dasksc, its *produced* rate counts.
     """
     rates = {
         who: {kind: statistics.median(getattr(result, kind)) for kind in KINDS}

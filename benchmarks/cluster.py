@@ -6,9 +6,9 @@
 The program compares four ratios of rates with their targets. The rate of an in-process cluster is divided by the rate
 of threads. The rate of two worker processes, which send results over loopback TCP, is divided by the rate of a bare
 submit and direct gather of as many bytes. The rate with normalize_total and log1p as array code on X is divided by
-the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler
-and submit tasks that read nothing but carry as many row numbers as a real task; a fetch of 16,384 rows is about five
-tasks. Contenders take turns in separate processes, and the program reports medians.
+the rate of plain X, and by the rate of the same operations on every dense batch. Finally, 64 ranks share a scheduler.
+Their tasks do no I/O, but each carries as many row numbers as a real task: by default 3,277, a fifth of a fetch of
+16,384 rows. Contenders take turns in separate processes, and the program reports medians.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def sent_bytes(path: str, *, n_rows: int) -> int:
 
 
 def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
-    """Gather the bytes of an epoch directly from the workers, with as many tasks in flight as the data set."""
+    """Gather the bytes of an epoch directly from the workers, with as many tasks in flight as `dataset` keeps."""
     import torch
 
     from dasksc.loader import components_of

@@ -35,7 +35,7 @@ PEER_ROWS = 2 * 10**6
 """Maximum number of rows for which scDataset is timed. More take minutes, so the time for them is extrapolated."""
 
 # Targets by case and block size: maxima for the first fetch, construction and a new epoch (seconds) and for memory
-# beyond the data (bytes), and the minimum ratio of the time of the peer.
+# beyond the data (bytes), and the minimum ratio of the peer's time to that of dasksc.
 TARGETS: dict[tuple[str, int], dict[str, float]] = {
     ("blocks", 64): {"first_fetch_s": 5e-3, "peak_bytes": 1e6, "ratio": 500},
     ("balanced", 64): {"construct_s": 0.5, "new_epoch_s": 0.3, "peak_bytes": 200e6, "ratio": 300},

@@ -51,7 +51,8 @@ SET_SIZE, BATCH, FETCH_ROWS = 64, 512, 16_384
 CONTROL = {"gene": "control"}
 BY = ["context", "gene"]
 
-# Targets: seconds, bytes per cell, or a share of the rate of the contender named in the key.
+# Targets: maxima in seconds or bytes per cell, and minimum ratios of rates: of sets to blocks (sorted, unsorted), of
+# downsampled to unchanged sets, and of dasksc to a peer (cell-load, annbatch).
 TARGETS = {
     "construct_s sorted": 2.0,
     "construct_s unsorted": 6.0,

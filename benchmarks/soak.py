@@ -6,10 +6,10 @@
 The program trains under DDP (gloo, on the CPU) epoch after epoch, while ranks stall at random for up to two
 seconds, in the training loop or in reading. Epochs cycle through three modes: threads of the rank, two DataLoader
 workers, and threads with a stop at a random step, after which a second data set resumes from the state. Every other
-cycle of three epochs reads with hooks that stall, and the others read without hooks. After each epoch, the ranks check
-that all took equally many steps, that each cell was seen once except for the reported padding, and that the order is
-new. At the end, they check that memory and the number of open files have not grown. The exit status is 1 if a check
-fails or if there is no progress for a minute.
+cycle of three epochs reads with hooks (a `fetch_callback` that may stall, and a `batch_transform`), and the others read
+without hooks. After each epoch, the ranks check that all took equally many steps, that each cell was seen once except
+for the reported padding, and that the order is new. At the end, they check that memory and the number of open files
+have not grown. The exit status is 1 if a check fails or if there is no progress for a minute.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ MIB = 1 << 20
 MODES = ("threads", "workers", "resumed")
 _NOTHING_MOVES_S = 60
 _LONGEST_STALL_S = 2.0
-# Each mode runs twice, with and without hooks. Growth in fewer epochs is not a problem, because they warm up.
+# Minimum number of epochs for a check of growth: each mode then runs twice with hooks and twice without. In fewer
+# epochs, growth may be due to the warm-up.
 _FEWEST_EPOCHS = 12
 # Allowed growth of memory, which an allocator may retain.
 _FLAT_BYTES = 32 * MIB
@@ -255,7 +256,7 @@ def finish(epochs: list[Epoch], stalls: Stalls, problems: list[str], elapsed_s: 
         # The first quarter is a warm-up of threads, compiled kernels and allocators.
         early, late = its_epochs[quarter : 2 * quarter] or its_epochs[:1], its_epochs[-quarter:]
         growth = statistics.median(e.anon_bytes for e in late) - statistics.median(e.anon_bytes for e in early)
-        # The minimum over several epochs ignores files of ended workers that are about to close; leaks remain.
+        # The minimum over several epochs includes leaked files, but not files of ended workers, which are soon closed.
         files = min(e.n_files for e in early), min(e.n_files for e in late)
         ranks.append(
             {

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def as_it_is(batch: Any) -> Any:
-    """Request row numbers and return the batch unchanged."""
+    """Return the batch unchanged; because of this transform, the data set yields a `Batch`, which has row numbers."""
     return batch
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Open an h5ad file at a URL while every thread that may collect h5py objects collects them.
+"""Open an h5ad file at a URL while h5py objects are garbage-collected in every thread in which this can happen.
 
 python tests/programs/collecting_requests.py atlas.h5ad
 """

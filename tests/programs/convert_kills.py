@@ -54,7 +54,7 @@ def finished(pid: int) -> bool:
 
 
 def convert(source: str, target: Path) -> None:
-    """Convert in many small tasks, through intermediate runs."""
+    """Convert in many small tasks, by way of sorted runs of rows in intermediate files."""
     with (
         mock.patch.object(writing, "_CHUNK_VALUES", 512),
         mock.patch.object(converting, "_SCAN_ROWS", 64),

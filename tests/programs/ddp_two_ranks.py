@@ -57,7 +57,7 @@ torch.manual_seed(0)
 layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
 model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
-# 64 units give many to each rank.
+# Units of work have 16 rows here, so that each rank predicts many of the 64 units.
 with mock.patch.object(work, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
     # The key exists on every rank when the call returns.
@@ -66,7 +66,7 @@ with mock.patch.object(work, "_LEAST_ROWS", 16):
     again = dasksc.predict(model, dataset, predictions).n_predicted
     print(f"rank {rank} again: {again}, training {model.training, model.module.training}", flush=True)
 
-# Only rank 0 reads a batch first; each rank prints its error.
+# Rank 0 alone reads a batch before the epoch. Each rank then prints its error, or that it finished.
 dataset = dasksc.scDataset(np.arange(100), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, seed=0)
 if rank == 0:
     print(f"rank 0 peeked at {len(next(iter(dataset)))} rows", flush=True)

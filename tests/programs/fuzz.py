@@ -159,7 +159,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def chunk_ranges(path: Path) -> list[tuple[Path, int, int]]:
-    """Return the byte ranges of chunks in an HDF5 file or an unsharded store, which checksums cover."""
+    """Return the byte ranges of chunks in an HDF5 file or an unsharded store; checksums, if any, cover these ranges."""
     if path.is_dir():
         return [(file, 0, file.stat().st_size) for file in files_of(path) if "/c/" in file.as_posix()]
     ranges: list[tuple[Path, int, int]] = []

@@ -319,7 +319,7 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert [(row["fetch_factor"], row["block_size"]) for row in rows] == [(4, 1), (4, 64), (16, 1), (16, 64)]
     assert all(row["rows_per_s"] > 0 for row in rows)
     share = {(row["fetch_factor"], row["block_size"]): row["share"] for row in rows}
-    # Single rows mix like random rows; with blocks, longer fetches mix more.
+    # Blocks of one row mix like random rows. With larger blocks, fetches of more batches mix more.
     assert share[4, 1] == pytest.approx(1, abs=0.05)
     assert share[4, 64] < share[16, 64] < share[16, 1]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -384,7 +384,7 @@ def test_predict_compares_writing_with_the_loop_alone(work, tmp_path, capsys):
     }
     assert report["least_share"] > 0
     assert [one["n_obs"] for one in report["memory"]][:2] == [CELLS // 4, CELLS]
-    # For so few cells, the libraries take more memory than the batches that are projected.
+    # With so few cells, the libraries take more memory than the batches, and the projection covers only the batches.
     assert all(one["projected_bytes"] > 0 for one in report["memory"])
     assert [one["limit"] for one in report["memory"]] in ([None, None], [None, None, "1GiB"])
     assert "| dense |" in capsys.readouterr().out

@@ -123,7 +123,7 @@ def test_train_ddp_accumulates_resumes_like_a_plain_loop_and_learns(atlas, tmp_p
 def test_train_fsdp_learns_and_goes_on_with_more_ranks(small_atlas, tmp_path):
     options = (EXAMPLES / "train_fsdp.py", small_atlas, "--batch-size", 32, "--width", 32, "--epochs", 2)
     two, three = ((*TORCHRUN[:-1], f"--nproc_per_node={n}", *options) for n in (2, 3))
-    # 2,000 cells are 64 batches of 32 on two ranks; after 22 batches, 42 and a short one remain for three ranks.
+    # On two ranks, an epoch of 2,000 cells takes 32 steps. After 11 of these, it takes 14 more steps on three ranks.
     printed = run(*two, "--checkpoint", tmp_path / "run", "--max-steps", 11)
     assert re.findall(r"^step (\d+):", printed, re.MULTILINE) == ["11"]
     printed = run(*three, "--checkpoint", tmp_path / "run", "--resume")
@@ -169,7 +169,7 @@ def test_train_lightning_shards_accumulates_clips_and_resumes_without_sharding(a
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 50
     assert saved["state_dict"]["scores.weight"].shape == (10, 8_000)
-    # The means of the clipped gradients; Adam learns from their directions.
+    # Adam's running means of clipped gradients stay within the clipping norm. Adam still learns: it rescales its steps.
     means = [one["exp_avg"].flatten() for one in saved["optimizer_states"][0]["state"].values()]
     assert 1e-5 < torch.cat(means).norm() <= 1e-3
     copied = run(*program, "--accumulate", 2, "--epochs", 2, "--resume", "last")

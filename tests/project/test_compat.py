@@ -47,7 +47,7 @@ ATTRIBUTES = {
     *("_get_default_store", "distributed_c10d", "auto_collation"),  # PyTorch
     *("codec_config",),  # zarr-python
 }
-# Names that dasksc's own objects use as well; other objects' attributes of this name are private.
+# Private attributes of other libraries that share a name with attributes of dasksc: allowed only on `self` and `cls`.
 NOT_ON_OTHERS = {"_cache"}
 # Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}

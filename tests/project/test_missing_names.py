@@ -70,7 +70,7 @@ def executed(name: str) -> Any:
     return module
 
 
-# Attributes that adapters read: library, adapter, object, and paths of the names from the object.
+# Attributes that adapters read: library, adapter, object, and the dotted path of each attribute from the object.
 
 
 def worker() -> Stub:
@@ -460,7 +460,7 @@ def test_without_its_threads_a_client_is_taken_to_have_none(caplog: pytest.LogCa
     assert warning.endswith("Until then, the number of fetches in flight does not adapt to the number of workers.")
 
 
-# Adapters used only to display figures: the place of use, and the consequence in the warning.
+# Adapters used only to display progress and statistics: the place of use, and the consequence in the warning.
 SHOWN = [
     ("dasksc.executor.local.active_callbacks", "Dask's profilers and progress bars see no fetches"),
     ("dasksc.executor.reporting.event_loop", "the loader page of the Dask dashboard shows nothing"),

@@ -1,4 +1,4 @@
-"""Prose linter, which finds bad sentences in pages, docstrings, comments and messages, and none in the repository."""
+"""Prose linter: it finds bad sentences in examples of every kind of text, and the repository contains none."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_client_without_the_certificates_is_refused(encrypted: dasksc.StartedC
         address = address.replace("tls://", "tcp://")
     with pytest.raises((OSError, TypeError, ValueError)), distributed.Client(address, **options) as client:
         client.submit(os.getpid).result()
-    # Collect the Client here: otherwise, it might be closed in the thread of the next Client while that starts.
+    # Garbage-collect the refused Client now. Otherwise, the thread of the next Client might close it while starting.
     gc.collect()
     security = encrypted.client.security
     with distributed.Client(encrypted.address, security=security, set_as_default=False) as client:

@@ -1,4 +1,4 @@
-"""Zarr arrays whose codecs have a size bound, with the same values as in zarr-python without a bound."""
+"""Zarr arrays whose codecs bound the decoded size: their values equal those that zarr-python reads without a bound."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _FIXED = np.bytes_
 
 
 def make_counts(n_obs: int, n_vars: int, *, dtype: Any = np.int32, seed: int = 0) -> sp.csr_matrix:
-    """Return int64 counts of cells by genes with sorted columns and empty cells at the start, middle and end."""
+    """Return a CSR matrix of counts with sorted column indices, and with empty cells at the start, middle and end."""
     rng = np.random.default_rng(seed)
     dense = rng.integers(1, 100, (n_obs, n_vars)) * (rng.random((n_obs, n_vars)) < 0.3)
     for row in (0, n_obs // 2, n_obs - 1):

@@ -71,7 +71,7 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_gzipped(folder: Path) -> Path:
-    """Write a small atlas whose conversion sorts through intermediate runs."""
+    """Write a small atlas that is converted by way of sorted runs of rows in intermediate files."""
     path = folder / "atlas.h5ad"
     source = make_adata(600, 40)
     small = ad.AnnData(X=source.X, obs=source.obs[["cell_type", "float32"]], var=source.var[[]])

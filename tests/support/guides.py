@@ -8,7 +8,8 @@ A page runs from top to bottom in one Python process:
   (``# train.py``) is written to this file instead of being run, as are blocks in other languages.
 - ```` ```bash ```` blocks have one command per line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
   extras of the page and is not run. Commands that need a cluster or a cloud appear in ```` ```console ```` blocks.
-- A ```` ```text ```` block after them shows their exact output, except for machine-dependent values (`comparable`).
+- A ```` ```text ```` block after a block that is run shows its exact output, except for machine-dependent values
+  (`comparable`).
 """
 
 from __future__ import annotations

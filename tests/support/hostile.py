@@ -64,7 +64,7 @@ def small() -> AnnData:
 
 
 def full() -> AnnData:
-    """Return a dense atlas with an array of 20 or 6 numbers in every group whose arrays are read whole."""
+    """Return a dense atlas of 20 cells and 6 genes, with an array in every group whose arrays are read whole."""
     adata = small()
     adata.obs["n"] = np.arange(20.0)
     adata.var["n"] = np.arange(6.0)
@@ -327,7 +327,7 @@ def store_with_a_column_called(folder: Path, format: str, name: str) -> Path:
 
 
 def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
-    """Write a store with ten arrays of 128 MiB without stored chunks in one group."""
+    """Write a store in which one group declares ten arrays of 128 MiB each, without storing any of their chunks."""
     path = write_store(full(), folder, format)
     length = 20 if where in ("obs", "obsm") else 6
     attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}

@@ -155,8 +155,9 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# Strategies that draw sets, whole batches, or with a temperature. Sets fit only some batch sizes, and only atlases have
-# controls. These strategies are therefore not in FACTORS; each is recorded with every start and world size.
+# Strategies that draw cell sets, give every batch its share of each class, or weight classes by a temperature. Sets fit
+# only some batch sizes, and only atlases have controls. These strategies are therefore not in FACTORS; each is recorded
+# with every start and world size.
 _MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}
 UNITS: dict[str, SamplingStrategy] = {
     "sets": CellSets("kind", 2, block_size=2),
@@ -577,7 +578,7 @@ def make_states(atlas: Atlas) -> list[dict[str, Any]]:
 
 
 def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
-    """Return the state that the package now yields in a recorded case, and the digest after the recorded state.
+    """Return the state that this version yields in a recorded case, and the digest of batches after the recorded state.
 
     Recorded states have no settings, which are used only in error messages.
     """
@@ -687,7 +688,10 @@ def record_messages() -> None:
 
 
 def record_states() -> None:
-    """Write states and a checkpoint; they replace those of an earlier version, which test compatibility."""
+    """Write states and a checkpoint of the current version.
+
+    They replace the recorded ones of an earlier version, with which tests check compatibility.
+    """
     torch.set_num_threads(1)
     with an_atlas() as atlas:
         module = data_module(atlas)

@@ -63,7 +63,10 @@ def permuted(position: int, n: int, half_bits: int, round_keys: Sequence[int]) -
 
 
 def heads(key: int, n: int, end: int) -> int:
-    """Return how many of n 53-bit numbers lie below `end`: bit i of a word is one bit of number i, highest first."""
+    """Return how many of n random 53-bit numbers lie below `end`.
+
+    64 numbers are compared at a time, from the highest bit down. Bit i of each word belongs to number i.
+    """
     total = counter = 0
     for first in range(0, n, 64):
         undecided = 2 ** min(64, n - first) - 1

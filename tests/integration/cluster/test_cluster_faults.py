@@ -253,7 +253,7 @@ def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
 
 
 class Frozen:
-    """Task, or its result, that stops its worker process once."""
+    """Task that suspends its worker process once, while the task runs or while its result is pickled."""
 
     def __init__(self, mark: Path, k: int, when: str, number: int) -> None:
         self.mark = mark
@@ -328,7 +328,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
 
 
 class Slow:
-    """Task whose first fetch takes longer than a worker may be silent."""
+    """Task whose first fetch takes longer than the time without heartbeats after which a worker counts as silent."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -510,8 +510,8 @@ def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path:
         assert eventually(lambda: nothing_is_left(client))
         without.terminate()
         assert eventually(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == 1)
-        # A worker that joins during an epoch starts, since it may serve other purposes; Dask drops it when it is sent a
-        # fetch.
+        # A worker without dasksc can join during an epoch, since it may serve other purposes. Dask removes such a
+        # worker once it receives a fetch.
         batches = iter(dataset(atlas, client, prefetch=1))
         first = next(batches)
         processes.start_worker(*preload)

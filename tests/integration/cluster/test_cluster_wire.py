@@ -97,7 +97,8 @@ def test_column_numbers_take_two_bytes_where_that_is_enough(n_vars: int, expecte
     assert compact.block[1].max() == n_vars - 1
 
 
-# Pairs of every type with every possible width, on both sides of each bound.
+# Each data type with each width in which its counts can be sent. The largest counts lie on both sides of the limits of
+# one byte and two bytes.
 @pytest.mark.parametrize(
     ("dtype", "largest", "expected"),
     [

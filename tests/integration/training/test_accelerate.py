@@ -1,4 +1,4 @@
-"""Data sets with Accelerate, which passes them unchanged but shards a DataLoader around one a second time."""
+"""Data sets with Accelerate, which leaves them unchanged but shards the batches of a DataLoader a second time."""
 
 from __future__ import annotations
 

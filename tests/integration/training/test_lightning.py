@@ -356,7 +356,7 @@ def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(p
     assert writer.report is None
     assert not (tmp_path / "emb.zarr").exists()
     model._most, model.n_predicted = 100, 0
-    # The counter is reset because a different counter would make a different model.
+    # The digest of the model includes its public attributes, so the counter is reset.
     found = trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
     assert not found
     assert writer.report.is_complete

@@ -129,7 +129,7 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
     rates = [row["lr"] / 1e-3 for row in rows_of(tmp_path / "run") if "lr" in row][16:]
     assert len(rates) == steps - 16
     assert steps != 26
-    # The schedule reaches its final learning rate one step after the last.
+    # The final learning rate would apply to the step after the last step of the run.
     np.testing.assert_allclose(rates, [0.1 + 0.9 * (1 - step / steps) for step in range(16, steps)])
 
 

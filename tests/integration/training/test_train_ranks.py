@@ -325,6 +325,6 @@ def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, repor
         reports.put((rank, "nothing"))
     except Exception as error:
         reports.put((rank, f"{type(error).__name__}: {error}"))
-    # If one rank exited, the other would stop waiting as well.
+    # Wait until both ranks have reported, because the exit of one would hide that the other waits for it.
     done.wait(120)
     dist.destroy_process_group()

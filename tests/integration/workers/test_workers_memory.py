@@ -32,5 +32,6 @@ def test_many_epochs_of_short_lived_workers_are_all_different_and_keep_nothing(a
     assert len(epochs) == 30
     # Terminating workers may still hold pipes, whereas a leak persists.
     assert min(n_files[20:]) <= min(n_files[5:15])
-    # A leak of each epoch would appear fifteen times: 3 MiB are 200 KiB per epoch, as a worker's pipes and queues.
+    # A leak in every epoch would accumulate over fifteen epochs. 3 MiB are 200 KiB per epoch, about as much as the
+    # pipes and queues of one worker.
     assert min(held[20:]) - min(held[5:15]) < 3 * 2**20

@@ -724,7 +724,7 @@ def test_opening_looks_for_repeated_names_at_most_once(
         scanned.extend(map(str, index))
         return bool(stored.fget(index))
 
-    # A result is kept by its index, as by that of pandas, so only computations are counted.
+    # As in pandas, the index caches the result, so only computations are counted.
     monkeypatch.setattr(pd.Index, "is_unique", type(stored)(is_unique))
     opened = dasksc.open(paths[0] if n_atlases == 1 else paths)
     assert opened.obs_names[0] in scanned

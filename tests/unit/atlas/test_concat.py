@@ -159,7 +159,7 @@ def test_several_atlases_equal_those_joined_by_anndata(
     has,
 ) -> None:
     folder = tmp_path_factory.mktemp("several")
-    # Each atlas has one gene to all genes, in random order; one gene may be common to all atlases.
+    # Each atlas has some or all of the genes, in random order; one gene may be common to all atlases.
     chosen = [set(range(30))] * 3 if genes is None else [one | {7} if has_common else one for one in genes]
     adatas = [
         atlas(
@@ -575,7 +575,7 @@ def test_files_of_any_kind_stand_in_one_list(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
 class TestAnnCollection:
-    """Cells of an AnnCollection, equal to those of the atlas that it opens as."""
+    """Cells of an AnnCollection, compared with those of the atlas that `dasksc.open` returns."""
 
     @pytest.mark.parametrize("join_obs", ["inner", "outer", None])
     @pytest.mark.parametrize("backed", [False, True])

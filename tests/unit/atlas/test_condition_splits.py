@@ -66,7 +66,8 @@ def test_a_held_out_context_is_test_data_except_for_a_share_and_its_controls(
     assert sum(line == "K562" for line, _ in conditions_of(obs, parts["train"])) == n_seen
     if share is not None:
         held = conditions_of(obs, parts["validation"])
-        # The two other lines have 20 conditions each; the number held out deviates by less than one in each line.
+        # The two other lines have 20 conditions each. In each line, the number held out differs from the expected
+        # number by less than one.
         for line in LINES[1:]:
             assert abs(sum(one == line for one, _ in held) - 20 * share) < 1
         assert not any(line == "K562" for line, _ in held)
@@ -94,7 +95,8 @@ def test_conditions_are_dealt_by_fractions_of_each_context(seed: int, fractions:
 
 
 def test_every_condition_is_held_out_as_often_as_another() -> None:
-    # 300 seeds hold out 6 of 20 conditions: 90 times each, within five standard deviations of 7.9.
+    # Each of 300 seeds holds out 6 of 20 conditions. A condition is thus held out 90 times on average, with a standard
+    # deviation of 7.9; the test allows five standard deviations.
     obs = screen(n=0)
     counts = dict.fromkeys([f"G{i}" for i in range(20)], 0)
     for seed in range(300):

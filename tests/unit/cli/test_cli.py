@@ -44,7 +44,7 @@ def assert_examples_are_on_lines_of_their_own(runner: CliRunner, *command: str) 
     assert len(examples) >= 2, page.output
     for line in examples:
         assert line.startswith("  "), line
-        # Rewrapped text would have several commands in a line, or none.
+        # If the examples were rewrapped, a line could contain several commands or none.
         words = line.split()
         following = [after for before, after in pairwise(words) if before == "dasksc"]
         assert sum(word in names for word in following) == 1, line

@@ -901,7 +901,7 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     assert not (tmp_path / "out.zarr").exists()
 
 
-# The kind of damage and the verification of the second run do not interact, so each value occurs at least once.
+# The kind of damage does not interact with `verify` of the second run, so not all combinations are tested.
 @pytest.mark.parametrize(("what", "verify"), [("shard", True), ("scan", False), ("table", True)])
 def test_the_same_call_starts_over_after_a_failed_verification(tmp_path, gzipped, monkeypatch, verify, what):
     from dasksc.conversion import tables
@@ -920,7 +920,7 @@ def test_the_same_call_starts_over_after_a_failed_verification(tmp_path, gzipped
         if what == "shard":
             patched.setattr(shards.ShardWriter, "append", wrong)
         elif what == "scan":
-            # Only the first pass is wrong; the store is later compared with its result.
+            # Only the first pass computes wrong digests; the verification later compares the store with them.
             patched.setattr(scanning.Scan, "__call__", _with(scanning, "described", forgotten, scanning.Scan.__call__))
         else:
             # Damage that causes an unexpected exception in a library.

@@ -111,7 +111,10 @@ except dasksc.StorageError as error:
 
 @pytest.fixture(scope="module")
 def many_short_rows(tmp_path_factory):
-    """Atlas, mapped and compressed, whose rows are so short that their descriptions take most of the memory."""
+    """Folder with an atlas of many short rows in an uncompressed and a compressed file, and their conversions.
+
+    The rows are so short that their descriptions (see `dasksc.conversion.scanning`) take most of the disk space.
+    """
     folder, rng = tmp_path_factory.mktemp("short"), np.random.default_rng(0)
     X = sp.random(20_000, 50, density=0.05, format="csr", rng=rng, dtype=np.float32)
     X.data[:] = rng.integers(1, 300, X.nnz)

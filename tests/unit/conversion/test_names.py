@@ -86,7 +86,7 @@ def test_names_written_in_pieces_are_those_written_at_once(
     with mock.patch.object(tables, "_PIECE_ROWS", piece), mock.patch.object(cell_names, "_PIECE", piece):
         with mock.patch.object(UnreadNames, "of", return_value=None):
             dasksc.convert(data, folder / "at once.zarr", **how)
-        # No name is read with the tables.
+        # Fail if cell names are read together with the obs table.
         with mock.patch("dasksc.atlas.tables.read_names", side_effect=_of_genes):
             dasksc.convert(data, folder / "in pieces.zarr", **how)
     assert content(folder / "in pieces.zarr") == content(folder / "at once.zarr")

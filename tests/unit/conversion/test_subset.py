@@ -1,4 +1,4 @@
-"""Conversion of selected cells, and of genes aligned with a list, compared with the batches of a data set of these."""
+"""Conversion of selected cells and genes, compared with the batches of a data set with the same selection."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format
     for group in ("layers", "obsm"):
         for name, values in getattr(expected, group).items():
             if isinstance(values, pd.DataFrame):
-                # An AnnData view drops unused categories; a converted subset keeps them, as in obs.
+                # An AnnData view drops unused categories; a converted subset keeps them, in tables of obsm as in obs.
                 rows_of = adata.obsm[name].iloc[rows]
                 pd.testing.assert_frame_equal(found.obsm[name], rows_of, check_dtype=False)
             elif name is not None:
@@ -115,7 +115,7 @@ def test_genes_are_those_of_a_data_set(
     for name in ("counts", "scaled"):
         np.testing.assert_array_equal(dense(found.layers[name]), expected.layers[name].numpy())
     assert sp.issparse(found.X) == (layout == "csr")
-    # A data set of the converted store needs only the key of the gene names.
+    # For the converted store, the data set needs `genes_key`, but neither `genes_missing` nor `genes_repeated`.
     names = (
         list(found.var["symbol" if "genes_key" in genes else "n"]) if "genes_key" in genes else list(found.var_names)
     )

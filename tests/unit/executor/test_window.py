@@ -975,8 +975,8 @@ def test_an_address_without_a_scheduler_is_refused() -> None:
         pytest.raises(InputError, match="does not answer") as caught,
     ):
         resolve_scheduler("tcp://127.0.0.1:9")
-    # The error still references its Client. The Client must be closed before garbage collection, which may run in a
-    # thread for which another Client waits while it starts.
+    # The error still references its Client. The Client must be closed by now: garbage collection could close it in a
+    # thread that another Client is starting, and both would wait forever.
     error = caught.value.__cause__
     assert error is not None
     frames = [frame.f_locals.get("client") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -342,7 +342,7 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
     assert np.array_equal(read(store).obsm["X_emb"], plain(Embedder(seed=1), store))
 
 
-# Threads share the filters of warnings, which each run restores; real runs are processes.
+# The two runs are threads here, so one may undo the warning filters of the other; real runs are processes.
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_two_runs_that_publish_into_a_store_at_the_same_time_keep_both_columns(store, tmp_path, monkeypatch):
     model, replace_json, others = Embedder(), targets.replace_json, []

@@ -83,8 +83,8 @@ def test_a_full_disk_leaves_the_atlas_as_it_was_and_the_run_can_be_resumed(small
         assert resize("64m").returncode == 0
         for path in disk.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        # Deleted files take up space while errors and Dask graphs map them. A graph with a finalizer is released by the
-        # second collection.
+        # Deleted files take up space as long as an error or a Dask graph references their memory maps. A graph with a
+        # finalizer is released by the second collection.
         error = None
         for _ in range(2):
             gc.collect()

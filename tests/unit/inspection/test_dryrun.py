@@ -1,4 +1,4 @@
-"""Reports of `check` compared with the epoch itself, without a read of X."""
+"""Reports of `check`, which does not read X, compared with the epoch itself."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     assert kernels.copy_columns_csr(positions, *where, maps, lookups, kinds, *to) == -1
     np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=(n, kept)).toarray(), twin[positions])
 
-    # The column does not exist in the matrix of this row, but in the other matrix.
+    # The column exists only in the other matrix, not in the matrix of this row.
     row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
     csr.indices[csr.indptr[row]] = widths[1]
     assert (

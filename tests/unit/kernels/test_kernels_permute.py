@@ -80,7 +80,8 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
 
 
 def test_twin_of_below_where_most_words_are_rejected() -> None:
-    # Just above half of 2**32, almost half of the half-words are rejected: one draw in four needs additional words.
+    # With n just above 2**31, almost half of the 32-bit halves of words are rejected. In one draw of four, both halves
+    # of the first word are rejected, and more words are needed.
     n = 2**31 + 1
     assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
 
@@ -93,7 +94,8 @@ def test_below_is_uniform(n: int) -> None:
 
 
 def test_bits_of_neighbouring_keys_and_counters_do_not_correlate() -> None:
-    # Each pair's words differ in 32 of 64 bits on average; 10^4 pairs give a mean within 5 sigma of 0.04.
+    # The words of a pair differ in 32 of 64 bits on average. The mean over 10^4 pairs has a standard deviation of 0.04;
+    # the test allows five standard deviations.
     base = [int(permute.bits(np.uint64(k), 3)) for k in range(10_001)]
     by_counter = [int(permute.bits(np.uint64(3), c)) for c in range(10_001)]
     by_stream = [int(permute.stream(np.uint64(3), c)) for c in range(10_001)]

@@ -116,7 +116,7 @@ def test_columns_of_every_integer_type_are_hashed_and_no_others(dtype, data, sta
 
 # --- Small counts -----------------------------------------------------------------------------------
 
-# Steps of 1 count, of 2 and of 3, as `steps` of `thin_small` has them.
+# Argument `steps` of `thin_small`: one step for the value 1, two for the value 2 and three for the value 3.
 STEPS = (1000, 500, 2000, 300, 1500, 4000)
 
 
@@ -126,8 +126,8 @@ def thinned_from(values, words, start, steps):
 
 
 def thinned(value, word, steps):
-    """Return the thinned value, and whether it remains unthinned."""
-    # Smaller counts have the highest word in place of the steps that they lack.
+    """Return the result of `thin_small` for one value, and True if the value is not thinned."""
+    # Values below 3 have fewer than three steps; the kernel fills in the missing ones with the highest word.
     own = {0: [], 1: steps[:1], 2: steps[1:3], 3: steps[3:]}.get(float(value))
     if own is None or word in own or (len(own) < 3 and word == HIGHEST):
         return value, True

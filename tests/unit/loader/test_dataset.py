@@ -687,7 +687,7 @@ def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
     for loader in loaders:
         with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
             next(iter(loader))
-    # A collate_fn that removes the stacking is accepted, as are rows yielded by hooks.
+    # A collate_fn that does not stack batches is accepted. DataLoader may also stack single rows from a hook.
     undone = torch.utils.data.DataLoader(dataset(path), num_workers=num_workers, collate_fn=operator.itemgetter(0))
     assert next(iter(undone)).shape[0] == 16
     single = dataset(path, batch_size=1, batch_transform=_row_of)

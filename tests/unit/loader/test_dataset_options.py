@@ -50,7 +50,7 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
 
     with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=2):
         usual = made(fetch_factor=None)
-        if prefetch is not None:  # by default, fewer fetches would be kept in flight instead
+        if prefetch is not None:  # with prefetch=None, fewer fetches are in flight, without an error
             with pytest.raises(InputError, match="memory_limit"):
                 made(fetch_factor=usual.fetch_factor * 2)
     with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=n_threads):
@@ -121,7 +121,7 @@ def test_array_code_is_projected_by_what_is_stored(gzipped: Path) -> None:
 
 
 class WithoutLength:
-    """Collection without a length, which only a callback can read."""
+    """Collection that has no length and can be read only through a callback."""
 
     def __getitem__(self, rows: Any) -> Any:
         return np.asarray(rows) * 10

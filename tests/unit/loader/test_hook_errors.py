@@ -29,7 +29,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _workers_end_soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shorten the interval of 5 s at which PyTorch's loader and its failed workers check each other's status."""
+    """Shorten the interval (5 s by default) at which PyTorch's DataLoader and its workers check each other's status."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
     yield
     gc.collect()  # collect the loader, which the error references

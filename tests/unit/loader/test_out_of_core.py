@@ -77,7 +77,7 @@ def epoch(
 
 
 def too_small_for(found: dict[str, Any]) -> int:
-    """Return a limit that the process and its fetches do not reach, but the process and the pages of the file do."""
+    """Return a memory limit that suffices for the process and its fetches, but not for the mapped file as well."""
     return int(found["anon"]) + 350 * MIB
 
 

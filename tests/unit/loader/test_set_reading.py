@@ -223,7 +223,7 @@ def test_ranks_of_another_number_resume_with_the_rest_of_the_sets(
             rank.load_state_dict(states[0])
         found += read(resumed)
         assert not expected - found
-        # Before and after, every rank but one may have repeated a set to yield as many as the others.
+        # Before and after resuming, each rank but one may repeat a set, so that all ranks yield equally many.
         assert (found - expected).total() <= (before - 1 + after - 1 if equal_ranks else 0)
 
 

@@ -142,7 +142,7 @@ def test_a_process_killed_at_any_moment_leaves_the_count_readable() -> None:
         child = context.Process(target=_count_for_ever, args=(counter,))
         child.start()
         while counter.peek() <= begun_at + i:
-            pass  # wait until the child counts
+            pass  # wait until the child has advanced the counter
         child.kill()
         child.join()
         before = counter.peek()

@@ -176,7 +176,8 @@ def test_neighbours_of_a_class_are_read_together() -> None:
     labels = np.sort(LABELS)
     plan = plan_of(labels, options={"smoothing": 1.0, "replace": False}, batch_size=50, fetch_factor=16)
     rows = plan.fetch(0).rows
-    # With rows sorted by class, a class is read in runs of four; runs are shorter at the start of a pass and at groups.
+    # With rows sorted by class, a class is read in runs of four rows. Runs are shorter at the ends of a class, a pass
+    # or a group of 16 batches.
     starts = np.count_nonzero(np.diff(rows) != 1) + 1
     assert len(rows) == 800
     assert starts < 800 / 3

@@ -138,7 +138,7 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     if not plan.equal_ranks or plan.drop_last:
         assert plan.n_padded == 0
     if plan.drop_last:
-        # Each rank drops less than a batch; unequal division drops less than one more row per rank.
+        # Each rank drops less than a batch; in addition, fewer than `world_size` rows are dropped for equal ranks.
         assert plan.n_dropped < plan.world_size * plan.batch_size + plan.world_size
 
 

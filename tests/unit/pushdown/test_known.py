@@ -130,7 +130,7 @@ def test_arrays_are_left_to_scanpy() -> None:
 
 
 def test_the_same_function_is_returned_each_time() -> None:
-    # Identity of the function makes tasks that contain it comparable.
+    # Tasks are compared by the identity of their functions.
     assert without_copies(np.log1p) is without_copies(np.log1p)
     assert without_copies(scaled) is without_copies(scaled)
     assert without_copies(np.log1p) is not without_copies(np.sqrt)

@@ -132,7 +132,7 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "whether any": lambda x: x != 0,
 }
 
-# Operands for stored zeros: zeros, infinities and NaN.
+# Operands with which zeros become NaN: 0 as a divisor, infinity as a factor, and NaN.
 UNUSUAL = np.where(np.arange(N_VARS) % 4 == 0, 0, np.where(np.arange(N_VARS) % 4 == 1, np.inf, 2.0))
 UNUSUAL[2] = np.nan
 
@@ -478,7 +478,7 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     CALLS.clear()
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert sum(CALLS) == 30
-    assert max(CALLS) <= 7 + 2  # exceeded by at most a part of one more chunk
+    assert max(CALLS) <= 7 + 2  # a chunk is not split, so its 2 rows may exceed the limit of 7
 
 
 def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> None:

@@ -246,7 +246,7 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
     if not drop_last:
         assert set(later) | set(before) == set(everything)
         n_twice = (later + before).total() - everything.total()
-        # With equal ranks, each of the two segments repeats at most one set per rank.
+        # With equal_ranks=True, each of the two segments repeats at most one set per rank.
         assert n_twice <= ((world_size - 1) + (n_ranks - 1) if equal_ranks else 0)
         assert rest.n_rows + rest.n_padded >= set_size * later.total()
 

@@ -445,7 +445,7 @@ def check_damaged(path: Path, **kwargs: Any) -> None:
         matrix.fetch(every).gather(every, out=np.empty(matrix.shape))
 
 
-# A few cases of each, which also run with bounds checks (`make bounds`); test_fuzz covers all layouts and damages.
+# A few cases, which also run with bounds checks (`make bounds`); test_fuzz covers all layouts and kinds of damage.
 @pytest.mark.parametrize(
     ("filters", "use_mmap"), [({}, True), ({}, False), ({"compression": "gzip", "shuffle": True}, True)]
 )

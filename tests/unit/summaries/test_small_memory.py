@@ -70,7 +70,7 @@ def test_predictions_are_within_the_projection_in_a_group_of_a_gibibyte(
             assert group.n_killed() == 0
     except NoCgroupError as error:
         pytest.skip(str(error))
-    # There is no warning about memory that suffices.
+    # The memory is sufficient, so there is no warning.
     assert "for each process that reads it" not in limited["said"]
     whole, few = found_in(large, tmp_path / "whole.zarr"), found_in(small, tmp_path / "few.zarr")
     assert limited["digest"] == whole["digest"]

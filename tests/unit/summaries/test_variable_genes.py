@@ -134,7 +134,8 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
     try:
         theirs = of_scanpy(adata, 100, flavor, batch_key)
     except ValueError as error:
-        # scanpy has too few cells for its fit or for unique bins; dasksc reports the former and supports the latter.
+        # The atlas has too few cells for scanpy's fit or for unique bin edges. In the former case, dasksc raises an
+        # error; in the latter, it selects genes.
         if "unique" in str(error):
             assert dasksc.highly_variable_genes(adata, 100, flavor, batch_key)["highly_variable"].sum() >= 100
             return
@@ -145,7 +146,10 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, flavor, batch_key):
 
 
 def sparse_counts() -> ad.AnnData:
-    """Return an atlas in which many genes with few counts per batch have identical scores, as in one of all genes."""
+    """Return an atlas in which many genes have few counts per batch and thus identical scores.
+
+    The same happens in a real atlas from which rarely expressed genes were not removed.
+    """
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.lognormal(-2, 1.3, 2_000), (900, 2_000)).astype(np.float32)
     obs = pd.DataFrame({"batch": pd.Categorical(np.arange(900) % 3)}, index=np.arange(900).astype(str))
@@ -170,11 +174,11 @@ def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
         follows = np.isclose(scores[1:], scores[:-1], rtol=1e-6, atol=0)
         is_tied[order] |= np.append(follows, False) | np.append(False, follows)
     assert is_tied.mean() > 0.05
-    # A gene is also tied if as many batches select it as another gene, at the same median rank.
+    # Genes are also tied if equally many batches select them and their median ranks are equal.
     as_often = theirs.duplicated(["highly_variable_nbatches", "highly_variable_rank"], keep=False)
     is_tied |= (as_often & theirs["highly_variable_rank"].notna()).to_numpy()
     differs = ours["highly_variable"].to_numpy() != theirs["highly_variable"].to_numpy(bool)
-    # A gene without ties can differ only if it replaces a tied gene.
+    # If only one library selects an untied gene, the other selects a tied gene in its place.
     assert (differs & ~is_tied).sum() <= (differs & is_tied).sum()
     assert differs.sum() <= 0.02 * n_top_genes
 

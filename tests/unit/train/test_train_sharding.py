@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True, scope="module")
 def _four_ranks() -> Iterator[None]:
-    """Fake process group without other ranks, whose messages are arbitrary."""
+    """Fake process group of four ranks, of which only this one exists; collectives return arbitrary values."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()

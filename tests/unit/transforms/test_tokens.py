@@ -57,7 +57,11 @@ def ranked(cell: list[float], ids: list[int], medians: list[float], max_genes: i
 
 
 def binned(cell: list[float], ids: list[int], n_bins: int, key: int) -> list[tuple[int, float]]:
-    """Return the bins of scGPT: each nonzero value among the quantiles, in a random bin if it equals several."""
+    """Return the id and bin of each expressed gene, binned as in scGPT.
+
+    The bin of a value is its position among the quantiles. A value equal to several quantiles gets one of their bins at
+    random.
+    """
     tokens = expressed(cell, ids)
     if not tokens:
         return []
