@@ -254,7 +254,7 @@ def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_t
             tmp_path / "out.zarr", dasksc.Streaming(), batch_size=2, layout=layout, scheduler="synchronous"
         )
         assert np.array_equal(batch.to_dense().numpy(), X.toarray())
-    # Convert the narrow store again: keep the narrow types, and widen them.
+    # Convert the narrow store again with narrow=False, which widens the column indices.
     dasksc.convert(tmp_path / "out.zarr", tmp_path / "wide.zarr", narrow=False, verify=True)
     assert zarr.open_array(tmp_path / "wide.zarr" / "X" / "indices").dtype == np.int32
     assert abs(read(tmp_path / "wide.zarr")[["a", "b"]].X - X).max() == 0

@@ -689,7 +689,8 @@ def test_what_all_row_chunks_need_is_not_kept_where_it_is_large(limit: int, monk
     array = leaf("dense", 20).map_blocks(doubled)[np.random.default_rng(0).permutation(60)]
     matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
     assert len(matrix.shared) == 3
-    # One chunk of 20 rows is computed to measure the size; if chunks are not kept, two chunks need all 60 rows.
+    # One chunk of 20 rows is computed to measure the size. If chunks are not kept, each of the two requested chunks
+    # reads all 60 rows.
     assert counts == ([20 + 2 * 60, 2 * 60, 2 * 60] if limit == 1000 else [60, 0, 0])
 
 
