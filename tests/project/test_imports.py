@@ -55,7 +55,7 @@ assert "torch" in sys.modules
 
 
 def run(program: str, *arguments: str) -> None:
-    # Without the module site, no other package is imported at the start.
+    # Without the standard module ``site`` (option -S), no other package is imported at the start.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-S", "-c", program, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)

@@ -1,4 +1,4 @@
-"""Private names that another version of a library lacks, which cause an error that names them or a single warning."""
+"""Private names that a version of a library lacks: each causes an error that states the name, or a single warning."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def comparable(output: str) -> list[str]:
 
 
 def shows(block: Block) -> bool:
-    """Return True if a page shows the output of a block; the output of the first command is the same on all pages."""
+    """Return True if a page shows the output of a block; pages omit that of the first command, equal on all pages."""
     return block.runs and block.commands != [DEMO]
 
 

@@ -676,7 +676,7 @@ def half_labelled(atlas, tmp_path) -> Path:
 
 
 def assert_two_halves_are_one_batch(raw: dict[str, Any], folder: Path) -> None:
-    """Compare batches of 16 with batches of 8 accumulated over two per step."""
+    """Compare batches of 16 with batches of 8 whose gradients are accumulated, two batches per step."""
     raw["data"]["strategy"] = "streaming"
     raw["training"] |= {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "gradient_clip": 100.0}
     raw["model"]["dropout"] = 0.0

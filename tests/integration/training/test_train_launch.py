@@ -1,4 +1,4 @@
-"""Launches of `dasksc train` by itself, mpirun and srun, and the configurations in examples/."""
+"""Runs of `dasksc train` whose ranks the command itself, mpirun or srun starts, and the configurations in examples/."""
 
 from __future__ import annotations
 
