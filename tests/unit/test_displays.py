@@ -1,4 +1,4 @@
-"""Displays: values that differ from defaults, in short, without computing, reading or calling code of the user."""
+"""Displays: abbreviated values that differ from defaults, without computing, reading or calling user code."""
 
 from __future__ import annotations
 

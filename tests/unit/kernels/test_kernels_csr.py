@@ -215,7 +215,7 @@ def test_a_repeated_column_adds_up_as_in_scipy() -> None:
 def test_a_descent_anywhere_in_a_long_row_is_noticed(n: int, index_dtype: str) -> None:
     data = np.arange(1, n + 1, dtype="f4")
     for k in range(1, n):
-        for column in (2 * k - 2, 2 * k - 3):  # the column before it, or one below
+        for column in (2 * k - 2, 2 * k - 3):  # equal to the preceding column, or less by one
             indices = (2 * np.arange(n)).astype(index_dtype)
             indices[k] = max(column, 0)
             out = garbage((1, 2 * n), "float32")
