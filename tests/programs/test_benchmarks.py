@@ -319,7 +319,7 @@ def test_diversity_measures_entropy_and_throughput_and_draws_both(work, tmp_path
     assert [(row["fetch_factor"], row["block_size"]) for row in rows] == [(4, 1), (4, 64), (16, 1), (16, 64)]
     assert all(row["rows_per_s"] > 0 for row in rows)
     share = {(row["fetch_factor"], row["block_size"]): row["share"] for row in rows}
-    # Blocks of one row mix like random rows. With larger blocks, fetches of more batches mix more.
+    # Blocks of one row mix like random rows. With larger blocks, a fetch mixes better if it spans more batches.
     assert share[4, 1] == pytest.approx(1, abs=0.05)
     assert share[4, 64] < share[16, 64] < share[16, 1]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -72,7 +72,7 @@ class Fragile(MLPClassifier):
 
 
 class Plain(nn.Module):
-    """Model without a list of blocks that accepts batches of X alone."""
+    """Model that has no list of blocks and accepts batches of X alone."""
 
     def __init__(self, n_genes: int) -> None:
         super().__init__()

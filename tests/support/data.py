@@ -150,7 +150,7 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
     except Exception:  # lazy or backed
         _write_store(adata, path, format)
         return path
-    # Writing has the same side effect on the object.
+    # When AnnData writes the object, it converts strings to categoricals in it.
     adata.strings_to_categoricals()
     if adata.raw is not None:
         adata.strings_to_categoricals(adata.raw.var)

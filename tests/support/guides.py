@@ -206,7 +206,7 @@ def comparable(output: str) -> list[str]:
 
 
 def shows(block: Block) -> bool:
-    """Return True if a page shows the output of a block; pages omit that of the first command, equal on all pages."""
+    """Return True if a page shows the output of a block; pages omit the output of the first command, `DEMO`."""
     return block.runs and block.commands != [DEMO]
 
 

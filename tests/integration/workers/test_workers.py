@@ -80,7 +80,7 @@ def test_the_set_of_batches_does_not_depend_on_the_number_of_workers(path, epoch
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
-# Pairs of layouts with and without workers, and with small and large prefetch factors.
+# Each layout is combined with workers and with none, and each prefetch factor with one layout.
 @pytest.mark.parametrize(
     ("num_workers", "prefetch_factor", "layout"),
     [(0, None, "dense"), (0, None, "csr"), (2, 1, "csr"), (2, 8, "dense")],
