@@ -161,7 +161,7 @@ def test_every_strategy_is_accounted_for(strategy):
     assert sum(n_rows) == ranks[0].plan(0).n_rows + stats[0]["n_padded"]
 
 
-# Every number of rows with every number of workers; each also occurs with and without drop_last.
+# Every number of rows with every number of workers; each of these numbers occurs both with and without drop_last.
 @pytest.mark.parametrize(
     ("n_obs", "num_workers", "drop_last"),
     [

@@ -197,7 +197,7 @@ def test_datasets_that_were_made_shorter_and_longer_keep_their_chunks(
 def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     write(path, (30, 8), libver="earliest", chunks=(3, 4))
-    # A writer that shrinks a dataset without removing its chunks leaves records beyond the shape in the tree.
+    # If a writer shrinks a dataset without removing its chunks, the tree keeps records of chunks beyond the new shape.
     path.write_bytes(path.read_bytes().replace(struct.pack("<QQ", 30, 8), struct.pack("<QQ", 12, 4), 1))
     same(ours(path), theirs(path))
     assert len(ours(path).offsets) == 4

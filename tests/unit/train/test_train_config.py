@@ -42,8 +42,8 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= fields
-    # Cell names are read only to construct other names. Attached arrays fit one atlas, and a training may open
-    # others for validation and prediction.
+    # Training sets `names` itself, since it needs cell names only for index_unique. Attached arrays fit one atlas, and
+    # a training may open others for validation and prediction.
     assert set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach"} <= fields
 
 
