@@ -174,7 +174,7 @@ UNITS: dict[str, SamplingStrategy] = {
 }
 UNIT_WAYS = ("h5ad", "zarr 3", "converted", "memory", "joined")
 
-# Data requested in addition to X, the type and the genes.
+# Options of a request: the data read in addition to X, the dtype, and the genes.
 ASKED: dict[str, dict[str, Any]] = {
     "X": {},
     "obs": {"obs": ["kind", "some", "donor", "n", "score"]},

@@ -1,4 +1,4 @@
-"""Runs of `dasksc train` whose ranks the command itself, mpirun or srun starts, and the configurations in examples/."""
+"""Runs of `dasksc train`, started by the command itself, by mpirun and by srun; and the configurations in examples/."""
 
 from __future__ import annotations
 
