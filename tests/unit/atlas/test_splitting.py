@@ -92,8 +92,8 @@ def test_by_distributes_values_and_not_rows(n_donors: int, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", ["integers", "floats", "nullable", "strings", "categories"])
 def test_rows_without_a_label_are_split_and_do_not_outvote_those_with_one(kind: str) -> None:
-    # Each donor has 3 labeled and 7 unlabeled rows. The latter alternate between -1 and -2. Floats and nullable
-    # integers have missing values instead of -2, and strings and categories instead of both.
+    # Each donor has 3 labeled and 7 unlabeled rows. The latter alternate between -1 and -2. In floats and nullable
+    # integers, -2 is replaced by a missing value. In strings and categories, both are.
     donor = np.repeat(np.arange(40), 10)
     labels = np.where(np.tile(np.arange(10), 40) < 3, donor % 2, -1 - np.tile(np.arange(10) % 2, 40)).astype(float)
     numbers = pd.Series(labels)
