@@ -213,7 +213,7 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
 
 
 def h5ad_whose_x_decodes_to_too_much(folder: Path, codec: str) -> Path:
-    """Write an h5ad file whose X is a bomb read through h5py: two-byte floats, or a filter that only HDF5 supports."""
+    """Write an h5ad file whose X is a bomb; float16 or a filter that only HDF5 supports makes dasksc use h5py."""
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:
         attributes = dict(file["X"].attrs)
