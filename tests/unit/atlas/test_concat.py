@@ -189,7 +189,7 @@ def test_several_atlases_equal_those_joined_by_anndata(
     # Filling needs no wider type in dasksc; AnnData widens the type if a part lacks the whole matrix.
     assert_same(got, expected, same_types=0 not in sizes and "fill_value" not in options)
 
-    # Batches with all variables, and with some, contain rows of the concatenated matrix.
+    # The rows of batches equal those of the concatenated matrix, with all variables as well as with some of them.
     n_obs = expected.n_obs
     if n_obs == 0:
         return

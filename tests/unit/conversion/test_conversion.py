@@ -447,7 +447,7 @@ def test_a_conversion_runs_on_a_cluster(tmp_path, in_process_client):
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_conversion_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
-    # Create many tasks of each kind, including those of Staging, whose sizes are sent to the workers.
+    # A small scan and memory_limit create many tasks of each kind, including those of Staging.
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     source = few_columns(60, 17)
     path = tmp_path / "atlas.h5ad"
@@ -631,7 +631,8 @@ def test_a_target_created_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, m
         with pytest.raises(InputError, match=r"created by another process .*out.zarr.partial. Move .*overwrite=True"):
             dasksc.convert(gzipped, target)
     assert contents(target) == before
-    # The complete partial store is then put in place; no shard is written again.
+    # The store at out.zarr.partial is already complete. The next conversion moves it into place and writes no shard
+    # again.
     monkeypatch.setattr(shards.ShardWriter, "append", lambda *args: 1 / 0)
     with pytest.raises(InputError, match="exists"):
         dasksc.convert(gzipped, target)

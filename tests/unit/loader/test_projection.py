@@ -43,7 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 SETS = ["--control", "a", "--fetch", str(FETCH // 2)]
-# Every storage of rows, mapped or not, and both layouts of batches for rows that are mapped, read or decoded.
+# All ways of storing rows, all ways of reading them (mapped, read or decoded), and both layouts of batches.
 CASES = [
     # Mapped pages do not count as anonymous memory; only batches are held.
     ("plain.h5ad", [], 0),

@@ -42,7 +42,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= fields
-    # Training sets `names` itself, since it needs cell names only for index_unique. Attached arrays fit one atlas, and
+    # `names` is set by `dasksc train`, which needs cell names only for index_unique. Attached arrays fit one atlas, and
     # a training may open others for validation and prediction.
     assert set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach"} <= fields
 
