@@ -344,7 +344,7 @@ def test_a_notebook_displays_shapes_memory_and_the_batches_of_each_rank() -> Non
         "obsm[&#x27;X_pca&#x27;]: (10, 3) float32<br>obs[&#x27;kind&#x27;]: (10,) int64, 2 classes<br>"
         "index: (10,) int64",
         "160 rows, 16 batches",
-        # 23 full blocks of 4 rows: 5 rounds, and 13 rows divided into 4, 3, 3 and 3
+        # 93 rows: 5 rounds of 4 blocks of 4 rows; the remaining 13 rows are divided into 4, 3, 3 and 3.
         "rank 0: 3 batches, 24 rows<br>ranks 1 to 3: 3 batches, 23 rows",
         "rank 1 of 4",
         "of page cache",

@@ -82,7 +82,7 @@ def test_ranks_that_read_different_data_stop_before_the_first_batch_and_say_whic
         assert f" {name} is {first} on rank 0 and {second} on rank 1" in text or (
             f" {name} is {second} on rank 1 and {first} on rank 0" in text
         )
-    if "strategy" not in differing:  # a strategy has other arguments that differ, too
+    if "strategy" not in differing:  # different strategies also differ in other arguments
         assert text.count(" on rank 0") == len(differing)
 
 

@@ -382,7 +382,7 @@ def test_only_the_rows_needed_are_read_and_each_matrix_once(tmp_path: Path, layo
     with recorded_reads() as reads:
         matrix.fetch(np.array([0, 3, 3, 28]))
     stored = [reach for reach in reads.reached if reach.label.startswith(f"{tmp_path}")]
-    # Three rows are read once; the trial before uses made-up rows.
+    # Three rows are read once; the preceding trial uses synthetic rows.
     values = [reach for reach in stored if reach.label.endswith("X/data" if layout == "csr" else "X")]
     assert [reach.n_runs for reach in values] == [3]
 

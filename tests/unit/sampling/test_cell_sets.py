@@ -103,7 +103,8 @@ def test_neighbours_are_read_together_where_the_atlas_is_sorted() -> None:
         drawn = [part for _, rows, controls in sets_of(plan_of(sampler)) for part in (rows, controls)]
         return float(np.mean([np.count_nonzero(np.diff(sorted(rows)) != 1) + 1 for rows in drawn]))
 
-    # 16 cells in blocks of 8 form 2 runs, or 3 if the short block or the end of the group lies between them.
+    # A set of 16 cells, in blocks of 8, forms 2 runs, or 3 if it contains the short block or spans the end of the
+    # group.
     assert runs(screen(20_000, is_sorted=True)) < 3
     assert runs(screen(20_000)) > 15
 

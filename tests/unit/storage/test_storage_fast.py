@@ -610,6 +610,6 @@ def test_the_records_of_many_objects_stay_within_their_limit(
         assert read == [None if number == 399 else values[number].tolist() for number in numbers]
     assert 10 <= len(seen._kept) <= 40
     assert seen._n_bytes == sum(n_bytes for _, n_bytes in seen._kept.values()) <= 20 * 1024
-    # No other container of the source has grown.
+    # The dicts, lists and sets of the source have not grown.
     sizes = [len(value) for value in vars(opened._source).values() if isinstance(value, dict | list | set)]
     assert max(sizes, default=0) <= 16

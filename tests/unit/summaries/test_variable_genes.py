@@ -48,7 +48,8 @@ def real(name: str) -> ad.AnnData:
         warnings.simplefilter("ignore")  # warnings about duplicate names
         stored = ad.read_h5ad(path)
     counts = sp.csr_matrix(stored.X).astype(np.float32)
-    expressed = np.asarray(counts.sum(axis=0)).reshape(-1) > 0  # with other genes, scanpy's bins would not be unique
+    # With unexpressed genes, the edges of scanpy's bins would not be unique.
+    expressed = np.asarray(counts.sum(axis=0)).reshape(-1) > 0
     counts = sp.csr_matrix(counts[:, expressed])
     obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
     return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
