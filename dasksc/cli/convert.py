@@ -65,7 +65,7 @@ Examples:
 )
 @click.option("--label", metavar="COLUMN", help="New obs column that names the input of a cell.")
 @click.option("--keys", metavar="NAME,...", help="Values of --label.  [default: file names]")
-@click.option("--index-unique", metavar="TEXT", help="Append TEXT and the input's name to cell names.")
+@click.option("--index-unique", metavar="TEXT", help="Append TEXT and input name to cell names.")
 @click.option(
     "--merge",
     type=click.Choice(["same", "unique", "first", "only"]),
@@ -78,7 +78,7 @@ Examples:
     help="Fill missing genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory, not counting obs and var.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory without obs and var.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options

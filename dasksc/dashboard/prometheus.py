@@ -57,7 +57,7 @@ class _LoaderCollector:
         fetches = GaugeMetricFamily("dasksc_loader_fetches", "Fetch tasks of this epoch", labels=[*_LABELS, "state"])
         seconds = GaugeMetricFamily(
             "dasksc_loader_seconds",
-            "Elapsed seconds of fetching and gathering in this epoch, summed over threads",
+            "Elapsed seconds of the parts of reading in this epoch, summed over threads or transfers",
             labels=[*_LABELS, "part"],
         )
         for report in reports:

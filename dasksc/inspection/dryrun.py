@@ -179,7 +179,7 @@ def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, A
 
 
 def _classes_of(plan: EpochPlan, labels: Any) -> tuple[ClassShare, ...]:
-    """Return the share of each class in drawn and in stored rows; a large epoch is sampled at equal intervals."""
+    """Return the share of each class in drawn and in selected rows; a large epoch is sampled at equal intervals."""
     codes, names = encode_labels(labels)
     unit = plan.sampler.unit
     n_units = plan.n_rows // unit

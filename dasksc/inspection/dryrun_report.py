@@ -184,7 +184,7 @@ class Check:
             yield f"  {name}: {share}"
         yield f"  padded   {self.n_padded:,} rows over all ranks; dropped {self.n_dropped:,}"
         if self.classes:
-            texts = [f"{one.name} {one.drawn:.1%} (atlas: {one.stored:.1%})" for one in self.classes[:_N_SHOWN]]
+            texts = [f"{one.name} {one.drawn:.1%} (unweighted: {one.stored:.1%})" for one in self.classes[:_N_SHOWN]]
             rest = len(self.classes) - len(texts)
             more = f" and {rest} more" if rest else ""
             yield f"  {self.label_key or 'classes'}: {', '.join(texts)}{more}"

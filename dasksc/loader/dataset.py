@@ -162,8 +162,8 @@ class scDataset(IterableDataset[Any]):
         uses the active Client, or threads of this process if there is none. Data sets with hooks, and those that
         read their collection by indexing, always use this process.
     prefetch
-        Number of fetches in flight in addition to the one being yielded. None keeps two tasks per fetching thread in
-        flight, within `memory_limit`; a large fetch is divided into several tasks.
+        Number of fetches in flight in addition to the one being yielded. None keeps about two tasks per fetching thread
+        in flight, within `memory_limit`; a large fetch is divided into several tasks.
     memory_limit
         Maximum anonymous memory (allocated memory, without memory-mapped files and page cache) during iteration on this
         rank, in bytes or as text such as ``"2GiB"``. DataLoader workers divide the limit equally, so each prefetches

@@ -32,8 +32,9 @@ def read(case: str) -> dict[str, list[list[int]]]:
     rest: list[list[int]] = []
     for i, batch in enumerate(loader):
         batch = batch.to(accelerator.device)
-        # No step waits for other ranks, since misuse gives ranks different numbers of batches.
         seen.append(batch.index.tolist())
+        # Only the case "unprepared" takes training steps, which wait for the other ranks. In the other cases, which
+        # misuse Accelerate, the ranks may have different numbers of batches.
         if case == "unprepared":
             accelerator.backward(model(batch.X).mean())
             optimizer.step()

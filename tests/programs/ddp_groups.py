@@ -20,7 +20,7 @@ mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 def dataset(**options):
-    # With seed=None, the ranks of every group agree on a seed.
+    # With seed=None, all ranks agree on the seed, also those of different groups.
     return dasksc.scDataset(np.arange(101), dasksc.BlockShuffling(4), batch_size=8, fetch_factor=2, **options)
 
 

@@ -60,7 +60,7 @@ dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
 # Units of work have 16 rows here, so that each rank predicts many of the 64 units.
 with mock.patch.object(work, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
-    # The key exists on every rank when the call returns.
+    # When `predict` returns, every rank can read the key obsm/X_emb of the store.
     there = dasksc.open(path, attach={"obsm/X_emb": predictions}).obsm["X_emb"].shape
     print(f"rank {rank} predicted {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
     again = dasksc.predict(model, dataset, predictions).n_predicted

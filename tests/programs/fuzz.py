@@ -58,7 +58,7 @@ class Layout:
     is_checked
         True if every chunk carries a checksum.
     is_atlas
-        True if the layout is a whole AnnData, which is opened and read as an epoch.
+        True if the layout stores a whole AnnData, from which the program reads an epoch.
     """
 
     name: str

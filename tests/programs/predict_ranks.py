@@ -52,7 +52,7 @@ dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), BATCH, seed=0)
 with mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(work, "_MOST_ROWS", 2 * BATCH):
     try:
         report = dasksc.predict(called, dataset, out)
-        # The key exists on every rank when the call returns.
+        # When `predict` returns, every rank can read the key obsm/X_emb of the store.
         there = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].shape
         print(f"rank {dist.get_rank()}: {report.n_predicted} cells, {report.is_complete}, {there}", flush=True)
         again = dasksc.predict(called, dataset, out)

@@ -17,8 +17,8 @@ from dasksc.planning.process_groups import leave_group
 
 def main(path: str, folder: str) -> None:
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # The store belongs to torchrun. Gloo would keep the addresses of its peers there and connect to peers that have
-    # ended.
+    # The store belongs to torchrun and outlives the ranks. With gloo, restarted ranks would find the addresses of ended
+    # peers there and connect to them, so the backend is a fake.
     store, rank, n_ranks = next(rendezvous("env://"))
     dist.init_process_group("fake", store=store, rank=rank, world_size=n_ranks)
 

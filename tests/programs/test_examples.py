@@ -82,7 +82,7 @@ def test_quickstart_recognises_cells_of_held_out_donors_without_packages_of_extr
 
 
 def trained(atlas: Path, n_steps: list[int]) -> Iterator[list[torch.Tensor]]:
-    """Yield the weights that train_ddp.py must have after each of `n_steps` steps on two ranks, from a plain loop."""
+    """Train in a plain loop as train_ddp.py does on two ranks; yield the weights after the steps in `n_steps`."""
     adata = dasksc.open(atlas, obs=["cell_type"])
     held_out = np.random.default_rng(0).random(adata.n_obs) < 0.1
     balanced = dasksc.ClassBalancedSampling(label_key="cell_type", indices=np.flatnonzero(~held_out))

@@ -29,7 +29,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def read_training() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the ConfigMap and the job of the training that a YAML file configures."""
+    """Return the ConfigMap and the job of the example that runs ``dasksc train`` with a YAML configuration."""
     given, job = yaml.safe_load_all((FOLDER / "pytorchjob-train.yaml").read_text())
     return given, job
 
@@ -126,7 +126,7 @@ def test_the_command_of_the_training_trains_in_the_environment_that_the_operator
     *command, _ = pods()["training"]["containers"][0]["command"]
     assert command[0] == "torchrun"
     (port,) = free_ports(1)
-    # The operator sets these for one pod with two processes: RANK and WORLD_SIZE describe the pods.
+    # The operator sets these for one pod with two processes. RANK and WORLD_SIZE count pods, not processes.
     set_by_operator = {
         "PET_NNODES": "1",
         "PET_NPROC_PER_NODE": "2",

@@ -94,7 +94,10 @@ class Exact(Plain):
 
 
 class MaskingByGene(TokenTransformer):
-    """Model that masks every third gene for any batch size; masks of tokenizers depend on all rows of a batch."""
+    """Model that masks every third gene, whatever the batch size.
+
+    The masks of a tokenizer would instead depend on all rows of a batch.
+    """
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         tokens = batch["input_ids"]

@@ -47,7 +47,7 @@ ATTRIBUTES = {
     *("_get_default_store", "distributed_c10d", "auto_collation"),  # PyTorch
     *("codec_config",),  # zarr-python
 }
-# Private attributes of other libraries that share a name with attributes of dasksc: allowed only on `self` and `cls`.
+# Names of private attributes of both dasksc and other libraries: allowed only on `self` and `cls`, as those of dasksc.
 NOT_ON_OTHERS = {"_cache"}
 # Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}

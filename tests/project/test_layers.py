@@ -166,7 +166,7 @@ def package_files() -> dict[str, str]:
 
 
 def wrong_arrows(files: dict[str, str]) -> list[str]:
-    """Return the imports of a subpackage from a higher one."""
+    """Return the imports in which a subpackage imports a higher one."""
     rooms = {Path(file).parts[0].removesuffix(".py") for file in files}
     wrong = []
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):

@@ -79,7 +79,10 @@ def worker() -> Stub:
 
 
 class Prefixes:
-    """Mapping whose only value is also an attribute, so that a path can name it."""
+    """Mapping that returns its only value for every key.
+
+    The value is also the attribute `known`, so that a dotted path in `READ` can name it.
+    """
 
     def __init__(self) -> None:
         self.known = Stub(states={"released": 0, "waiting": 0})

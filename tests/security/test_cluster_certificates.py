@@ -153,8 +153,8 @@ def test_several_ranks_off_loopback_need_a_secret(store: Any, monkeypatch: pytes
         ("tls://10.77.0.1:8786", False, "not on loopback"),
         ("tcp://[2001:db8::1]:8786", False, "not on loopback"),
         ("tcp://example.org:8786", False, "not on loopback"),
-        ("tcp://10.77.0.1:8786", True, "not encrypted"),
-        ("tcp://127.0.0.1:8786", True, "not encrypted"),
+        ("tcp://10.77.0.1:8786", True, "requires encryption"),
+        ("tcp://127.0.0.1:8786", True, "requires encryption"),
     ],
 )
 def test_a_rank_does_not_go_where_a_forged_address_leads(

@@ -51,7 +51,7 @@ def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, place: str
     assert not mark.exists()
 
 
-# Every pair of format, array, length and location.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("format", "where", "n", "place"),
     [
@@ -102,7 +102,7 @@ def test_chunks_of_tables_that_decode_to_too_much_are_refused(tmp_path: Path, co
         dasksc.open(path)
 
 
-# Every pair of codec, sharding and location.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("codec", "is_sharded", "place"),
     [
@@ -162,7 +162,7 @@ def test_chunks_of_matrices_that_h5py_reads_and_that_decode_to_too_much_are_refu
             adata.X[:3].compute()
 
 
-# Every pair of format, name and location.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("format", "name", "place"),
     [
@@ -232,7 +232,7 @@ def test_arrays_that_are_too_large_together_are_refused(
         opened(path.name)
 
 
-# Every pair of way, array and location.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("how", "where", "place"),
     [

@@ -1,6 +1,7 @@
 """Rejection of malicious files with a reason, without running code, reading other files or filling memory.
 
-The tests use one file per guard, and valid files that resemble it; `test_hostile` covers many more files.
+For each guard, the tests use few malicious files, and valid files that resemble them. `test_hostile` covers many more
+malicious files.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def test_chunks_far_larger_than_their_array_are_refused(tmp_path: Path, format: 
         dasksc.open(path)
 
 
-# Every pair of codec, shuffle and checksum.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("compression", "shuffle", "fletcher32"),
     [

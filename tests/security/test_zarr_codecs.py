@@ -1,4 +1,4 @@
-"""Zarr arrays whose codecs bound the decoded size: their values equal those that zarr-python reads without a bound."""
+"""Zarr arrays read through codecs that limit the decoded size: their values equal those read without the limit."""
 
 from __future__ import annotations
 

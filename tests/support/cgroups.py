@@ -31,8 +31,8 @@ class Cgroup:
     def limit(self, n_bytes: int) -> None:
         """Limit the memory of the group, page cache included, and disable swap."""
         names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.max", "memory.swap.max")
-        # The limit with swap must never be below the limit without swap. The right order depends on whether the
-        # limits grow or shrink, so the first two are written twice.
+        # The limit with swap must never be below the limit without swap. Which of the two must be written first depends
+        # on whether they grow or shrink, so both limits of version 1 (the first two names) are written twice.
         for name in (*names, *names[:2]):
             if (self.path / name).exists():
                 with contextlib.suppress(OSError):

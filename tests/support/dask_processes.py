@@ -18,7 +18,7 @@ from distributed.security import Security
 
 import dasksc
 
-NOT_LOOPBACK = "127.0.0.2"  # treated as not loopback, but unreachable from other machines
+NOT_LOOPBACK = "127.0.0.2"  # dasksc does not count this address as loopback, but other machines cannot reach it
 START_S = 180.0
 
 

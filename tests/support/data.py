@@ -117,7 +117,7 @@ def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
 
 
 def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32) -> ad.AnnData:
-    """Return an AnnData with obs of every type, layers of both layouts, and dense, sparse and tabular obsm."""
+    """Return an AnnData with obs columns of all types, layers in both layouts, and dense, sparse and tabular obsm."""
     obs = make_obs(n_obs)
     return ad.AnnData(
         X=make_values(n_obs, n_vars, layout=layout, dtype=dtype),

@@ -153,7 +153,7 @@ def program_of(text: str, blocks: list[Block]) -> str:
 def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, str]:
     """Run a page in a folder; return the output of each block, by its number in `blocks_of`.
 
-    `demo` is a folder with the files that the first command writes; they are copied instead of running it.
+    `demo` is a folder with the files that the first command writes. They are copied, and that command does not run.
     """
     text = page.read_text()
     blocks = blocks_of(text)

@@ -64,7 +64,10 @@ def small() -> AnnData:
 
 
 def full() -> AnnData:
-    """Return a dense atlas of 20 cells and 6 genes, with an array in every group whose arrays are read whole."""
+    """Return a dense atlas of 20 cells and 6 genes, with arrays in obs, var, varm, varp, obsm and uns.
+
+    dasksc reads these arrays whole.
+    """
     adata = small()
     adata.obs["n"] = np.arange(20.0)
     adata.var["n"] = np.arange(6.0)
@@ -153,7 +156,10 @@ ZARR3_CODECS = {"gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec()
 
 
 def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path, np.ndarray, Callable[[], None]]:
-    """Write a valid Zarr 3 store; return its path, the values of obs/n, and a function that turns these into a bomb."""
+    """Write a valid Zarr 3 store; return its path, the values of obs/n, and a function.
+
+    The function overwrites stored values of obs/n with a decompression bomb.
+    """
     path = write_store(full(), folder, "zarr3")
     _, bomb = bomb_of(codec)
     with zarr.config.set({"array.write_empty_chunks": True}):
@@ -213,7 +219,11 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
 
 
 def h5ad_whose_x_decodes_to_too_much(folder: Path, codec: str) -> Path:
-    """Write an h5ad file whose X is a bomb; float16 or a filter that only HDF5 supports makes dasksc use h5py."""
+    """Write an h5ad file whose X is a decompression bomb.
+
+    dasksc reads X through h5py if `codec` is ``"gzip"``, because X is then float16, or ``"bz2"``, which it does not
+    decode itself.
+    """
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:
         attributes = dict(file["X"].attrs)

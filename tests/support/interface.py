@@ -73,7 +73,7 @@ def _of_module(module_name: str) -> Iterator[str]:
 
 def _of_class(name: str, thing: type) -> Iterator[str]:
     ours = [base for base in thing.__mro__ if base.__module__.partition(".")[0] == "dasksc"]
-    theirs = {direct for base in ours for direct in base.__bases__} - {object}  # excludes the bases of library classes
+    theirs = {direct for base in ours for direct in base.__bases__} - {object}  # without bases of third-party classes
     bases = [base.__name__ for base in thing.__mro__[1:] if base in theirs and not base.__name__.startswith("_")]
     is_made_by_us = any("__init__" in vars(base) for base in ours)
     yield f"class {name}({', '.join(bases)}): {_fields(thing) or (_signature(thing) if is_made_by_us else '')}".rstrip()

@@ -2,8 +2,8 @@
 
 Messages are collected from the source: the strings of ``raise X(...)``, of calls that create an exception, of
 ``warnings.warn(...)``, ``error.add_note(...)`` and ``logger.warning(...)``. Placeholders appear as in the source. For
-a message that a function assembles from variables, only the name of the variable appears. The parts of such messages,
-reports and help texts are listed as ``text``: all other strings of three or more words, except docstrings.
+a message that a function assembles from variables, only the name of the variable appears. All other strings of three or
+more words, except docstrings, are listed as ``text``: parts of such messages, lines of reports, and help texts.
 """
 
 from __future__ import annotations

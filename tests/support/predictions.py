@@ -32,7 +32,7 @@ def assert_ranks_write_the_plain_loop(atlas: Path, out: Path, n_ranks: int, how:
     reports = re.findall(r"^rank (\d): (\d+) cells, True, \(203, \d\)$", printed, re.MULTILINE)
     assert len(reports) == n_ranks, printed
     assert sum(int(n) for _, n in reports) == N_OBS
-    # DDP and its module share the training mode, and predicting restores it.
+    # After prediction, `predict` restores the training mode of the model, also inside a DDP wrapper.
     assert len(re.findall(r"^rank \d again: 0, training True$", printed, re.MULTILINE)) == n_ranks
 
 

@@ -157,7 +157,7 @@ def _become(command: Sequence[str], cwd: str, environment: Mapping[str, str], fi
 
 
 def _prepare(cwd: str, environment: Mapping[str, str], files: Sequence[int]) -> None:
-    """Set what a new interpreter takes from its surroundings."""
+    """Set the state with which a new interpreter would start: output files, folder, environment and so on."""
     import dask
     import numba
     import numpy as np

@@ -1,8 +1,8 @@
 """Digests of the package's output for each case, identical on every machine.
 
-A refactoring must leave them unchanged. The atlas uses integer arithmetic, values are copied or doubled, and results
-that a mathematical library may round differently are rounded first. Record them with
-``python -m tests.support.recorder``: the new file shows in the diff which cases changed. With the argument
+A refactoring must leave them unchanged. The atlas is generated with integer arithmetic. Most cases copy or double its
+values. Results that mathematical libraries may round differently are rounded before they are hashed. Record the digests
+with ``python -m tests.support.recorder``; the diff of the recorded file shows which cases changed. With the argument
 ``messages``, it records only the error, warning and log messages.
 """
 
@@ -155,9 +155,9 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# Strategies that draw cell sets, give every batch its share of each class, or weight classes by a temperature. Sets fit
-# only some batch sizes, and only atlases have controls. These strategies are therefore not in FACTORS; each is recorded
-# with every start and world size.
+# Strategies that draw cell sets, give every batch its share of each class, or weight classes by a temperature. Cell
+# sets require a batch size that is a multiple of the set size, and only atlases have controls. These strategies are
+# therefore not in FACTORS; each is recorded with every start and world size.
 _MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}
 UNITS: dict[str, SamplingStrategy] = {
     "sets": CellSets("kind", 2, block_size=2),
@@ -174,7 +174,7 @@ UNITS: dict[str, SamplingStrategy] = {
 }
 UNIT_WAYS = ("h5ad", "zarr 3", "converted", "memory", "joined")
 
-# Options of a request: the data read in addition to X, the dtype, and the genes.
+# Options of a data set: the data read in addition to X, the dtype, and the genes.
 ASKED: dict[str, dict[str, Any]] = {
     "X": {},
     "obs": {"obs": ["kind", "some", "donor", "n", "score"]},
@@ -303,7 +303,10 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield cases that cover all pairs of values; each strategy and each way occurs with every start and world size."""
+    """Yield cases that cover all pairs of values.
+
+    Each strategy and each `Way` occurs with every combination of world size and `STARTS`.
+    """
     moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
     others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
     for i, strategy in enumerate(STRATEGIES):
@@ -506,7 +509,7 @@ def state_of(case: Case, atlas: Atlas, world_size: int, **changed: Any) -> dict[
 
 
 def batches_of(case: Case, atlas: Atlas) -> str:
-    """Return a digest of the batches of all ranks of a case, and of the counts of the data sets."""
+    """Return a digest of the batches of all ranks, and one of the lengths and statistics of their data sets."""
     state = None
     if case.start == "resumed":
         state = state_of(case, atlas, case.world_size)
@@ -522,7 +525,7 @@ def _other_sizes(case: Case) -> dict[str, Any]:
 
 
 def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
-    """Return a digest of the batches and counts of a case after loading a state."""
+    """Return the digests of `batches_of` for a case, after loading a state."""
     batches, counts = [], []
     for rank in _ranks(case, atlas, case.world_size, state):
         if case.start == "second epoch":
@@ -580,7 +583,7 @@ def make_states(atlas: Atlas) -> list[dict[str, Any]]:
 def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
     """Return the state that this version yields in a recorded case, and the digest of batches after the recorded state.
 
-    Recorded states have no settings, which are used only in error messages.
+    The returned state lacks the settings, as the recorded states do. Settings are used only in error messages.
     """
     case = Case(**one["case"])
     state = state_of(case, atlas, 2)

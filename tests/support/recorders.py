@@ -1,4 +1,4 @@
-"""Recorders of reads, which show that arrays are read or, more often, not read."""
+"""Recorders of reads, for tests that arrays are read or, in most cases, not read."""
 
 from __future__ import annotations
 

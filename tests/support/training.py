@@ -28,7 +28,7 @@ RTOL = 1e-4
 EPOCHS = 2
 SHARE = 0.1
 COMMAND = [sys.executable, "-m", "dasksc", "train"]
-# Alternative layout of the configuration, for eight GPUs.
+# Configuration in the alternative YAML layout, for eight GPUs.
 GUIDE = """
 data:
   source: local

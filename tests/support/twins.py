@@ -29,7 +29,10 @@ def stream(key: int, number: int) -> int:
 
 
 def below(key: int, counter: int, n: int) -> int:
-    """Draw an integer below `n` with Lemire's method over 32-bit halves, then over words of a separate stream."""
+    """Draw an integer below `n` with Lemire's method.
+
+    If both 32-bit halves of one word are rejected, the upper halves of words of a separate stream follow.
+    """
     too_few = 2**32 % n
     word = bits(key, counter)
     for half in (word >> 32, word % 2**32):
@@ -84,7 +87,10 @@ def heads(key: int, n: int, end: int) -> int:
 
 
 def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, n_rounds: int) -> int:
-    """Return draw `number` of a class: a pass starts at a random row and takes runs of rows in random order."""
+    """Return the position, among the rows of a class, of the draw with index `number`.
+
+    Each pass over the rows divides them into runs, from a random row on, and takes the runs in random order.
+    """
     pass_key = stream(key, number // n_rows)
     place, n_runs = number % n_rows, n_rows // run_rows
     if place // run_rows < n_runs:
@@ -100,7 +106,10 @@ def class_draw(number: int, n_rows: int, run_rows: int, key: int, n_table: int, 
 def stratified(
     quotas: Sequence[int], n_units: int, stride: int, shift: int, group_units: int
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Return the number of rows of each class per batch, and the draws of each class per group, one batch at a time."""
+    """Return the number of rows of each class in each batch, and the draws of each class in each group of batches.
+
+    A group has `group_units` batches. Both results are computed batch by batch.
+    """
     counts, taken, groups = [], [0] * len(quotas), []
     for u in range(n_units):
         place, ahead = (stride * u + shift) % n_units, 0
@@ -188,7 +197,7 @@ def stirling(k: int) -> float:
 
 
 def word(key: int, column: int) -> int:
-    """Return 53 bits: triple32 of an affine function of the column, and the first bits of another word."""
+    """Return 53 bits: the hash triple32 of an affine function of the column, and the top 21 bits of a random word."""
     x = (column * (key % 2**32 | 1) + (key >> 32)) % 2**32
     for shift, factor in ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB)):
         x = (x ^ x >> shift) * factor % 2**32

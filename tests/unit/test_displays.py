@@ -191,6 +191,6 @@ def test_options_are_shown_as_the_arguments_of_the_function_that_receives_them()
         str(inspect.signature(opened))
         == "(name: 'str', quick: 'bool' = True, *, n: 'int' = 7) -> 'tuple[str, int, bool, int]'"
     )
-    assert opened("a", hidden=3) == ("a", 1, True, 3)  # calls do not change
+    assert opened("a", hidden=3) == ("a", 1, True, 3)  # the decorator does not affect calls
     with pytest.raises(TypeError, match="unexpected keyword argument 'm'"):
         opened("a", m=3)

@@ -84,7 +84,10 @@ def local(n_workers: int, *, processes: bool = True, **options: Any) -> distribu
 
 
 def watched(cluster: distributed.LocalCluster) -> list[int]:
-    """Return the process IDs of started workers; nannies do not restart a worker that dies while starting."""
+    """Return the process IDs of the workers that have finished starting.
+
+    A nanny does not restart a worker that dies while starting.
+    """
 
     def started() -> list[int]:
         # The status of a nanny is "running" even while it restarts its worker.
@@ -328,7 +331,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
 
 
 class Slow:
-    """Task whose first fetch takes so long that a worker without heartbeats would count as silent."""
+    """Task whose first fetch takes longer than a worker may go without a heartbeat before it counts as silent."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -250,13 +250,13 @@ def test_tasks_with_small_results_run_concurrently_on_a_worker() -> None:
 
 
 class Meeting:
-    """Task that ends only while another runs concurrently; task 0 ends at once."""
+    """Task that waits until a second task runs at the same time; task 0 does not wait."""
 
     def __init__(self) -> None:
         self.barrier: threading.Barrier | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.barrier = threading.Barrier(2, timeout=8)  # a worker stops waiting for memory after 10 s
+        self.barrier = threading.Barrier(2, timeout=8)  # below the 10 s after which a fetch starts despite low memory
 
     def __call__(self, k: int) -> int | None:
         if k == 0:

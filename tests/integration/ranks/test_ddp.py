@@ -25,7 +25,7 @@ def two_ranks(tmp_path_factory):
     path = write_store(make_adata(n_obs=N_OBS), folder, "h5ad")
     # srun torchrun: one task per node, which starts the node's ranks.
     step = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
-    # Kubeflow's PyTorchJob: RANK and WORLD_SIZE describe the pods.
+    # Kubeflow's PyTorchJob: RANK and WORLD_SIZE count pods, not processes.
     pods = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "PET_NNODES": "1"}
     printed = torchrun(2, "ddp_two_ranks.py", path, folder / "seen.json", folder / "emb.zarr", **step, **pods)
     return printed, json.loads((folder / "seen.json").read_text()), path, folder / "emb.zarr"

@@ -122,7 +122,7 @@ def check_after_loss(folder: Path, *, n_before: int, n_ranks: int) -> None:
     heads = [first[rank][0, step] for rank in range(3) for step in range(n_before)]
     assert heads == [expected[rank][0, step] for rank in range(3) for step in range(n_before)]
     tails = [rows for of_rank in second for (epoch, _), rows in of_rank.items() if epoch == 0]
-    # Each rank may be one row short of an equal share.
+    # In each attempt, a rank with one row less than an equal share repeats a row.
     assert_covered(heads + tails, n_padded=3 + n_ranks)
     assert_covered([rows for of_rank in second for (epoch, _), rows in of_rank.items() if epoch == 1], n_padded=1)
     assert all(set(of_rank) == set(second[0]) for of_rank in second)

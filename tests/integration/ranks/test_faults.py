@@ -58,7 +58,8 @@ def test_a_fault_that_ends_one_rank_ends_all_and_is_reported(how, message):
         assert not os.path.exists(f"/proc/{pid}")
 
 
-# Rank 0 hosts the store. A rank that raises still reports this to the store.
+# Rank 0 hosts the store, which ends with it, so a kill of either rank is tested. A rank that raises an error, unlike a
+# killed one, first records in the store that its iteration has ended.
 @pytest.mark.parametrize(("how", "whom"), [("raise", 1), ("SIGKILL", 0), ("SIGKILL", 1)])
 def test_without_a_launcher_that_watches_the_other_rank_ends_too(how, whom):
     with socket.socket() as server:

@@ -57,7 +57,8 @@ def test_two_processes_of_jax_share_every_epoch_and_agree_through_its_store(tmp_
     assert found[0]["epochs"][0] != found[0]["epochs"][1]
     rows = np.concatenate([row for one in found for row in one["epochs"]]).astype(int)
     assert sum(one["sum"] for one in found) == pytest.approx(adata.X[rows].sum(dtype=np.float64), rel=1e-5)
-    # The first process to begin its epoch reads all four batches; the other finds another epoch and raises an error.
+    # The first process to begin records its epoch and reads all four batches. The other compares this record with its
+    # own epoch and raises an error.
     outcomes = [one["apart"] for one in found]
     assert 4 in outcomes
     (complaint,) = [one for one in outcomes if isinstance(one, str)]

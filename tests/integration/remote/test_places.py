@@ -256,7 +256,7 @@ def test_a_small_useful_share_of_network_reads_causes_a_warning(tmp_path: Path) 
         assert "chunks of about 100 rows are transferred whole, but blocks have only 8 rows" in warning
         plan = dataset(url, 8).plan()
         read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
-        # The mean over twelve fetches deviates by half a percentage point.
+        # The share over twelve fetches has a standard error of less than half a percentage point.
         share = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
         assert share == pytest.approx(n_obs / sum(read), abs=0.02)
         assert dasksc.check(dataset(url, 200)).warnings == ()
@@ -276,7 +276,7 @@ class Counted(AbstractBufferedFile):
 
 
 class Faulty(AbstractFileSystem):
-    """File system like those that packages register, with single-threaded connections that fail on demand."""
+    """File system as packages register it with fsspec, with connections that serve one thread and fail on demand."""
 
     protocol = "faulty"
     folder: Path

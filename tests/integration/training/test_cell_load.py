@@ -120,7 +120,7 @@ def test_keys_of_cell_load_that_do_not_affect_the_split_are_ignored(
         (('jurkat" = "test"', 'jurkat" = "tset"'), "must be one of 'train', 'val', 'test'"),
         (("v2.jurkat", "v2.jurkta"), "the dataset 'screen.v2' has no 'jurkta'; did you mean 'jurkat'"),
         (('"other.hepg2"', "other.hepg2"), 'must be in quotes, as in "other.hepg2"'),
-        (('"other.hepg2"', '"outer.hepg2"'), r"with a data set of \[datasets\]: screen.v2, other"),
+        (('"other.hepg2"', '"outer.hepg2"'), "where dataset is one of screen.v2, other"),
         (('val = ["AARS"]', 'val = "AARS"'), "must hold lists of perturbations"),
         (('val = ["AARS"]', 'train = ["AARS"]'), "must hold lists of perturbations"),
         (("v2.rpe1", "v2.jurkat"), r"is in \[zeroshot\] and in \[fewshot\]"),

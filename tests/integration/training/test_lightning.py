@@ -33,7 +33,7 @@ pytestmark = [
         "ignore",
         # It must not warn about the loaders.
         "error:.*(sampler|resum|shuffl|length|IterableDataset|zero)",
-        # Two warnings are correct: training is not shuffled, and there is no validation set.
+        # Two warnings are correct in some tests: overfitting without shuffling, and an empty validation set.
         "ignore:You requested to overfit",
         "ignore:Total length of `list` across ranks is zero",
     ),
@@ -365,7 +365,7 @@ def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(p
     model.n_predicted = 0
     trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
     assert (writer.report.n_predicted, writer.report.is_complete) == (0, True)
-    # Without the callback, the data set is unchanged.
+    # Without the callback, the prediction covers only the five rows of the data module.
     assert len(trainer(tmp_path).predict(model, datamodule=data)) == 1
 
 

@@ -1,4 +1,4 @@
-"""Predictions of a trained model, by its configuration or by the command, for any atlas with its genes."""
+"""Predictions of trained models, at the end of training or by ``dasksc embed``, for any atlas that has their genes."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_batches_have_the_keys_and_values_of_scvis_own(adata, path):
     for key, values in theirs.items():
         assert torch.equal(ours[key].double(), values.double()), key
         assert ours[key].shape == values.shape, key
-    # The network that is created from the registry is the same.
+    # Models created from the registry and from the AnnData have parameters of the same names and shapes.
     ours_made = scvi.model.SCVI(registry=data.registry)
     shapes = {name: tuple(value.shape) for name, value in model.module.state_dict().items()}
     assert shapes == {name: tuple(value.shape) for name, value in ours_made.module.state_dict().items()}

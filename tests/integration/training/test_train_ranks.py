@@ -261,7 +261,8 @@ def test_four_ranks_go_on_where_two_stopped_without_repeating_or_losing_rows(two
     assert len({len(batches) for batches in second}) == 1
     seen = Counter(row for ranks in (first, second) for batches in ranks for batch in batches for row in batch)
     assert set(seen) == set(range(N_CELLS))
-    # Two epochs; padding adds at most one row per rank and segment.
+    # Two epochs, the first in two segments (before and after resuming). Padding adds at most one row per rank and
+    # segment.
     assert 2 * N_CELLS <= seen.total() <= 2 * N_CELLS + 2 + 4 + 4
     n_before = 5 * 2 * 8
     remaining = Counter(

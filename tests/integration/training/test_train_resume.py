@@ -120,7 +120,7 @@ def test_hyperparameters_are_what_constructors_take():
 
 
 class Wide(nn.Module):
-    """Model whose code a test changes by setting `width`."""
+    """Model with a class attribute `width`, which a test sets to imitate a change of the model's code."""
 
     width = 4
 

@@ -1,4 +1,4 @@
-"""Memory and resources that terminated DataLoader workers leave in the process of the training loop."""
+"""Memory and resources that DataLoader workers leave behind in the main process when they end."""
 
 from __future__ import annotations
 

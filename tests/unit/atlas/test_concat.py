@@ -122,7 +122,7 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
         # AnnData 0.13 may return float64 for parts without rows and for obsm arrays of different widths.
         is_float = name.startswith("obsm/") and lazy.dtype.kind == eager.dtype.kind == "f"
         # Integers in files are converted to a floating type; arrays in memory keep their type. AnnData widens integers
-        # to float64 where it fills in NaN; raw's int16 is already converted to a type that holds NaN.
+        # to float64 where it fills in NaN; raw's int16 in files is converted to float32, which represents NaN.
         types = {eager.dtype, logical_dtype(eager.dtype)} | (
             {logical_dtype(np.dtype(np.int16))} if name == "raw/X" else set()
         )
@@ -186,7 +186,8 @@ def test_several_atlases_equal_those_joined_by_anndata(
         return
     expected = anndata.concat(adatas, **options)
     got = dasksc.open(parts, **options)
-    # Filling needs no wider type in dasksc; AnnData widens the type if a part lacks the whole matrix.
+    # dasksc widens a data type only if it cannot represent the fill value. AnnData also widens it if a part lacks the
+    # whole matrix.
     assert_same(got, expected, same_types=0 not in sizes and "fill_value" not in options)
 
     # The rows of batches equal those of the concatenated matrix, with all variables as well as with some of them.
@@ -556,7 +557,7 @@ def test_many_files_are_opened_and_read_without_keeping_them_open(
     for batch in dasksc.scDataset(opened, dasksc.BlockShuffling(2), 48, 4, seed=0):
         most, n_rows = max(most, n_handles()), n_rows + len(batch)
     assert n_rows == 192
-    # The limit of ten, and one for each thread that opens another file.
+    # At most ten files stay open, and each thread may be opening another.
     assert most <= before + 10 + 4
 
 

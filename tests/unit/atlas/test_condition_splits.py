@@ -208,7 +208,7 @@ HOLD = {"line": ["K562"]}
             {"conditions": BY, "control": ["non-targeting"]},
             "must be values by column, such as {'gene': 'non-targeting'}",
         ),
-        ({"conditions": BY, "control": "ctrl"}, "obs has no 'ctrl'.*such as control={'gene': 'ctrl'}"),
+        ({"conditions": BY, "control": "ctrl"}, "obs has no 'ctrl'.*give its column, too: control={'gene': 'ctrl'}"),
         ({"conditions": BY, "control": "genes == 'x'"}, "obs has no 'genes'; did you mean 'gene'\\?$"),
         ({"conditions": ["line", "dose"]}, "obs has no 'dose'"),
         (

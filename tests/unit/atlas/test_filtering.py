@@ -213,7 +213,7 @@ def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: 
     adata.obs = adata.obs[["n_genes", "score"]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # A MuData contains cells that one modality lacks; batches do not.
+        # A MuData also contains cells that one modality lacks; batches contain only cells that all modalities have.
         data = mudata.MuData({"rna": adata[20:].copy(), "prot": adata[::-1][:90].copy()})
         data.write(tmp_path / "cite.h5mu")
     opened = dasksc.Modalities(data)
@@ -285,7 +285,7 @@ def test_a_filter_keeps_the_matching_indices_of_a_strategy(indices: Any, per_ent
     every = np.arange(N)
     chosen = every if indices is None else np.asarray(every[indices])
     fits = OBS.n_genes.to_numpy() > 400
-    # Draws must depend on the row alone, whether weights and labels are given per row or per index.
+    # Whether weights and labels are given per row of the atlas or per entry of `indices`, the same rows can be drawn.
     values = chosen % 3 if per_entry else every % 3
     strategy: Any = {
         "streaming": dasksc.Streaming(indices),

@@ -380,7 +380,7 @@ def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Pa
     expected = np.stack([np.asarray(mod[name].X.sum(axis=1)).reshape(-1) for name in ("rna", "prot")], axis=1)
     np.testing.assert_allclose(written.obsm["X_joint"], expected)
     assert list(written.obs_names) == list(data.obs_names)
-    # A modality can be opened as an atlas of the same cells.
+    # A single modality, opened as an atlas, has the same cells as `data`, so the predictions can be attached to it.
     rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
     np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
 

@@ -124,12 +124,12 @@ WORKS: Mapping[str, tuple[Callable[[str], Any], int, int]] = {
     "resume in other batches": (lambda path: resumed(path, dasksc.BlockShuffling(64), 128), 8, 0),
     "resume in storage order": (lambda path: resumed(path, dasksc.Streaming(), 64), 8, 0),
     "resume in storage order, in other batches": (lambda path: resumed(path, dasksc.Streaming(), 128), 17, 0),
-    # One row of each of two files.
+    # For joined files, a row is one row of each of the two files, so the limits are doubled.
     "first balanced batch of joined files": (lambda path: balanced([path, path]), 16, 2),
     "first filtered batch of joined files": (lambda path: filtered([path, path]), 32, 8),
     "split of joined files": (lambda path: dasksc.split([path, path], stratify="cell_type"), 32, 2),
     "check of joined files": (lambda path: checked([path, path]), 16, 2),
-    # All columns of the two files are in memory until their copy is complete.
+    # The columns of both files stay in memory until they have been copied into the joined columns.
     "describe of joined files": (lambda path: dasksc.describe([path, path], seconds=0), 16, 2 * 10),
 }
 

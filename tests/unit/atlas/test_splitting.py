@@ -77,7 +77,7 @@ def test_no_group_is_in_two_parts_and_none_is_over_by_more_than_the_largest(
 @given(n_donors=st.integers(20, 80), seed=st.integers(0, 2**64 - 1))
 def test_by_distributes_values_and_not_rows(n_donors: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    # Most rows belong to one donor, which still counts as one.
+    # One donor has most of the rows, but counts no more than any other donor.
     donors = np.concatenate([np.arange(n_donors), np.zeros(2000, dtype=int), rng.integers(0, n_donors, 300)])
     status = (np.arange(n_donors) % 2)[donors]
     obs = pd.DataFrame({"donor": pd.Categorical(donors), "status": status})
@@ -154,7 +154,8 @@ def test_every_row_is_as_likely_to_be_in_a_part() -> None:
     n_seeds = 2000
     for seed in range(n_seeds):
         counts[dasksc.split(obs, fractions=(0.75, 0.25), stratify="kind", seed=seed)["test"]] += 1
-    # Binomial(2000, 1/4) within five standard deviations: for 40 rows, one in 40,000 choices of seeds fails.
+    # Each count follows Binomial(2000, 1/4) and must lie within five standard deviations of its mean. With 40 rows, the
+    # test fails by chance with a probability of 1/40,000.
     assert np.abs(counts - n_seeds / 4).max() < 5 * np.sqrt(n_seeds * 3 / 16)
 
 

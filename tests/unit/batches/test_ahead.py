@@ -94,7 +94,7 @@ def test_a_job_that_is_not_ready_is_requested_only_when_no_other_remains() -> No
 
 @pytest.mark.parametrize("n_threads", [1, 2])
 def test_jobs_are_run_by_the_threads_alone(n_threads: int) -> None:
-    # A transform may not be thread-safe, and PyTorch's modes are thread-local.
+    # A transform is not necessarily thread-safe, and PyTorch's modes are thread-local.
     at_once, most, names = 0, 0, set()
 
     def job() -> None:

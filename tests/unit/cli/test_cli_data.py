@@ -324,7 +324,7 @@ def test_no_command_prints_secrets_of_a_url(folder: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture(scope="module")
 def cite(folder: Path) -> Path:
-    """Write an .h5mu file with MuData; each modality lacks some of its cells."""
+    """Write an .h5mu file in which each modality lacks some of the cells."""
     path = folder / "other" / "cite.h5mu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

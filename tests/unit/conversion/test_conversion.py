@@ -410,7 +410,7 @@ def test_what_joining_leaves_out_is_named(tmp_path, join):
     expected = {"raw", "obsp/neighbours", "uns/source"}
     if join == "inner":
         expected |= {"obs/text", "layers/scaled", "obsm/X_pca"}
-    # As in AnnData's merge="same": a column of only one part is not the same in all parts.
+    # As with AnnData's merge="same", a column that only one part has is left out: it is not the same in all parts.
     expected.add("var/other")
     assert set(report.left_out) == expected
     assert len(report.left_out) == len(expected)
@@ -447,7 +447,7 @@ def test_a_conversion_runs_on_a_cluster(tmp_path, in_process_client):
 
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_a_conversion_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
-    # A small scan and memory_limit create many tasks of each kind, including those of Staging.
+    # Small values of `_SCAN_ROWS` and `memory_limit` create many tasks of each kind, including those of `Staging`.
     monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
     source = few_columns(60, 17)
     path = tmp_path / "atlas.h5ad"
@@ -958,7 +958,7 @@ def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp
         dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
-# An array that AnnData stores for each kind of column, and its name in the error.
+# Arrays in which AnnData stores each kind of column, and the name of the column in the error.
 @pytest.mark.parametrize(
     ("array", "named"),
     [

@@ -141,7 +141,8 @@ def test_the_progress_panel_of_dask_counts_the_whole_epoch(cluster, client, atla
     assert n_fetches > 8
     for i, _ in enumerate(data):
         if i == len(data) // 2:
-            # Consumed, running and pending fetches sum to n_fetches; the panel shows released tasks as done.
+            # Finished, running and pending fetches sum to n_fetches. Finished fetches count as released tasks, which
+            # the panel shows as done.
             assert eventually(lambda: sum(panel().values()) == n_fetches)
             assert eventually(lambda: panel()["released"] == sum(data.stats()[it] for it in ("n_fetched", "n_ready")))
             assert 2 < panel()["released"] < n_fetches
@@ -448,7 +449,7 @@ def test_the_scheduler_serves_the_reports_to_prometheus(cluster, client, atlas):
     assert found["dasksc_loader_batches"] == len(data)
     assert found["dasksc_loader_fetches"] == stats["n_fetched"]
     assert f'dasksc_loader_epoch{{dataset="atlas",host="{os.uname().nodename}"' in text
-    assert found["dasksc_fetches_total"] >= stats["n_fetched"]  # the workers are in this process
+    assert found["dasksc_fetches_total"] >= stats["n_fetched"]  # in-process workers also count fetches of earlier tests
 
 
 def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_client):

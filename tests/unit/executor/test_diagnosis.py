@@ -12,7 +12,7 @@ pytestmark = pytest.mark.core
 
 
 def figures(**changed: Any) -> dict[str, Any]:
-    """Return the figures of a completed epoch that waited for 38% of the time; its fetches spent most time reading."""
+    """Return the figures of a completed epoch with 38% waiting, whose fetches spent most of their time reading."""
     usual = {
         "wait_share": 0.38,
         "n_batches": 100,

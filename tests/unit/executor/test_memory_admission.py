@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 T = TypeVar("T")
 
 LIMIT = 1000
-UNNOTICED_S = 0.2  # time for which a waiting fetch must not begin
+UNNOTICED_S = 0.2  # how long a test checks that a waiting fetch does not begin
 
 
 class Worker:
@@ -90,7 +90,7 @@ def test_one_fetch_is_always_let_through_once_the_last_has_been_sent() -> None:
 
 @pytest.mark.parametrize("size", [None, 150])
 def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int | None) -> None:
-    # The worker holds 100 bytes and a fetch needs 3 * 150, so two fetches would exceed the limit of 700.
+    # The worker holds 100 bytes and a fetch needs 3 * 150, so two would exceed the usable 700 bytes (70% of `LIMIT`).
     admission = MemoryAdmission(Worker())
     go_on = threading.Event()
     first, first_has_begun = begun(admission, go_on.wait, size)

@@ -102,7 +102,7 @@ class Sized:
 
 
 class Gauge:
-    """Task that records the maximum number of its results in flight or waiting."""
+    """Task that records the maximum number of calls that have started and whose results have not been taken."""
 
     def __init__(self, n_bytes: int = 0) -> None:
         self.n_bytes = n_bytes
@@ -975,8 +975,8 @@ def test_an_address_without_a_scheduler_is_refused() -> None:
         pytest.raises(InputError, match="does not answer") as caught,
     ):
         resolve_scheduler("tcp://127.0.0.1:9")
-    # The error still references its Client. The Client must be closed by now: garbage collection could close it in a
-    # thread that another Client is starting, and both would wait forever.
+    # The error still references its Client, which must be closed by now. Otherwise, garbage collection could close it
+    # in a thread that another Client is starting, and both threads would wait forever.
     error = caught.value.__cause__
     assert error is not None
     frames = [frame.f_locals.get("client") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -521,7 +521,7 @@ else:
 
 @pytest.mark.parametrize("how", ["new", "store", "file"])
 def test_a_run_killed_after_an_h5ad_was_replaced_is_complete(atlas, tmp_path, how):
-    """The same holds for a new store and for a store that was extended."""
+    """Test a new store, an extended store, and an h5ad file that was replaced."""
     source = out = atlas
     if how == "store":
         source = out = tmp_path / "store.zarr"
@@ -569,7 +569,7 @@ def test_a_run_killed_while_its_work_was_removed_is_complete(atlas, store, tmp_p
         ("s3://bucket/emb.zarr", {}, InputError, "is not a local path"),
         ("emb.zarr", {"key": "a/b"}, InputError, "no '/'"),
         ("emb.zarr", {"nan": "maybe"}, InputError, "neither 'error' nor 'report'"),
-        ("emb.zarr", {"categories": {"absent": LABELS}}, InputError, "names 'absent'"),
+        ("emb.zarr", {"categories": {"absent": LABELS}}, InputError, "has the key 'absent'"),
     ],
 )
 def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, error, message):

@@ -50,7 +50,7 @@ def read(path: Path) -> ad.AnnData:
 def files(path: Path) -> dict[str, bytes]:
     return {
         str(one.relative_to(path)): one.read_bytes() for one in [path, *path.rglob("*")] if one.is_file()
-    }  # a file is listed under its own path
+    }  # `path` may itself be a file, which rglob does not yield
 
 
 @pytest.fixture(params=["store", "file"])

@@ -98,14 +98,16 @@ def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorte
 
 
 def test_the_share_that_is_wanted() -> None:
-    # 100 single rows use a tenth of each chunk of 10 rows in an infinite atlas; runs of 10 rows touch 1.9 chunks each.
+    # In a large atlas, runs rarely share a chunk of 10 rows: a single row uses a tenth of its chunk, and a run of 10
+    # rows touches 1.9 chunks on average.
     assert used_share(100, 1, 10**9, 10.0) == pytest.approx(0.1, rel=1e-3)
     assert used_share(100, 10, 10**9, 10.0) == pytest.approx(10 / 19, rel=1e-3)
     assert used_share(100, 1, 10, 10.0) == 1.0
 
 
 def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
-    # Cells are sorted by gene, so that targets form runs of 8. Batches alternate, so that controls are single rows.
+    # Cells are sorted by gene, so that targets form runs of 8. The values of obs["batch"] alternate, so that matched
+    # controls are single rows.
     adata = screen(is_sorted=True)
     adata.obs["batch"] = pd.Categorical(np.arange(4000) % 2)
     matched = dataset(adata, set_size=64, batch_size=64, match="batch", n_controls=3)

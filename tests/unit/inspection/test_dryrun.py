@@ -34,7 +34,7 @@ def dataset(data, strategy=None, **options) -> scDataset:
     return scDataset(data, strategy or BlockShuffling(4), **options)
 
 
-# Every pair of values, and every combination for three ranks.
+# Every pair of values of any two parameters, and every combination of the options for three ranks.
 @pytest.mark.parametrize(
     ("world_size", "equal_ranks", "drop_last"),
     [

@@ -1,4 +1,4 @@
-"""Kernels of thinned counts and masked values, compared with their plain Python twins, and their distributions."""
+"""Kernels that thin counts and mask values: their distributions, and equality with pure-Python counterparts."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_the_first_value_that_is_no_count_is_found(dtype, bad):
 def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
     rng = np.random.default_rng(n_vars)
     given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(dtype)
-    rows, key = rng.integers(0, 30, 43), np.uint64(3)  # some rows repeat; three rows precede the given ones
+    rows, key = rng.integers(0, 30, 43), np.uint64(3)  # some row numbers repeat; three precede those of `given`
     total = int(given.sum(axis=1).max())
     steps = augment.steps_of(0.4)
     for kernel, dense_kernel, arguments in (
@@ -222,7 +222,7 @@ def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
 
 
 class Source:
-    """CSR rows at addresses in memory, some of them repeated, empty, or longer than the room for nonzeros."""
+    """CSR rows at memory addresses; some repeat, are empty, or have more nonzeros than are changed at a time."""
 
     def __init__(self, n_vars: int, dtype: str, index_dtype: str) -> None:
         rng = np.random.default_rng(n_vars)

@@ -33,7 +33,7 @@ def keys_of(number: int, n: int = permute.N_ROUNDS) -> NDArray[np.uint64]:
 
 
 def half_bits_of(n: int) -> int:
-    """Return the number of bits of each half of the smallest network for `n` positions."""
+    """Return the number of bits per half of a position in the smallest Feistel network for `n` positions."""
     return max(1, -(-(n - 1).bit_length() // 2))
 
 
@@ -80,8 +80,8 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
 
 
 def test_twin_of_below_where_most_words_are_rejected() -> None:
-    # With n just above 2**31, almost half of the 32-bit halves of words are rejected. In one draw of four, both halves
-    # of the first word are rejected, and more words are needed.
+    # With n just above 2**31, each 32-bit half of a word is rejected with a probability of almost 1/2. In one draw of
+    # four, both halves of the first word are rejected, and more words are needed.
     n = 2**31 + 1
     assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
 

@@ -1,4 +1,4 @@
-"""Alias tables and drawn cells: their distributions, and equality with a plain twin."""
+"""Alias tables and drawn cells: their distributions, and equality with a pure-Python counterpart."""
 
 from __future__ import annotations
 

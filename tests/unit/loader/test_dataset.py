@@ -237,7 +237,7 @@ def test_dtype_is_that_of_the_values(adata, path, dtype, expected):
 
 def test_dtype_none_yields_the_type_in_which_each_matrix_computes(path):
     batch = next(iter(dataset(path, dtype=None, layers=["counts", "scaled"])))
-    # Stored as int32, whose squares would overflow.
+    # The counts are stored as int32, in which their squares could overflow.
     assert batch.layers["counts"].dtype == torch.float64
     assert batch.layers["scaled"].dtype == torch.float64
 

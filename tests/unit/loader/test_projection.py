@@ -1,4 +1,4 @@
-"""Projected memory: an upper bound on the measured memory that reflects the cost of each layout."""
+"""Projected memory: it bounds the measured memory from above and reflects the cost of each layout."""
 
 from __future__ import annotations
 

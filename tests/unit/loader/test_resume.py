@@ -139,7 +139,7 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     fresh = dataset()
     fresh.set_epoch(5)
     assert [b.tolist() for b in other] == [b.tolist() for b in fresh]
-    assert "epoch 5 starts from the beginning" in caplog.text
+    assert "not to epoch 5, which therefore starts from the beginning" in caplog.text
 
 
 @given(data=st.data())
@@ -256,7 +256,7 @@ def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_
         seen, accounts = rows_in(head) + rows_in(tail), [rank.stats() for rank in ranks]
         assert [one["n_rows"] for one in accounts] == [sum(map(len, batches)) for batches in tail]
         after = accounts[0]
-        # The padding of the earlier segment repeats rows only if it was yielded before the stop.
+        # The first ranks may stop before they yield their padding, so it repeats at most `before[0].n_padded` rows.
         assert 0 <= (seen - whole).total() - after["n_padded"] <= before[0].n_padded
         n_dropped = after["n_dropped"] + (before[0].n_dropped if step else 0)
         assert (whole - seen).total() == n_dropped
@@ -400,7 +400,7 @@ def test_a_state_taken_while_workers_read_says_what_it_leaves_out(caplog):
     batches = iter(loader)
     next(batches)
     assert one.state_dict()["consumed"] == []
-    assert "DataLoader workers are in the middle of epoch 0" in caplog.text
+    assert "DataLoader workers, which are in the middle of epoch 0" in caplog.text
     del batches
     caplog.clear()
     list(loader)

@@ -169,8 +169,8 @@ def test_expressions_and_filters(path: Path) -> None:
 
 
 def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
-    # The number of rows equals the length of the string "cells" or of the mapping, so `weights` could be mistaken for
-    # one weight per row.
+    # There are as many rows as letters in "cells" or entries in the mapping, so `weights` could be mistaken for one
+    # weight per row.
     for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
         rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
         rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")

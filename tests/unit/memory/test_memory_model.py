@@ -77,7 +77,8 @@ def test_with_less_memory_files_are_read_then_fetches_shrink_and_finally_do_not_
 def test_the_projection_holds_whatever_memory_the_machine_has() -> None:
     assert reading_mode(2**40, limit=300 * MIB).unmapped == set()
     assert reading_mode(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
-    # The limit is below the size of the fetches, so X is mapped, with few fetches whose pages stay in the cache.
+    # The limit is below the size of the fetches, so X is mapped. Few fetches are in flight, so their pages stay in the
+    # page cache.
     poor = reading_mode(1500 * MIB, limit=100 * MIB)
     assert (poor.unmapped, poor.fits) == (set(), True)
     assert poor.depth < 4

@@ -265,7 +265,7 @@ def spoil_names(path: Path) -> None:
 
 @pytest.fixture(params=["h5ad", "zarr2", "zarr3", "converted", "joined"])
 def nameless(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Atlas whose names of cells cannot be read, in every form."""
+    """Path of an atlas with unreadable cell names in each format, or paths of two such atlases to join."""
     kinds = ["h5ad", "zarr3"] if request.param == "joined" else [request.param]
     paths = []
     for kind in kinds:

@@ -118,7 +118,7 @@ def test_workers_that_resume_a_pass_read_its_epoch_and_the_next_pass_reads_the_n
     counter.set(9)
     for worker in range(2):
         counter.resume(1234, worker, 2, epoch=4)
-    # A new pass reads the next epoch, even if the resumed workers have not begun.
+    # A new pass reads the epoch after the resumed one, even if the workers of the resumed pass have not begun.
     assert counter.join(99, 0, 2) == 5
     assert [counter.join(1234, worker, 2) for worker in range(2)] == [4, 4]
     assert counter.join(99, 1, 2) == 5

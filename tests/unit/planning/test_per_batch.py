@@ -154,11 +154,12 @@ def test_rows_of_a_class_are_drawn_as_often_as_each_other(replace: bool) -> None
     for c in range(6):
         own = drawn[c == LABELS]
         assert not len(own) or own.max() - own.min() <= 1
-    assert drawn.max() == (1 if not replace else 33)  # 97 draws of the three rarest rows
+    assert drawn.max() == (1 if not replace else 33)  # 97 draws from the three rows of the rarest class
 
 
 def test_no_row_is_favoured_by_its_place() -> None:
-    # 2000 epochs draw some of the 37 rows of a class; each row is drawn equally often within five standard deviations.
+    # Each of 2000 epochs draws some of the 37 rows of a class. Over all epochs, the rows are drawn equally often, to
+    # within five standard deviations.
     plan = plan_of(
         options={"smoothing": 1.0, "replace": False, "class_weights": {0: 0.4}, "total_size": 360}, batch_size=24
     )

@@ -138,7 +138,7 @@ def test_every_row_of_an_epoch_comes_once_but_for_those_counted(
     if not plan.equal_ranks or plan.drop_last:
         assert plan.n_padded == 0
     if plan.drop_last:
-        # Each rank drops less than a batch; in addition, fewer than `world_size` rows are dropped for equal ranks.
+        # Each rank drops less than a batch; in addition, fewer than `world_size` rows are dropped to make ranks equal.
         assert plan.n_dropped < plan.world_size * plan.batch_size + plan.world_size
 
 
@@ -252,7 +252,7 @@ def test_the_dropped_row_is_not_always_that_of_the_short_block() -> None:
     for epoch in range(900):
         plan = plan_of(dasksc.BlockShuffling(2), 17, batch_size=1, world_size=2, drop_last=True, epoch=epoch)
         left_out += set(range(17)) - {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
-    # The dropped row precedes one of the eight full blocks or follows the last, all with equal probability.
+    # The dropped row is before one of the eight full blocks or after the last; these nine cases are equally likely.
     assert stats.chisquare(np.bincount(left_out, minlength=17)[::2]).pvalue > ERROR
 
 
@@ -379,7 +379,7 @@ def test_rows_are_mixed_within_their_fetch_uniformly() -> None:
 
 
 def test_no_row_is_always_early_or_late() -> None:
-    # Rows outside full rounds (here 8 to 10) are also yielded anywhere in the epoch.
+    # Rows of the short block (here rows 8 to 10) are also yielded anywhere in the epoch.
     firsts = []
     for epoch in range(1000):
         rows = yielded_by(plan_of(dasksc.BlockShuffling(4), 11, batch_size=1, fetch_factor=1, epoch=epoch))

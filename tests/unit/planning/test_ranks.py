@@ -175,7 +175,7 @@ def test_data_sets_meet_in_the_order_in_which_each_rank_makes_them():
 
     store = HashStore()
     assert on_ranks(2, act, store) == [22, 22]
-    # Data sets created later in the same run get new keys; a new store starts from the beginning.
+    # Later data sets with the same store get new keys. With a new store, the numbering of keys restarts.
     assert on_ranks(2, act, store) == [22, 22]
     assert on_ranks(2, act) == [22, 22]
 

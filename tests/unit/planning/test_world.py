@@ -69,7 +69,7 @@ def bare(monkeypatch):
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
         # srun torchrun: torchrun started this process.
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 0, 16, 4),
-        # Kubeflow sets variables, and so does mpirun inside it: the first in the list takes precedence.
+        # Kubeflow sets RANK and WORLD_SIZE, which take precedence over the variables of mpirun inside it.
         ({"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "5"}, 1, 2, 1),
         # Started manually on one machine.
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, 1, 2, 2),

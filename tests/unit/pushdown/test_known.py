@@ -1,4 +1,4 @@
-"""Functions of array code that share the index arrays of CSR blocks."""
+"""Functions applied to CSR blocks, whose results share the index arrays of the blocks."""
 
 from __future__ import annotations
 

@@ -597,7 +597,7 @@ def tripled(block: Any) -> Any:
     return sp.hstack([block] * 3, format="csr") if sp.issparse(block) else np.hstack([block] * 3)
 
 
-# Every pair of values of code, layout and genes.
+# Every pair of values of any two parameters.
 @pytest.mark.parametrize(
     ("name", "layout", "genes"),
     [

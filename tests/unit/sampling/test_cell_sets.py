@@ -151,7 +151,8 @@ def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted
     assert not targets[is_control].any()
     assert not controls[~is_control].any()
     # With weights="cells", all targets are equally likely, as are all controls of a line. Cells of a block are drawn
-    # together, which increases the variance, so the test uses a normal approximation for independently drawn blocks.
+    # together, so their counts are correlated and a chi-square test does not apply. Each count is compared with a
+    # normal distribution instead.
     assert_even(targets[~is_control], per_set=5, block_size=block_size)
     for line in obs.line.unique():
         assert_even(controls[is_control & (obs.line == line).to_numpy()], per_set=5, block_size=block_size)
@@ -162,7 +163,7 @@ def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> N
     mean = counts.mean()
     z = (counts - mean) / np.sqrt(mean)
     assert np.abs(z).max() < stats.norm.isf(ERROR / len(counts) / 2)
-    # No trend along storage order, which would reveal a favored position.
+    # A trend along storage order would reveal a favored position.
     blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
     assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
 

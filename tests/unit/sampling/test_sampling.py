@@ -102,7 +102,8 @@ def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: in
 
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_a_small_epoch_is_drawn_by_weight_too(block_size: int) -> None:
-    # An epoch has fewer draws than segments of rows; over many epochs, each row is drawn by its weight.
+    # An epoch has fewer draws than the sampler has segments of rows. Over many epochs, rows are drawn in proportion to
+    # their weights.
     weights = np.arange(1000) % 7
     strategy = BlockWeightedSampling(block_size, weights=weights, total_size=5)
     assert_drawn_by(counts_of(strategy, 1000, n_epochs=4000), weights)
@@ -197,7 +198,7 @@ def test_without_replacement_no_row_comes_twice(n: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize("kind", ["even", "rising", "one in 1,000", "by the sample's step", "huge and denormal"])
 def test_without_replacement_the_largest_keys_are_taken(kind: str) -> None:
-    # More rows than sampled keys, so that the estimate from the sample is tested.
+    # There are more rows than sampled keys, so the smallest drawn key is estimated from the sample.
     n = 4 * weighted._SAMPLED_KEYS
     row = np.arange(n)
     weights = {
@@ -268,7 +269,8 @@ LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 @pytest.mark.parametrize("temperature", [0.5, 1, 2.0, 5, 1000.0, float("inf")])
 @pytest.mark.parametrize("replace", [True, False])
 def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
-    # Without replacement, counts differ by rounding only; with replacement, by at most five standard deviations.
+    # Without replacement, counts differ from the expected ones by rounding only; with replacement, by at most five
+    # standard deviations.
     sizes = np.array([8000, 1500, 400, 100])
     labels = np.repeat(["T", "B", "NK", "mast"], sizes)
     exact = (sizes / sizes.sum()) ** (1 / temperature)
@@ -286,7 +288,7 @@ def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() ->
     strategy = ClassBalancedSampling(
         labels, 8, temperature=2.0, class_weights={1: 3.0, 2: 0.0}, replace=False, total_size=40
     )
-    # The square roots of 900 and 90 have the ratio 10 to sqrt(10); class 1 has a weight of three.
+    # Shares are proportional to the square roots of the class sizes, 10 : sqrt(10), times the class weights, 1 and 3.
     exact = 40 * np.array([10, 3 * np.sqrt(10)]) / (10 + 3 * np.sqrt(10))
     drawn = np.bincount(labels[rows_of(strategy, len(labels))], minlength=3)
     assert drawn[2] == 0

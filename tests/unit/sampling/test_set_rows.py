@@ -1,4 +1,4 @@
-"""Sets from scattered rows and rare groups, and their accounts on ranks."""
+"""Sets of scattered rows and rare groups, and their padding on ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
     obs = screen(n, is_sorted=is_sorted, seed=seed)
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(n, 3 * n // 4, replace=False))
-    # In HepG2, the first line, one group has fewer selected rows than a set.
+    # One group of HepG2, the first cell line, has too few selected rows for a set.
     is_rare = ((obs.line == "HepG2") & (obs.gene == "A")).to_numpy()
     indices = np.setdiff1d(indices, np.flatnonzero(is_rare)[n_rare:])
     agree = ["line"] if match is None else match

@@ -197,7 +197,7 @@ def test_a_planted_block_is_not_taken_for_one_that_was_kept(
     thing.read(cache, 0, 10)
     (path,) = files(tmp_path)
     if whose == "another key":
-        # Any user of the program can create every file of a cache except its key.
+        # Anyone who has dasksc can forge every file of a cache except its key.
         planted.read(cache_in(tmp_path / "elsewhere"), 0, 10)
         (other,) = files(tmp_path / "elsewhere")
         assert other.name != path.name

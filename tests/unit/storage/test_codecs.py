@@ -316,7 +316,7 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:
-    # Each row has the same number of columns, in ascending order, including the last column of the matrix.
+    # Each row stores the same number of values. Their columns are ascending and end with the last column of the matrix.
     n_rows, n_columns = 400, min(n_vars // 2, 2000)
     step = n_vars // n_columns
     rng = np.random.default_rng(0)

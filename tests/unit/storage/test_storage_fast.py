@@ -1,4 +1,4 @@
-"""Readers that bypass h5py and zarr-python, compared with these."""
+"""Readers that bypass h5py and zarr-python, compared with these libraries."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_the_usual_filters_of_hdf5_need_no_h5py(
     assert bool(caplog.messages) == unusual
 
 
-# Default ids: the repr of zarr-python's codecs contains sets, whose order differs between processes.
+# Default test ids, because the repr of zarr-python's codecs contains sets, whose order differs between processes.
 @pytest.mark.parametrize("codecs", [*V2_CODECS, *V3_CODECS])
 def test_the_usual_codecs_of_zarr_need_no_zarr_python(
     codecs: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture

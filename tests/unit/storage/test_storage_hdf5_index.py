@@ -240,7 +240,7 @@ def test_nodes_are_as_large_as_the_file_says(tmp_path: Path, half: int, libver: 
 def test_headers_in_many_pieces_are_read_to_their_end(tmp_path: Path, libver: Any, track_order: bool) -> None:
     path = tmp_path / "x.h5"
     write(path, (100,), libver=libver, chunks=(3,), track_order=track_order, track_times=track_order)
-    n_attributes = 8  # new files store more attributes elsewhere
+    n_attributes = 8  # new files store more than eight attributes outside the header
     for number in range(n_attributes):
         with h5py.File(path, "r+", libver=libver) as file:
             file["X"].attrs[f"attribute {number}"] = np.arange(40 * number)
@@ -292,7 +292,7 @@ def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
         for resized in [shape, *history["resized"]]:
             try:
                 dataset.resize(resized)
-            except RuntimeError:  # HDF5 itself ignores the filter mask when it reads a chunk
+            except RuntimeError:  # resize reads chunks at the edge, and HDF5 ignores their filter mask
                 reject()
             grid = [-(-n // length) for n, length in zip(resized, chunks, strict=True)]
             for _ in range(history["n_written"] if all(grid) else 0):

@@ -86,7 +86,7 @@ def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
     whole = gzip.decompress(chunk.read_bytes())
     chunk.write_bytes(gzip.compress(whole[:400]) + gzip.compress(whole[400:]))
     np.testing.assert_array_equal(read(tmp_path / "store"), VALUES)
-    # More or fewer bytes than the chunk has are refused.
+    # A chunk that decompresses to more or fewer bytes than expected is refused.
     for wrong in (whole[:-4], whole + b"more"):
         chunk.write_bytes(gzip.compress(wrong[:400]) + gzip.compress(wrong[400:]))
         with pytest.raises(CorruptDataError, match="X: row"):

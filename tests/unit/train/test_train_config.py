@@ -37,7 +37,7 @@ def refused(**sections: object) -> str:
 
 def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     fields = set(Data.model_fields) | set(Open.model_fields)
-    # Arguments set by a program: hooks, and those that follow from the run.
+    # Arguments that only a program can set: hooks, and those that depend on the run, such as the rank.
     not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "transform"}
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
@@ -70,7 +70,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ),
         ({"data": {"path": "a", "validation": {"few_shot": 1}}}, "data.validation.few_shot=1"),
         ({"data": {"batch_size": 8}}, "data.path is missing"),
-        ({"data": {"path": "a.h5mu"}}, "data.path='a.h5mu': files of several modalities are read from Python"),
+        ({"data": {"path": "a.h5mu"}}, "data.path='a.h5mu': files of several modalities can be read only in Python"),
         ({"data": {"path": {"rna": "a.h5mu"}}}, "data.path={'rna': 'a.h5mu'}: files of several modalities"),
         (
             {"data": {"path": "a", "validation": {"path": ["b.h5mu"]}}},
@@ -216,7 +216,7 @@ def test_the_layout_of_the_guide_means_the_same():
     assert (data.path, data.num_workers, data.batch_size) == (["first.h5ad", "second.h5ad"], 4, 32)
     assert data.batch_size * data.fetch_factor == 8192
     assert config.tokenizer.vocabulary is None
-    # In the guide, max_genes includes the token of the cell, and 80% of the masked genes are hidden.
+    # In the guide, max_genes includes the cell token, and 80% of the genes to predict are replaced with the mask token.
     masking = {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0.1}
     expected = {"strategy": "rank_value", "max_genes": 2047, "prepend_cls": True, "masking": masking}
     assert config.tokenizer.options == expected
@@ -240,7 +240,7 @@ def test_the_layout_of_the_guide_means_the_same():
             ["tokenizer.masking.keep_ratio=0"],
             {"masking": {"mask_ratio": 0.15, "random_replace_ratio": 0.1, "keep_ratio": 0}},
         ),
-        # The options of dasksc are used as given.
+        # With data.path, the layout is that of dasksc, and options are used as given.
         (["data={path: a.h5ad}"], {"max_genes": 2048, "masking": {"mask_ratio": 0.15}}),
     ],
 )
@@ -365,7 +365,7 @@ def test_impossible_shard_sizes_are_refused():
                 "training.fsdp.shard_size=2 is not used: NO_SHARD is DDP",
             ],
         ),
-        # `strategy_of` reports the whole section.
+        # `strategy_of` already reports that the whole section is not used.
         ({"training": {"strategy": "ddp", "fsdp": {"sharding_strategy": "NO_SHARD", "cpu_offload": True}}}, []),
         ({"training": {"fsdp": {"cpu_offload": True}}}, []),
         ({"training": {"fsdp": {"sharding_strategy": "HYBRID_SHARD"}}}, ["HYBRID_SHARD equals FULL_SHARD here"]),
@@ -485,7 +485,7 @@ def test_ranks_meet_where_the_launcher_says():
             rendezvous(environment, 2)
 
 
-# Variables of a script in an allocation of two nodes, which mpirun and torchrun pass on.
+# Environment variables of a batch script in an allocation of two nodes; mpirun and torchrun pass them on to the ranks.
 SBATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[3-4]", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SBATCH |= {"SLURM_NTASKS": "4"}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -499,7 +499,7 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1
         ({}, 0),
         ({**SBATCH, **TORCHRUN}, 1),
         ({**SBATCH, **MPIRUN}, 1),
-        # On the other nodes, the variables of mpirun's own step are set, too: one task per node.
+        # On the other nodes, mpirun runs in its own Slurm step with one task per node, whose variables are set, too.
         ({**SBATCH, **MPIRUN, "SLURM_STEP_ID": "1", "SLURM_PROCID": "1"}, 1),
         ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}, 1),
         ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, 1),

@@ -148,7 +148,7 @@ def test_hf_tahoe_to_tensor_refuses_what_it_cannot_place(batch, message):
 
 @pytest.fixture
 def bionemo(monkeypatch):
-    """Stand-in for the only function of bionemo-scdl that is called, with its contract."""
+    """Stand-in for the only function of bionemo-scdl that is called, with the same arguments and result."""
 
     def collate_sparse_matrix_batch(cells):
         rows = np.concatenate([np.full(len(columns), i) for i, (_, columns) in enumerate(cells)])
