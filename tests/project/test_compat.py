@@ -47,7 +47,8 @@ ATTRIBUTES = {
     *("_get_default_store", "distributed_c10d", "auto_collation"),  # PyTorch
     *("codec_config",),  # zarr-python
 }
-# Names of private attributes of both dasksc and other libraries: allowed only on `self` and `cls`, as those of dasksc.
+# Private attributes that exist in dasksc and in other libraries: allowed only on `self` and `cls`, as attributes of
+# dasksc's own classes.
 NOT_ON_OTHERS = {"_cache"}
 # Remote methods of the scheduler that a Client can call.
 QUESTIONS = {"get_metadata", "identity", "processing", "who_has"}

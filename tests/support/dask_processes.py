@@ -1,4 +1,4 @@
-"""Dask clusters for tests: listening addresses, an epoch read through a cluster, scheduler and worker processes."""
+"""Dask clusters for tests: listening addresses, scheduler and worker processes, and an epoch read through a cluster."""
 
 from __future__ import annotations
 

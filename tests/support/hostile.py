@@ -221,8 +221,8 @@ def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
 def h5ad_whose_x_decodes_to_too_much(folder: Path, codec: str) -> Path:
     """Write an h5ad file whose X is a decompression bomb.
 
-    dasksc reads X through h5py if `codec` is ``"gzip"``, because X is then float16, or ``"bz2"``, which it does not
-    decode itself.
+    dasksc reads X through h5py for both values of `codec`: for ``"gzip"`` because X is then float16, and for ``"bz2"``
+    because dasksc does not decode it.
     """
     path = write_store(small(), folder, "h5ad")
     with h5py.File(path, "r+") as file:

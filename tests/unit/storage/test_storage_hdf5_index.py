@@ -51,7 +51,7 @@ NODE_BYTES, RECORD_BYTES, HEADER_BYTES = 2096, 32, 24
 
 @contextmanager
 def whose(by_hdf5: bool) -> Iterator[None]:
-    """Fail unless the index is read by HDF5 (`by_hdf5`) or by dasksc (not `by_hdf5`)."""
+    """Check that the index is read by HDF5 if `by_hdf5` is True, and by dasksc otherwise."""
     with mock.patch.object(hdf5_index, "_fill_by_hdf5", wraps=hdf5_index._fill_by_hdf5) as calls:
         yield
         assert calls.called == by_hdf5
