@@ -509,7 +509,7 @@ def state_of(case: Case, atlas: Atlas, world_size: int, **changed: Any) -> dict[
 
 
 def batches_of(case: Case, atlas: Atlas) -> str:
-    """Return a digest of the batches of all ranks, and one of the lengths and statistics of their data sets."""
+    """Return two digests: one of the batches of all ranks, and one of the lengths and statistics of their data sets."""
     state = None
     if case.start == "resumed":
         state = state_of(case, atlas, case.world_size)

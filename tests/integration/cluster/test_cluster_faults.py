@@ -331,7 +331,7 @@ def test_a_frozen_worker_without_others_is_named_and_waited_for(
 
 
 class Slow:
-    """Task whose first fetch takes longer than a worker may go without a heartbeat before it counts as silent."""
+    """Task whose first fetch takes longer than the time after which a worker without heartbeats counts as silent."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -171,8 +171,7 @@ def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
 @pytest.mark.parametrize(
     ("places", "most"),
     [
-        # Blocks to read of an object with 64 blocks: all in random order (as for cell names), every eighth, all in
-        # order.
+        # Blocks that are read from an object with 64 blocks: all in random order, every eighth, all in order.
         (np.random.default_rng(0).permutation(64), 12),
         (np.arange(0, 64, 8), 8),
         (np.arange(64), 9),

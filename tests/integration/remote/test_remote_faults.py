@@ -125,7 +125,7 @@ def test_permanent_errors_of_s3_are_named_without_credentials(
     assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
 
 
-# Pairs of files and stores with the two signs of a change: ETag and modification time.
+# Files and stores, each with both signs of a change: ETag and modification time.
 @pytest.mark.parametrize(
     ("name", "etags"),
     [("csr.h5ad", True), ("dense.h5ad", False), ("csr.zarr2.zarr", True), ("csr.zarr3.zarr", False)],

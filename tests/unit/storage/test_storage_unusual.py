@@ -134,7 +134,7 @@ def wait_for_the_clock_of(folder: Path) -> None:
         probe.touch()
 
 
-# Every change of each format; only in Zarr 3 does a chunk have its own directory.
+# Every change to a chunk, in each format. Only in Zarr 3 can a chunk be removed with its directory.
 @pytest.mark.parametrize(
     ("store", "change"),
     [

@@ -499,7 +499,8 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1
         ({}, 0),
         ({**SBATCH, **TORCHRUN}, 1),
         ({**SBATCH, **MPIRUN}, 1),
-        # On the other nodes, mpirun runs in its own Slurm step with one task per node, whose variables are set, too.
+        # On nodes other than the first, mpirun starts a Slurm step with one task per node; the variables of this step
+        # are set, too.
         ({**SBATCH, **MPIRUN, "SLURM_STEP_ID": "1", "SLURM_PROCID": "1"}, 1),
         ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}, 1),
         ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, 1),
