@@ -1,4 +1,4 @@
-"""Recorders of reads, for tests that arrays are read or, in most cases, not read."""
+"""Recorders of reads. With them, tests check which arrays are read, and in most cases that none is."""
 
 from __future__ import annotations
 
