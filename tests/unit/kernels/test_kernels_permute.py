@@ -80,8 +80,8 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
 
 
 def test_twin_of_below_where_most_words_are_rejected() -> None:
-    # With n just above 2**31, each 32-bit half of a word is rejected with a probability of almost 1/2. In one draw of
-    # four, both halves of the first word are rejected, and more words are needed.
+    # With n just above 2**31, each 32-bit half of a word is rejected with a probability of almost 1/2. In about a
+    # quarter of the draws, both halves of the first word are rejected, and more words are needed.
     n = 2**31 + 1
     assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
 

@@ -256,8 +256,8 @@ def test_from_every_step_other_ranks_cover_the_rest_of_the_epoch(strategy, drop_
         seen, accounts = rows_in(head) + rows_in(tail), [rank.stats() for rank in ranks]
         assert [one["n_rows"] for one in accounts] == [sum(map(len, batches)) for batches in tail]
         after = accounts[0]
-        # The first ranks may stop before they yield all of their padding, so they repeat at most `before[0].n_padded`
-        # rows.
+        # The ranks before resuming may stop before they yield all of their padding, so they repeat at most
+        # `before[0].n_padded` rows.
         assert 0 <= (seen - whole).total() - after["n_padded"] <= before[0].n_padded
         n_dropped = after["n_dropped"] + (before[0].n_dropped if step else 0)
         assert (whole - seen).total() == n_dropped

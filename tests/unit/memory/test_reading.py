@@ -294,7 +294,7 @@ def trained(data: Any, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
-# For each name: a way to use an atlas that needs no names of cells.
+# Uses of an atlas that do not need its cell names, keyed by test id.
 NAMELESS_WORKS: dict[str, Callable[[Any, Path], Any]] = {
     "open": lambda data, _: dasksc.open(data, names=False).obs,
     "balanced batch": lambda data, _: next(

@@ -316,7 +316,7 @@ def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks
     write_h5(tmp_path / "x.h5ad", random, **({"chunks": chunks} if chunks else {}))
     fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(60))
     n_bytes = sum(random.arrays[name].nbytes for name in ("data", "indices"))
-    # Only rows that extend over chunks stored apart in the file are copied: none or few here.
+    # A row is copied only if it spans chunks that are not adjacent in the file; here, that is true of few rows or none.
     assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
 
 
