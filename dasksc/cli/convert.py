@@ -78,7 +78,7 @@ Examples:
     help="Fill missing genes.  [default: NaN; sparse: 0]",
 )
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
-@click.option("--memory-limit", metavar="SIZE", help="Memory without obs and var.  [default: 2GiB]")
+@click.option("--memory-limit", metavar="SIZE", help="Memory, except obs and var.  [default: 2GiB]")
 @click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options

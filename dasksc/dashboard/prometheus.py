@@ -57,7 +57,7 @@ class _LoaderCollector:
         fetches = GaugeMetricFamily("dasksc_loader_fetches", "Fetch tasks of this epoch", labels=[*_LABELS, "state"])
         seconds = GaugeMetricFamily(
             "dasksc_loader_seconds",
-            "Elapsed seconds of the parts of reading in this epoch, summed over threads or transfers",
+            "Elapsed seconds in this epoch, by part of the work",
             labels=[*_LABELS, "part"],
         )
         for report in reports:

@@ -253,7 +253,7 @@ class _Tree:
         heads = nodes[:, :8]
         # Signature, type of node (chunks) and level.
         if (heads[:, :6] != np.frombuffer(b"TREE\x01" + bytes((level,)), dtype=np.uint8)).any():
-            raise self.broken(f"the address of a node of level {level} holds no such node")
+            raise self.broken(f"expected a node of level {level}, but its address holds other data")
         n_used = heads[:, 6:8].copy().view("<u2")
         if (n_used > 2 * self.half).any():
             raise self.broken(f"a node has more than {2 * self.half} children")
