@@ -79,6 +79,6 @@ except dasksc.RankMismatchError as error:
     print(f"rank {rank} stopped after {n_batches}: {error}", flush=True)
 else:
     print(f"rank {rank} finished {n_batches}", flush=True)
-# Ranks that stopped wait here for those that did not.
+# Ranks that have stopped early wait here for the others.
 dist.all_reduce(torch.zeros(1))
 leave_group()

@@ -155,7 +155,7 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# Strategies that draw cell sets, give every batch its share of each class, or weight classes by a temperature. Cell
+# Strategies for cell sets, for equal shares of classes in every batch, and for class weights from a temperature. Cell
 # sets require a batch size that is a multiple of the set size, and only atlases have controls. These strategies are
 # therefore not in FACTORS; each is recorded with every start and world size.
 _MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}

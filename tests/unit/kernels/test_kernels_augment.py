@@ -205,7 +205,7 @@ def test_the_first_value_that_is_no_count_is_found(dtype, bad):
 def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
     rng = np.random.default_rng(n_vars)
     given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(dtype)
-    # Some row numbers repeat. The first three of the 43 are for rows that precede those in `given`.
+    # 43 row numbers, some of which repeat. The rows of `given` have the last 40 of these numbers.
     rows, key = rng.integers(0, 30, 43), np.uint64(3)
     total = int(given.sum(axis=1).max())
     steps = augment.steps_of(0.4)
