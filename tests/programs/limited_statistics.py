@@ -27,7 +27,8 @@ import dasksc
 
 
 def summarize(path: str) -> dict[str, Any]:
-    # Compile and import first, with so few cells that reuse of their memory does not lower the measured peaks.
+    # Compile and import first, with few cells: the measured steps would reuse the memory that many cells freed, and the
+    # peaks would be too low.
     for mmap in (True, False):
         few = dasksc.open(path, obs=[], mmap=mmap)[::15, :2000][:2000].copy()
         few.obs["half"] = np.resize(["a", "b"], 2000)
@@ -71,7 +72,8 @@ def predict(path: str, out: str) -> dict[str, Any]:
     dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
     torch.manual_seed(0)
     model = torch.nn.Linear(dasksc.open(path, obs=[], names=False).n_vars, 8)
-    # Compile and import first, with batches so small that reuse of their memory does not lower the measured peak.
+    # Compile and import first, with small batches: the measured prediction would reuse the memory that large batches
+    # freed, and the peak would be too low.
     for mmap in (True, False):
         few = dasksc.open(path, obs=[], mmap=mmap)[:64]
         dasksc.predict(model, few, f"{out}.few.{mmap}", batch_size=8)

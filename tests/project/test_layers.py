@@ -186,7 +186,8 @@ def wrong_libraries(files: dict[str, str]) -> list[str]:
     for arrow in (i for file, source in files.items() for i in imports_of(source, file)):
         library = arrow.name.split(".")[0]
         if arrow.room == "_compat":
-            # A module imports only its own library; test_compat.py checks which modules may do so at import time.
+            # A module of _compat imports only the library after which it is named; test_compat.py checks which of these
+            # modules may do so at import time.
             if library in LIBRARIES and library != Path(arrow.file).stem:
                 wrong.append(f"{arrow} ({arrow.when})")
             continue

@@ -976,7 +976,8 @@ def test_an_address_without_a_scheduler_is_refused() -> None:
     ):
         resolve_scheduler("tcp://127.0.0.1:9")
     # The error still references its Client, which must be closed by now. Otherwise, garbage collection could close it
-    # in a thread that another Client is starting, and both threads would wait forever.
+    # in a thread that another Client is starting, and that thread and the other Client would wait for each other
+    # forever.
     error = caught.value.__cause__
     assert error is not None
     frames = [frame.f_locals.get("client") for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -169,8 +169,8 @@ def test_expressions_and_filters(path: Path) -> None:
 
 
 def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
-    # The length of `weights`, a string or a mapping, equals the number of rows, so it could be mistaken for one weight
-    # per row.
+    # Here, `weights` is a string or a mapping. Its length equals the number of rows, so `weights` could be mistaken for
+    # one weight per row.
     for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
         rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
         rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")
