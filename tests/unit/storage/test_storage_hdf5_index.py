@@ -410,11 +410,11 @@ def a_root_that_is_high(data: bytearray, root: int, middle: int, leaf: int) -> N
 
 
 DAMAGES = [
-    (a_loop, "no node of level 1"),
+    (a_loop, "expected a node of level 1"),
     (a_leaf_twice, "not in order"),
-    (no_node_at_all, "no node of level 0"),
-    (a_node_of_groups, "no node of level 0"),
-    (a_wrong_level, "no node of level 0"),
+    (no_node_at_all, "expected a node of level 0"),
+    (a_node_of_groups, "expected a node of level 0"),
+    (a_wrong_level, "expected a node of level 0"),
     (too_many_children, "more than 64 children"),
     (a_node_beyond_the_end, "beyond the end"),
     (a_node_nowhere, "beyond the end"),
@@ -423,7 +423,7 @@ DAMAGES = [
     (a_chunk_twice, "not in order"),
     (a_chunk_between_chunks, "begins at an impossible position"),
     (a_chunk_inside_of_numbers, "begins at an impossible position"),
-    (a_root_that_is_high, "no node of level 254"),
+    (a_root_that_is_high, "expected a node of level 254"),
 ]
 
 
