@@ -147,7 +147,7 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
             continue
         if len(values) == candidates.n != n_obs:
-            if len(kept) == n_obs:  # `bind` would use the remaining values as one value per row
+            if len(kept) == n_obs:  # `bind` would match the remaining values to rows instead of entries
                 raise InputError(
                     f"{name} has {len(values)} values, one per entry of indices=. With this filter, give one value per "
                     "row of the collection"
