@@ -273,7 +273,7 @@ class MemoryProjection:
         n = self._prefetch or 1
         fetches = f"{n} fetch{'es' * (n != 1)} of {self._batch_size} x {self.fetch_factor} rows in flight"
         raise InputError(
-            f"{fetches}, with the batches gathered from them, take {format_bytes(given)} of memory, but memory_limit "
+            f"{fetches} and the gathered batches take {format_bytes(given)} of memory, but memory_limit "
             f"is {format_bytes(self.limit)}. Lower fetch_factor, batch_size or prefetch, or raise memory_limit to at "
             f"least {_rounded_up(given)!r}; fetch_factor={factor} fits the limit"
         )

@@ -221,13 +221,13 @@ def test_a_string_where_a_list_belongs(path, name):
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 10_000},
-            r"1 fetch of 8 x 10000 rows in flight, with the batches.*limit is 17\.17 MiB\. "
+            r"1 fetch of 8 x 10000 rows in flight and the gathered batches take .*limit is 17\.17 MiB\. "
             r"Lower fetch_factor, batch_size or prefetch, or raise memory_limit to at least '\d+MiB'; "
             r"fetch_factor=\d+ fits the limit$",
         ),
         (
             {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
-            "50 fetches of 8 x 100 rows in flight, .* Lower fetch_factor, batch_size or prefetch",
+            "50 fetches of 8 x 100 rows in flight and .* Lower fetch_factor, batch_size or prefetch",
         ),
         ({"fetch_transform": 3}, "fetch_transform must be callable"),
         ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks determine"),
