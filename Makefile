@@ -88,7 +88,6 @@ fuzz: $(VENV)/.dev
 
 # Build the site; warnings and exceptions in tutorial cells are errors.
 docs: $(VENV)/.dev
-	$(BIN)/python docs/prose.py
 # The theme copies its logo before Sphinx creates the folder, so an interrupted build would leave a file of that name.
 	[ -d .cache/site/_static ] || { rm -f .cache/site/_static; mkdir -p .cache/site/_static; }
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site

@@ -131,19 +131,6 @@ def test_every_exception_has_a_section_and_an_example():
             assert "**What to do:**" in section[1], name
 
 
-def test_messages_of_the_page_are_those_recorded():
-    recorded = (ROOT / "tests" / "recorded" / "messages.txt").read_text()
-    literal = [re.split(r"\{[^{}]*\}", line) for line in recorded.splitlines()]
-    patterns = [re.compile(".+".join(map(re.escape, parts))) for parts in literal]
-    quoted = [line for block in blocks(REFERENCE / "errors.md", "text") for line in block[2].splitlines()]
-    assert len(quoted) == 2
-    assert [line for line in quoted if not any(pattern.fullmatch(line) for pattern in patterns)] == []
-    warned = [row[0] for row in tables_of(REFERENCE / "errors.md")["Warnings"]]
-    parts = [part for row in warned for part in re.findall(r"`([^`]+)`", row)]
-    assert len(parts) > 8
-    assert [part for part in parts if part not in recorded] == []
-
-
 def test_examples_of_errors_raise_them(tmp_path):
     dasksc.datasets.demo_data(tmp_path / "demo")
     with examples.demo_folder(tmp_path / "demo", tmp_path / "work"):

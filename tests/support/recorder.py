@@ -2,19 +2,14 @@
 
 A refactoring must leave them unchanged. The atlas is generated with integer arithmetic. Most cases copy or double its
 values. Results that mathematical libraries may round differently are rounded before they are hashed. Record the digests
-with ``python -m tests.support.recorder``; the diff of the recorded file shows which cases changed. With the argument
-``messages``, it records only the error, warning and log messages.
+with ``python -m tests.support.recorder``; the diff of the recorded file shows which cases changed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import dataclasses
 import hashlib
 import json
-import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -41,12 +36,9 @@ from dasksc import (
     SamplingStrategy,
     Streaming,
 )
-from dasksc.integrations.data_module import DataModule
-from dasksc.train import Config, fit, load_model
 from dasksc.transforms.tokens import RankTokens, ValueBins
 from tests.support.data import write_store
 from tests.support.interface import interface
-from tests.support.messages import messages
 
 __all__ = [
     "FACTORS",
@@ -54,18 +46,13 @@ __all__ = [
     "UNIT_WAYS",
     "Atlas",
     "Case",
-    "after_training",
     "cases",
     "cases_of_units",
-    "data_module",
     "differences",
     "digest_of",
-    "loss_of",
     "other_results",
     "pairs_of",
     "recorded",
-    "resumed",
-    "training",
 ]
 
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -567,82 +554,6 @@ def other_results(atlas: Atlas) -> dict[str, str]:
     return {name: digest_of(value) for name, value in found.items()}
 
 
-# --- States and a training run ------------------------------------------------------------------------
-
-
-def make_states(atlas: Atlas) -> list[dict[str, Any]]:
-    """Return states of two ranks in the middle of an epoch, and the batches that two or three ranks read next."""
-    made = []
-    for case in cases():
-        if case.start == "resumed" and case.world_size == 2:
-            state, then = state_of(case, atlas, 2), dataclasses.replace(case, world_size=2 + len(made) % 2)
-            made.append({"case": dataclasses.asdict(then), "state": state, "rest": rest_of(then, atlas, state)})
-    return made
-
-
-def resumed(one: Mapping[str, Any], atlas: Atlas) -> tuple[dict[str, Any], str]:
-    """Return the state that this version yields in a recorded case, and the digest of batches after the recorded state.
-
-    The returned state lacks the settings, as the recorded states do. Settings are used only in error messages.
-    """
-    case = Case(**one["case"])
-    state = state_of(case, atlas, 2)
-    assert state.pop("settings")["strategy"] == state["fingerprint"]["strategy"].partition(" ")[0]
-    return state, rest_of(case, atlas, one["state"])
-
-
-def data_module(atlas: Atlas, state: Any = None) -> DataModule:
-    """Return a data module, set up as for a trainer."""
-    module = DataModule(
-        atlas.path("csr", "atlas.h5ad"), 8, train=BlockShuffling(8), fetch_factor=2, seed=SEED, scheduler="synchronous"
-    )
-    if state is not None:
-        module.load_state_dict(state)
-    module.setup("fit")
-    return module
-
-
-def training(atlas: Path | str, folder: Path | str) -> dict[str, Any]:
-    """Return the configuration of a small training run whose fifth step is in the middle of an epoch."""
-    return {
-        "data": {
-            "path": str(atlas),
-            "strategy": {"name": "BlockShuffling", "block_size": 4},
-            "validation": 0.1,
-            "batch_size": 8,
-            "fetch_factor": 4,
-            "seed": SEED,
-        },
-        "model": {"name": "mlp_classifier", "label": "kind", "hidden_dim": 8, "dropout": 0.0},
-        "training": {
-            "max_epochs": 2,
-            "seed": SEED,
-            "optimizer": {"name": "adamw", "lr": 0.01},
-            "checkpoint_dir": str(folder),
-            "save_every": 5,
-            "save_top_k": -1,
-            "log_every_n_steps": 1,
-            "logger": "csv",
-        },
-    }
-
-
-def after_training(folder: Path) -> dict[str, list[float]]:
-    """Return the losses of a training run after its fifth step, and the loss of its final model."""
-    with open(folder / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if int(row["step"]) > 5]
-    found = {name: [float(row[name]) for row in rows if row.get(name)] for name in ("loss", "validation_loss")}
-    return found | {"model": [loss_of(folder / "model.pt")]}
-
-
-def loss_of(model: Path) -> float:
-    """Return the loss of a saved model over a fixed set of cells."""
-    X = torch.from_numpy(scattered(20, N_VARS, 9).astype(np.float32))
-    with torch.no_grad():
-        outputs = load_model(model)({"X": X, "obs": {"kind": torch.arange(20) % 3}})
-    return float(outputs["loss"])
-
-
 # --- Files --------------------------------------------------------------------------------------------
 
 
@@ -672,7 +583,7 @@ def an_atlas() -> Iterator[Atlas]:
 
 
 def record() -> None:
-    """Write the digests, public names and messages of the current version."""
+    """Write the digests and public names of the current version."""
     RECORDED.mkdir(exist_ok=True)
     with an_atlas() as atlas:
         some = {case.name: batches_of(case, atlas) for case in covering()}
@@ -682,35 +593,7 @@ def record() -> None:
     batches = {"some cases": some, "all other cases": rest, "other results": other, "units": units}
     (RECORDED / "batches.json").write_text(dumped(batches))
     (RECORDED / "interface.txt").write_text(interface())
-    record_messages()
-
-
-def record_messages() -> None:
-    """Write the error, warning and log messages of the current version."""
-    (RECORDED / "messages.txt").write_text(messages())
-
-
-def record_states() -> None:
-    """Write states and a checkpoint of the current version.
-
-    They replace the recorded ones of an earlier version, with which tests check compatibility.
-    """
-    torch.set_num_threads(1)
-    with an_atlas() as atlas:
-        module = data_module(atlas)
-        list(islice(module.train_dataloader(), 3))
-        state = json.loads(json.dumps(module.state_dict()))
-        of_module = {"state": state, "rest": digest_of(list(data_module(atlas, state).train_dataloader()))}
-        (RECORDED / "states.json").write_text(dumped({"cases": make_states(atlas), "data module": of_module}))
-        atlas.path("csr", "atlas.h5ad")
-        with contextlib.chdir(atlas.folder / "csr"):  # keeps paths in the checkpoint independent of the machine
-            fit(Config.of(training("atlas.h5ad", "training")))
-        made, kept = atlas.folder / "csr" / "training", atlas.folder / "kept"
-        shutil.copytree(made / "step-00000005", kept / "step-00000005")
-        shutil.copy(made / "model.pt", kept)
-        shutil.make_archive(str(RECORDED / "training"), "zip", kept)
-        (RECORDED / "training.json").write_text(dumped(after_training(made)))
 
 
 if __name__ == "__main__":
-    {"states": record_states, "messages": record_messages}.get("".join(sys.argv[1:]), record)()
+    record()

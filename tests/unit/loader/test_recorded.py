@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.support import recorder
 from tests.support.interface import interface
 from tests.support.recorder import FACTORS, RECORDED, UNIT_WAYS, Atlas, recorded
-from tests.support.training import RTOL, train
 
 pytestmark = pytest.mark.core
 
@@ -53,37 +49,6 @@ def test_every_case_is_recorded_and_some_have_all_pairs_of_values() -> None:
 
 def test_every_case_of_sets_and_shares_is_recorded() -> None:
     assert [case.name for case in recorder.cases_of_units()] == [*recorded("batches.json")["units"]]
-
-
-def test_the_recorded_states_are_of_every_strategy_and_way() -> None:
-    ones = [one["case"] for one in recorded("states.json")["cases"]]
-    for factor in ("strategy", "way"):
-        assert {one[factor] for one in ones} == set(FACTORS[factor])
-
-
-def test_some_recorded_states_are_taken_again_and_resumed_with_the_batches_recorded(atlas: Atlas) -> None:
-    for one in recorded("states.json")["cases"][::4]:
-        assert recorder.resumed(one, atlas) == (one["state"], one["rest"]), one["case"]
-
-
-def test_the_recorded_state_of_a_data_module_is_resumed(atlas: Atlas) -> None:
-    one = recorded("states.json")["data module"]
-    module = recorder.data_module(atlas, one["state"])
-    assert recorder.digest_of(list(module.train_dataloader())) == one["rest"]
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_the_recorded_training_is_resumed_with_the_figures_recorded(atlas: Atlas, tmp_path: Path) -> None:
-    kept, folder, expected = tmp_path / "kept", tmp_path / "run", recorded("training.json")
-    shutil.unpack_archive(RECORDED / "training.zip", kept)
-    raw = recorder.training(atlas.path("csr", "atlas.h5ad"), folder)
-    report = train(raw, training__resume_from=str(kept / "step-00000005"))
-    assert report.n_epochs == 2
-    found = recorder.after_training(folder)
-    assert {name: len(values) for name, values in found.items()} == {name: len(v) for name, v in expected.items()}
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=RTOL, err_msg=name)
-    np.testing.assert_allclose(recorder.loss_of(kept / "model.pt"), expected["model"], rtol=RTOL)
 
 
 def test_public_names_and_signatures_are_those_recorded() -> None:

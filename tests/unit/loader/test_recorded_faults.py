@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorder import FACTORS, Atlas, differences, recorded, resumed
+from tests.support.recorder import FACTORS, Atlas, differences
 
 pytestmark = pytest.mark.faults
 
@@ -16,9 +16,3 @@ pytestmark = pytest.mark.faults
 def test_all_batches_are_those_recorded(way: str, tmp_path: Path) -> None:
     with closing(Atlas(tmp_path)) as atlas:
         assert differences("all other cases", way, atlas) == {}
-
-
-def test_all_recorded_states_are_taken_again_and_resumed_with_the_batches_recorded(tmp_path: Path) -> None:
-    with closing(Atlas(tmp_path)) as atlas:
-        for one in recorded("states.json")["cases"]:
-            assert resumed(one, atlas) == (one["state"], one["rest"]), one["case"]
