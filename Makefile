@@ -70,9 +70,12 @@ test-faults: $(VENV)/.dev
 
 test-all: test test-programs test-faults
 
+# Only `_compat` imports private names of other libraries (PLC2701).
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLC2701 --exclude dasksc/_compat dasksc
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --config pyproject.toml
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
