@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import anndata
 import numpy as np
 import pytest
 
 from dasksc.datasets import synthetic_screen
-from tests.support.programs import ROOT, TORCHRUN, ended, run
+from tests.support.programs import ROOT, TORCHRUN, run
 
 pytestmark = pytest.mark.programs
-
-
-def test_a_screen_sorted_by_the_command_of_the_page_is_read_in_runs(tmp_path):
-    synthetic_screen(tmp_path / "screen.h5ad", 4_000, 40, lines=2, perturbations=5)
-    command = [sys.executable, "-m", "dasksc", "convert", "screen.h5ad", "screen.zarr", "--group-by", "cell_line,gene"]
-    run(command, cwd=tmp_path, is_preloaded=True)
-    written = anndata.read_zarr(tmp_path / "screen.zarr").obs
-    keys = list(zip(written.cell_line.astype(str), written.gene.cat.codes, strict=True))
-    assert keys == sorted(keys)
 
 
 def test_the_model_beats_both_means_on_two_ranks(tmp_path):
@@ -47,11 +37,3 @@ def test_the_screen_has_effects_only_where_genes_are_expressed(tmp_path):
         base = X[own & is_control].mean(axis=0)
         change = np.abs(X[own & ~is_control].mean(axis=0) - base)
         assert change[base < 0.2].max() < 0.1 < change[base > 0.8].max()
-
-
-def test_a_missing_file_ends_every_rank(tmp_path):
-    program = ROOT / "examples" / "train_perturbation.py"
-    command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", program, tmp_path / "nothing.h5ad"]
-    done = ended(command, cwd=tmp_path, is_preloaded=True)
-    assert done.returncode
-    assert "there is nothing at" in done.stderr

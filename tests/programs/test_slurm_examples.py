@@ -82,19 +82,6 @@ def test_a_yaml_training_runs_on_all_ranks_and_a_requeued_job_resumes(slurm, atl
     assert re.search(r"resuming from \S+/run/step-00000005\b.*steps +30 in 2 epochs", again, re.DOTALL)
 
 
-def test_job_scripts_ask_for_what_their_command_uses():
-    for script in SCRIPTS.glob("*.sbatch"):
-        text = script.read_text()
-        subprocess.run(["bash", "-n", script], check=True)
-        named = re.findall(r"(examples/\S+\.(?:py|sbatch|yaml))", text)
-        assert named
-        assert all((ROOT / name).is_file() for name in named)
-        requested = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
-        assert {"nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "time", "output"} <= set(requested)
-        # One torchrun per node, or one task per GPU.
-        assert requested["ntasks-per-node"] == ("1" if "torch.distributed.run" in text else requested["gpus-per-node"])
-
-
 def test_dask_workers_that_slurm_starts_read_an_epoch(slurm, atlas, tmp_path):
     pytest.importorskip("dask_jobqueue")
     command = [sys.executable, SCRIPTS / "dask_workers.py", atlas, "--shared", tmp_path]

@@ -67,17 +67,6 @@ def test_options_of_a_data_set_are_those_of_its_signature():
     assert set(inspect.signature(dasksc.open).parameters) - set(from_toml) == {"data", "label", "keys"}
 
 
-def test_a_name_without_an_example_is_found():
-    assert not examples.has_example("Return one.\n\nExamples\n--------\nNone yet.\n")
-    assert not examples.has_example(None)
-    assert examples.has_example("Return one.\n\nExamples\n--------\n>>> 1\n1\n")
-
-
-def test_an_output_that_differs_is_reported():
-    assert not examples.failures_of(">>> 1 + 1\n2\n", "right")
-    assert "Expected:\n    3" in examples.failures_of(">>> 1 + 1\n3\n", "wrong")
-
-
 def test_the_parameters_of_a_data_set_are_grouped():
     text = inspect.getdoc(dasksc.scDataset).partition("Parameters\n----------")[0]
     names = [name for name in inspect.signature(dasksc.scDataset).parameters if f"`{name}`" in text]

@@ -8,8 +8,8 @@ A page runs from top to bottom in one Python process:
   (``# train.py``) is written to this file instead of being run, as are blocks in other languages.
 - ```` ```bash ```` blocks have one command per line: ``dasksc``, ``python``, ``torchrun``. ``pip install`` names the
   extras of the page and is not run. Commands that need a cluster or a cloud appear in ```` ```console ```` blocks.
-- A ```` ```text ```` block after a block that is run shows its exact output, except for machine-dependent values
-  (`comparable`).
+- A ```` ```text ```` block after a block that is run shows its output. The numbers in it are compared, except for
+  machine-dependent values (`comparable`).
 """
 
 from __future__ import annotations
@@ -193,16 +193,12 @@ MACHINE = (
 
 
 def comparable(output: str) -> list[str]:
-    """Return the lines of an output, with machine-dependent values as ``#`` and runs of spaces as one space.
+    """Return the sorted numbers of an output, without those that depend on the machine; its words are free.
 
-    Lines of several ranks arrive in any order, so those that begin with ``rank`` are sorted.
+    Numbers are sorted since lines of several ranks arrive in any order.
     """
-    lines = []
-    for line in output.rstrip().splitlines():
-        changed = re.sub("|".join(MACHINE), "#", line)
-        lines.append(line.rstrip() if changed == line else re.sub(r"[ ─-]+", " ", changed).rstrip())
-    ranks = iter(sorted(line for line in lines if line.startswith("rank ")))
-    return [next(ranks) if line.startswith("rank ") else line for line in lines]
+    fixed = re.sub("|".join(MACHINE), "", output, flags=re.MULTILINE)
+    return sorted(re.findall(NUMBER, fixed)) if output.strip() else ["nothing"]
 
 
 def shows(block: Block) -> bool:
