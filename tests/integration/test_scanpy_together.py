@@ -15,7 +15,7 @@ import torch
 import dasksc
 from tests.support.data import dense
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 N_CELLS, N_GENES, BATCH = 1000, 60, 64
 

@@ -1,7 +1,7 @@
-"""Convert an atlas repeatedly and send SIGKILL during the conversion: ``convert_kills.py IN FOLDER how``.
+"""Convert an atlas repeatedly and send SIGKILL during the conversion: ``convert_kills.py IN FOLDER how N``.
 
-With ``steps``, conversions are killed at 20 of their file system steps, and each is run once more. With ``moments``,
-twenty conversions are killed at random moments, and each resumes from the files of the previous one. Completed stores
+With ``steps``, conversions are killed at N of their file system steps, and each is run once more. With ``moments``,
+N conversions are killed at random moments, and each resumes from the files of the previous one. Completed stores
 remain in FOLDER. Children are forked before any thread starts.
 """
 
@@ -121,14 +121,15 @@ def warm(source: str) -> None:
     fetched.gather_csr(rows, dtype=np.dtype(np.uint16))
 
 
-def at_steps(source: str, folder: Path) -> int:
+def at_steps(source: str, folder: Path, n_kills: int) -> int:
     """Kill conversions at their last steps, which rename files to their final names, and at some earlier steps."""
     counted = folder / "counted"
     assert finished(
         in_child(counting(lambda: convert(source, folder / "0.zarr"), lambda n: counted.write_text(str(n))))
     )
     n_steps = int(counted.read_text())
-    steps = sorted(random.Random(0).sample(range(1, n_steps - 7), 12)) + list(range(n_steps - 7, n_steps + 1))
+    last = range(n_steps - n_kills // 3, n_steps + 1)
+    steps = [*sorted(random.Random(0).sample(range(1, last.start), n_kills - len(last))), *last]
     for step in steps:
         target = folder / f"{step}.zarr"
         assert not finished(in_child(killed_at(step, lambda target=target: convert(source, target))))
@@ -174,7 +175,7 @@ def partial(target: Path) -> Path:
 
 
 if __name__ == "__main__":
-    source, folder, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    source, folder, how, n_kills = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     warm(source)
-    n = at_steps(source, folder) if how == "steps" else at_moments(source, folder, 20)
+    n = at_steps(source, folder, n_kills) if how == "steps" else at_moments(source, folder, n_kills)
     print(json.dumps({"n_kills": n}))

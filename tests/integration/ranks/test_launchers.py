@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from tests.programs.with_slurm import free_ports, missing
+from tests.programs.with_slurm import free_ports
 from tests.support.data import make_adata, write_store
 from tests.support.programs import MPIRUN, PROGRAMS, ROOT, run, torchrun
 
@@ -83,19 +83,6 @@ def test_one_task_of_an_sbatch_script_is_no_rank(slurm, tmp_path):
     assert alone["source"] == "default"
 
 
-@on_slurm
-def test_the_daemons_end_with_the_cluster():
-    if absent := missing():
-        pytest.skip(f"no Slurm here: {', '.join(absent)}")
-    script = PROGRAMS / "with_slurm.py"
-    print_folder = "import os; print(os.path.dirname(os.environ['SLURM_CONF']))"
-    folder = start([sys.executable, script, "srun", "-n", 1, sys.executable, "-c", print_folder]).strip()
-    assert "slurm-" in folder
-    assert not Path(folder).exists()
-    running = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if _readable(file)]
-    assert not [command for command in running if folder.encode() in command]
-
-
 def test_deepspeed_trains_two_ranks_and_goes_on_from_its_checkpoint(tmp_path):
     pytest.importorskip("deepspeed")
     path = write_store(make_adata(60), tmp_path, "h5ad")
@@ -148,11 +135,3 @@ def test_a_horovod_program_shares_each_epoch_with_a_faked_horovod(tmp_path, monk
     for epoch in range(2):
         assert sorted(chain(*(rank[epoch] for rank in ranks))) == list(range(104))
     assert ranks[0][0] != ranks[0][1]
-
-
-def _readable(file: Path) -> bool:
-    try:
-        file.read_bytes()
-    except OSError:
-        return False
-    return True

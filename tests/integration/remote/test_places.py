@@ -34,7 +34,7 @@ from tests.support.servers import SECRET, Bucket, azure_container, google_option
 
 pytest.importorskip("obstore")
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 # --- Several atlases at a URL -------------------------------------------------------------------------
 

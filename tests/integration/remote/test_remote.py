@@ -29,7 +29,7 @@ from tests.support.servers import SECRET, Bucket, HTTPServer, serving
 
 pytest.importorskip("obstore")
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 
 # A file and a store, each layout once; the test of the web server covers every pair of format and layout.

@@ -94,24 +94,6 @@ def test_cell_types_and_perturbations_go_to_the_parts_that_the_file_says(
     assert sum(len(batch) for batch in dataset) == 36
 
 
-def test_keys_of_cell_load_that_do_not_affect_the_split_are_ignored(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = read(folder)
-    keys = {
-        "h5ad_csv_path": '"files.csv"',
-        "RAW_COUNT_HEURISTIC_THRESHOLD": "35.0",
-        "EXPONENTIATED_UMIS_LIMIT": "5000000",
-    }
-    with caplog.at_level(logging.INFO, "dasksc.integrations.cell_load"):
-        found = read(folder, "\n".join(f"{name} = {value}" for name, value in keys.items()) + TOML)
-    assert [record.message for record in caplog.records if record.levelno == logging.INFO] == [
-        f"{', '.join(keys)} ignored in {folder / 'experiment.toml'}: the split does not depend on these keys"
-    ]
-    for part, rows in expected.parts.items():
-        np.testing.assert_array_equal(found.parts[part], rows)
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [

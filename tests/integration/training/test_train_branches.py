@@ -56,53 +56,6 @@ def test_a_branch_that_was_set_aside_is_complete_and_can_be_resumed(raw, folder,
     assert checkpoints(folder / "abandoned-2") == [2, 4, 6]
 
 
-def test_a_run_resumed_from_another_folder_sets_aside_only_checkpoints_in_its_own_folder(raw, folder, tmp_path):
-    train(raw)
-    elsewhere = {"training__checkpoint_dir": str(tmp_path / "elsewhere")}
-    named = {"training__resume_from": str(folder / "step-00000004")}
-    train(raw, **named, **elsewhere)
-    train(raw, **named, **elsewhere)
-    assert checkpoints(folder) == [2, 4, 6]
-    assert not list(folder.glob("abandoned*"))
-    assert checkpoints(tmp_path / "elsewhere") == checkpoints(tmp_path / "elsewhere" / "abandoned-1") == [6]
-
-
-def test_nothing_is_set_aside_before_the_branch_has_a_checkpoint(raw, folder, monkeypatch):
-    train(raw)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", _no_more_partial(Path.rename))
-        with pytest.raises(OSError, match="the disk is gone"):
-            train(raw, training__resume_from=str(folder / "step-00000002"), training__max_steps=3)
-    names = {path.name for path in folder.glob("step-*")}
-    assert names == {"step-00000002", "step-00000003.partial", "step-00000004", "step-00000006"}
-    assert not list(folder.glob("abandoned*"))
-
-
-def _no_more_partial(rename: Any) -> Any:
-    def renamed(path: Path, target: Path) -> Path:
-        if path.name.startswith("step-") and path.name.endswith(".partial"):
-            raise OSError("the disk is gone")
-        return rename(path, target)
-
-    return renamed
-
-
-def test_a_run_that_trains_no_further_sets_nothing_aside(raw, folder):
-    train(raw)
-    train(raw, training__resume_from=str(folder / "step-00000002"), training__max_steps=2)
-    assert checkpoints(folder) == [2, 4, 6]
-
-
-def test_going_on_from_the_latest_sets_nothing_aside(raw, folder, monkeypatch):
-    train(raw)
-    monkeypatch.chdir(folder.parent)
-    # The same folder under another name.
-    train(raw, training__resume_from=f"{folder.name}/step-00000006", training__max_steps=8)
-    train(raw, training__resume_from="auto", training__max_steps=10)
-    assert checkpoints(folder) == [2, 4, 6, 8, 10]
-    assert not list(folder.glob("abandoned*"))
-
-
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -148,20 +101,3 @@ def test_the_learning_rate_of_a_resumed_run_follows_its_scheduler(raw, folder):
     train(raw, training__optimizer={"lr": 1e-2}, training__resume_from="auto", training__max_steps=8)
     rates = [row["lr"] for row in rows_of(folder) if "lr" in row]
     assert rates == pytest.approx([1e-3 * (1 - step / 10) for step in range(6)] + [1e-2 * 0.4, 1e-2 * 0.3])
-
-
-def test_state_that_an_optimizer_keeps_in_its_parameter_groups_is_restored(raw, folder):
-    counting = {"name": "tests.support.training:Counting", "lr": 0.1}
-    train(raw, training__optimizer={**counting, "gain": 2.0, "momentum": 0.9})
-    train(raw, training__optimizer={**counting, "gain": 3.0, "momentum": 0.5}, training__resume_from="auto")
-    train(
-        raw,
-        training__optimizer={**counting, "gain": 3.0, "momentum": 0.5},
-        training__resume_from="auto",
-        training__max_steps=8,
-    )
-    assert saved(folder / "step-00000008", "gain", "n_steps", "momentum") == {
-        "gain": 3.0,
-        "n_steps": 8,
-        "momentum": 0.5,
-    }

@@ -63,29 +63,6 @@ def test_tensors_that_are_damaged_are_refused_with_the_path(raw, folder):
             going_on()
 
 
-def test_an_interrupted_load_is_not_reported_as_a_damaged_checkpoint(raw, monkeypatch):
-    train(raw)
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(raw, training__resume_from="auto")
-
-
-@pytest.mark.parametrize("where", ["Writer.write_data", "Reader.read_data", "Reader.read_metadata"])
-def test_lack_of_memory_is_not_reported_as_a_damaged_checkpoint(where, raw, monkeypatch):
-    def short(*_: Any, **__: Any) -> None:
-        raise MemoryError("no room")
-
-    if where.startswith("Reader"):
-        train(raw)
-    monkeypatch.setattr(f"torch.distributed.checkpoint.filesystem.FileSystem{where}", short)
-    with pytest.raises(MemoryError, match="no room"):
-        train(raw, training__resume_from="auto")
-
-
 def test_a_disk_that_cannot_be_written_is_named(raw, folder, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")

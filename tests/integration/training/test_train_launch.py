@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import yaml
 
 from dasksc.datasets import demo_data
 from dasksc.train import Config, fit
-from tests.programs.with_slurm import free_ports
-from tests.support.programs import MPIRUN, NO_GPU, ROOT, ended, run
-from tests.support.training import COMMAND, GUIDE, alone, assert_same, training
+from tests.support.programs import MPIRUN, NO_GPU, ROOT, run
+from tests.support.training import COMMAND, alone, assert_same, training
 
 pytestmark = pytest.mark.programs
 
@@ -62,33 +60,6 @@ def test_a_killed_rank_restarts_and_losses_equal_those_of_an_uninterrupted_run(s
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
 
 
-def test_two_nodes_start_a_rank_each(atlas, tmp_path):
-    config = write(tmp_path, atlas, num_gpus=2, num_nodes=2)
-    (port,) = free_ports(1)
-    options = ["--config", config, "--nproc", 1, "--master-addr", "127.0.0.1", "--master-port", port, "--json"]
-    environment = {**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    nodes = [
-        subprocess.Popen(
-            [*map(str, [*COMMAND, *options, "--node-rank", rank])],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed, complaints = zip(*(node.communicate(timeout=600) for node in nodes), strict=True)
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], "".join(complaints)[-6000:]
-    report = json.loads(printed[0])
-    assert (report["world_size"], report["n_cells"], printed[1]) == (2, 600, "")
-
-
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     config = write(tmp_path, atlas, num_gpus=2)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")} | NO_GPU
@@ -102,64 +73,6 @@ def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
     command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
     report = json.loads(train(command, tmp_path, slurm | NO_GPU))
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
-
-
-def test_a_file_of_the_guide_for_eight_gpus_runs_scaled_down_to_two_processes(atlas, tmp_path):
-    if importlib.util.find_spec("dasksc.tokens") is None:
-        pytest.skip("dasksc.tokens is not there")
-    (tmp_path / "guide.yaml").write_text(GUIDE)
-    changes = {
-        "data.paths": f"[{atlas}]",
-        "data.max_genes": 20,
-        "tokenizer.max_genes": 20,
-        "data.num_workers": 1,
-        "model.hidden_dim": 16,
-        "model.num_layers": 2,
-        "model.num_heads": 2,
-        "model.max_seq_len": 20,
-        "training.num_gpus": 2,
-        "training.num_nodes": 1,
-        "training.max_steps": 2,
-        "training.fsdp.min_num_params": 1000,
-        "training.logger": "csv",
-    }
-    sets = [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
-    report = json.loads(train([*COMMAND, "--config", "guide.yaml", "--json", *sets], tmp_path))
-    assert (report["world_size"], report["strategy"], report["n_steps"]) == (2, "fsdp", 2)
-    assert report["n_cells"] == 2 * 2 * 4 * 32
-
-
-def test_a_killed_rank_is_reported_with_its_signal_in_one_line(small, tmp_path):
-    done = ended(
-        [*COMMAND, "--config", fragile(small, tmp_path, how="kill"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
-    )
-    assert done.returncode == 1
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("dasksc:"))
-    assert line.startswith("dasksc: rank 1 was killed by SIGKILL")
-    assert "Traceback" not in done.stderr
-
-
-def test_a_rank_that_fails_prints_its_traceback_once_and_nothing_else(small, tmp_path):
-    done = ended(
-        [*COMMAND, "--config", fragile(small, tmp_path, how="error"), "--nproc", 2], cwd=tmp_path, OMP_NUM_THREADS="1"
-    )
-    assert done.returncode == 1
-    first, *others = [line for line in done.stderr.splitlines() if not line.startswith(" ")]
-    assert (first, others) == (
-        "dasksc: rank 1 failed:",
-        ["Traceback (most recent call last):", "RuntimeError: the power is gone"],
-    )
-
-
-def fragile(atlas: Path, folder: Path, *, how: str) -> Path:
-    """Write a training configuration whose rank 1 fails at its third batch."""
-    path = write(folder, atlas)
-    raw = yaml.safe_load(path.read_text())
-    raw["data"]["batch_size"] = 8
-    raw["model"] = {"name": "tests.programs.train_models:Fragile", "label": "cell_type"}
-    raw["model"] |= {"mark": str(folder / "mark"), "at": 3, "rank": 1, "how": how}
-    path.write_text(yaml.safe_dump(raw))
-    return path
 
 
 def configurations() -> dict[str, str]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,17 +15,10 @@ from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Optimizer
 from dasksc.train.optim import hyperparameters_of, make_optimizer
 from dasksc.train.parallel import RankContext
-from tests.support.programs import torchrun
 from tests.support.training import (
-    RTOL,
-    alone,
-    assert_same,
-    changed,
     checkpoints,
-    figures,
     six_steps,
     train,
-    training,
 )
 
 ALONE = RankContext(rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"), strategy="single")
@@ -48,39 +38,6 @@ def raw(training_atlas, folder) -> dict[str, Any]:
 
 # --- Two ranks ----------------------------------------------------------------------------------------
 
-SHARDED: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"training__fsdp": {"min_num_params": 300}}}
-two_ranks_group = pytest.mark.xdist_group("train_resume")
-
-
-@pytest.fixture(scope="module")
-def two_ranks(training_atlas, tmp_path_factory) -> Path:
-    """Return the folder of runs on two ranks that stop within an epoch and resume, executed in one launch."""
-    folder = tmp_path_factory.mktemp("two")
-    trainings: dict[str, Any] = {}
-    for name, section in SHARDED.items():
-        stopped = training(training_atlas, folder / f"{name}-epochs", training__max_steps=5, **section)
-        trainings[f"{name}-stopped"] = stopped
-        trainings[f"{name}-epoch"] = changed(
-            stopped, {"training__max_steps": None, "training__max_epochs": 1, "training__resume_from": "auto"}
-        )
-    (folder / "trainings.json").write_text(json.dumps(trainings))
-    torchrun(2, "train_many.py", folder / "trainings.json")
-    return folder
-
-
-@two_ranks_group
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_run_resumed_on_two_ranks_and_then_on_one_has_the_losses_of_a_plain_loop(name, two_ranks, training_atlas):
-    raw = json.loads((two_ranks / "trainings.json").read_text())[f"{name}-epoch"]
-    report = train(raw, training__max_epochs=2)
-    assert (report.strategy, report.world_size) == ({"ddp": "single"}.get(name, name), 1)
-    expected = alone(training_atlas, 2, then=1)
-    assert_same(two_ranks / f"{name}-epochs", expected, "loss")
-    # The first value is from the step at which the run stopped.
-    found = figures(two_ranks / f"{name}-epochs", "validation_loss")[1:]
-    np.testing.assert_allclose(found, expected["validation_loss"], rtol=RTOL)
-
-
 # --- Checkpoints ----------------------------------------------------------------------------------------
 
 
@@ -99,14 +56,6 @@ def test_the_best_checkpoints_exclude_those_of_the_abandoned_branch(tmp_path):
     kept.save(5, *linear(), {}, 4.0)
     assert checkpoints(tmp_path) == [3, 5]
     assert checkpoints(tmp_path / "abandoned-1") == [2, 4]
-
-
-def test_copies_under_other_names_are_neither_taken_nor_removed(tmp_path):
-    kept = Checkpoints(folder=tmp_path, keep=0, mode="min", context=ALONE)
-    shutil.copytree(kept.save(9, *linear(), {}, 0.1), tmp_path / "copy-of-step-00000009")
-    kept.save(10, *linear(), {}, None)
-    assert [path.name for path in kept.all()] == ["step-00000010"]
-    assert (tmp_path / "copy-of-step-00000009" / "state.json").exists()
 
 
 def test_hyperparameters_are_what_constructors_take():
@@ -193,15 +142,3 @@ def test_an_optimizer_whose_state_the_checkpoint_lacks_is_refused(raw):
     message = r"training\.optimizer\.momentum is 0\.9 in this run and is not.*momentum_buffer is not in the checkpoint"
     with pytest.raises(InputError, match=message):
         train(raw, training__optimizer={"name": "sgd", "momentum": 0.9}, training__resume_from="auto")
-
-
-def test_a_checkpoint_that_does_not_name_its_optimizer_is_known_by_its_state(raw, folder):
-    train(raw, training__optimizer={"name": "sgd"})
-    file = folder / "step-00000006" / "state.json"
-    state = json.loads(file.read_text())
-    del state["optimizer"]
-    file.write_text(json.dumps(state))
-    with pytest.raises(InputError, match=r"does not fit the section .*optimizer.*\.step is not in the checkpoint"):
-        train(raw, training__resume_from="auto")
-    options = {"training__optimizer": {"name": "sgd"}, "training__max_steps": 8}
-    assert train(raw, training__resume_from="auto", **options).n_steps == 8

@@ -39,7 +39,7 @@ def gzipped(tmp_path_factory):
 @pytest.mark.parametrize("how", ["steps", "moments"])
 def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how],
+        [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how, "20"],
         capture_output=True,
         text=True,
         timeout=600,

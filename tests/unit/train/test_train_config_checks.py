@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import anndata as ad
 import dask.array as da
@@ -15,11 +14,10 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from dasksc import DaskscError, InputError, MissingKeyError, MissingPathError
+from dasksc import DaskscError, InputError, MissingKeyError
 from dasksc.train.config import Config
-from dasksc.train.config_checks import check_config, load_config
+from dasksc.train.config_checks import check_config
 from dasksc.train.data import make_loaders
-from dasksc.train.loggers import metrics_line
 from dasksc.train.nonfinite_loss import explain_nonfinite_loss
 
 pytestmark = pytest.mark.core
@@ -31,14 +29,6 @@ TRANSFORMER = {"model": "transformer_encoder", "tokenizer": {"masking": {"mask_r
 def config(tmp_path: Path, **sections: Any) -> Config:
     training = {"checkpoint_dir": str(tmp_path / "run"), **sections.pop("training", {})}
     return Config.of({"data": {"path": "a.h5ad"}, "model": CLASSIFIER, **sections, "training": training})
-
-
-def test_lack_of_memory_is_not_reported_as_an_invalid_configuration(tmp_path):
-    with (
-        patch("torch.optim.AdamW.__init__", side_effect=MemoryError("no room")),
-        pytest.raises(MemoryError, match="no room"),
-    ):
-        check_config(config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -106,55 +96,6 @@ def test_everything_is_reported_at_once_and_nothing_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_mistakes_of_schema_names_and_arguments_are_reported_together(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text(
-        f"data: {{path: {__file__}, batchsize: 8, strategy: {{name: block_shufling}}}}\n"
-        "model: {name: vae, hiden_dim: 3}\n"
-        "training: {max_steps: none, optimizer: {name: adamw, lr: -1, weight: 2}}\n"
-    )
-    with pytest.raises(InputError) as error:
-        load_config(str(path))
-    first, *lines = str(error.value).splitlines()
-    assert first == f"{path} has 6 mistakes:"
-    assert all(line.startswith("  - ") for line in lines)
-    for wrong in (
-        "data.batchsize",
-        "training.max_steps",
-        "training.optimizer.lr",
-        "block_shufling",
-        "hiden_dim",
-        "weight",
-    ):
-        assert sum(wrong in line for line in lines) == 1, wrong
-
-
-def test_missing_paths_are_reported_with_the_other_mistakes_before_anything_is_written(tmp_path):
-    path, run = tmp_path / "c.yaml", tmp_path / "run"
-    path.write_text(
-        f"data: {{path: [{tmp_path}/a.h5ad, {tmp_path}/*.h5ad], validation: {{path: {tmp_path}/held.h5ad}}}}\n"
-        "model: vea\n"
-        f"training: {{checkpoint_dir: {run}, resume_from: {run}/step-00000001}}\n"
-    )
-    with pytest.raises(InputError) as error:
-        load_config(str(path))
-    first, *lines = str(error.value).splitlines()
-    assert first == f"{path} has 4 mistakes:"
-    for mistake in (
-        f"data.path: there is nothing at {tmp_path}/a.h5ad",
-        f"data.validation.path: there is nothing at {tmp_path}/held.h5ad",
-        f"training.resume_from='{run}/step-00000001' is not a checkpoint",
-        "model.name='vea' is not known",
-    ):
-        assert sum(mistake in line for line in lines) == 1, mistake
-    with pytest.raises(InputError, match=r"has 5 mistakes(?s:.*)training\.sed"):
-        load_config(str(path), changes=["training.sed=3"])
-    assert not run.exists()
-    path.write_text(f"data: {{path: {tmp_path}/a.h5ad}}\nmodel: vae\n")
-    with pytest.raises(MissingPathError, match="^data.path: there is nothing at"):
-        load_config(str(path))
-
-
 def test_unknown_names_of_an_atlas_are_reported_at_once_with_their_keys(tmp_path):
     path = tmp_path / "a.h5ad"
     ad.AnnData(
@@ -174,21 +115,6 @@ def test_unknown_names_of_an_atlas_are_reported_at_once_with_their_keys(tmp_path
         make_loaders(unfiltered, device=torch.device("cpu"))
 
 
-def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("training: {optimizer: {name: adamm}}\n")
-    with pytest.raises(InputError) as error:
-        load_config(str(path))
-    assert [line for line in str(error.value).splitlines() if "adamm" in line]
-    assert "data is missing" in str(error.value)
-    assert "model is missing" in str(error.value)
-    assert "mlp_classifier" not in str(error.value)
-    path.write_text(f"data: {{path: {__file__}}}\nmodel: vae\ntraining: {{sed: 3}}\n")
-    with pytest.raises(InputError, match=r"c\.yaml: training\.sed is not known; did you mean 'seed'") as one:
-        load_config(str(path))
-    assert "\n" not in str(one.value)
-
-
 @pytest.mark.parametrize(
     ("x", "says"),
     [
@@ -205,9 +131,3 @@ def test_a_missing_section_does_not_hide_other_mistakes(tmp_path):
 )
 def test_a_loss_that_is_not_finite_is_explained_by_x_or_by_the_learning_rate(x, says):
     assert says in explain_nonfinite_loss(SimpleNamespace(collection=SimpleNamespace(X=x)))
-
-
-def test_lines_say_whether_they_are_of_training_or_validation():
-    assert metrics_line({"step": 2, "epoch": 0, "loss": 0.5}) == "training    step 2  epoch 0  loss 0.5"
-    figures = {"step": 2, "epoch": 0, "validation_loss": 0.5, "validation_accuracy": 0.25}
-    assert metrics_line(figures) == "validation  step 2  epoch 0  loss 0.5  accuracy 25.0%"
