@@ -23,7 +23,7 @@ from dasksc import config
 from dasksc._compat.dask import ELEMENTWISE_NAMES, chunk
 from dasksc._compat.scanpy import REDUCTION_NAMES, SCALE_ROWS
 from dasksc.errors import InputError
-from dasksc.pushdown.elementwise import Elementwise
+from dasksc.pushdown.elementwise import ELEMENTWISE_FUNCTIONS, DenseOnly, Elementwise, of_blocks
 from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, mean_of, variance_of
 
 __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
@@ -54,7 +54,7 @@ _ELEMENTWISE = frozenset(
         *(operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow),
         *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
         *(operator.and_, operator.or_, operator.xor, operator.invert, operator.neg, operator.pos, operator.abs),
-        *(np.clip, np.round, np.where, np.isclose, np.nan_to_num, np.real, np.imag),
+        *(*ELEMENTWISE_FUNCTIONS, np.real, np.imag, np.isreal),
         # Conversions, which keep every value in its position.
         *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, builtins.list, builtins.tuple),
         *(mean_of, variance_of),
@@ -98,10 +98,11 @@ class row_local:
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
         self.function = function
+        self._of_blocks = of_blocks(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        return self.function(*args, **kwargs)
+        return self._of_blocks(*args, **kwargs)
 
     def __dask_tokenize__(self) -> object:
         return ("dasksc.row_local", tokenize(self.function))
@@ -165,6 +166,8 @@ def _called(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, M
         # The keyword arguments of the call override those of the partial.
         yield from _called(function.func, {**function.keywords, **keywords})
         yield from calls((function.args, function.keywords))
+    elif isinstance(function, DenseOnly):
+        yield from _called(function.function, keywords)
     elif isinstance(function, np.vectorize) and function.signature is not None:
         # With a signature, the wrapped function receives rows or whole blocks instead of single values.
         yield from calls(function.pyfunc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import scanpy as sc
 import scipy.sparse as sp
+import scipy.special
 import scipy.stats
 from dask.task_spec import Task, TaskRef
 from hypothesis import given
@@ -162,6 +163,77 @@ DENSIFYING: dict[str, Callable[[da.Array], da.Array]] = {
     ),
 }
 ELEMENTWISE = STAY_CSR | DENSIFYING
+
+tripled_value = np.vectorize(lambda value: value * 3, otypes=[np.float32])
+
+# Code whose result depends on values that are not finite, or on a single gene beside several.
+UNUSUAL_VALUES: dict[str, Callable[[da.Array], da.Array]] = {
+    "nan_to_num": da.nan_to_num,
+    "nan_to_num of blocks": lambda x: x.map_blocks(np.nan_to_num),
+    "nan_to_num with a value": lambda x: x.map_blocks(partial(np.nan_to_num, nan=5.0, posinf=9.0)),
+    "nan_to_num declared": lambda x: x.map_blocks(row_local(np.nan_to_num)),
+    "nan_to_num with a dtype": lambda x: da.core.elemwise(np.nan_to_num, x, dtype="float64"),
+    "multiply with a dtype": lambda x: da.multiply(x, WEIGHTS, dtype="float64"),
+    "squares with a dtype": lambda x: da.power(x, 2, dtype="float64"),
+    "close to a number": lambda x: da.isclose(x, 2.0),
+    "close to zero": lambda x: da.isclose(x, 0.0),
+    "missing": da.isnan,
+    "infinite": lambda x: x.map_blocks(np.isposinf, dtype=bool),
+    "whole parts": lambda x: x.map_blocks(np.fix),
+    "angles": lambda x: x.map_blocks(np.angle),
+    "cardinal sines": lambda x: x.map_blocks(np.sinc),
+    "vectorized by NumPy": lambda x: x.map_blocks(tripled_value, dtype=x.dtype, meta=x._meta),
+    "one gene by all weights": lambda x: x[:, [1]] * WEIGHTS,
+    "one gene plus all weights": lambda x: x[:, [1]] + WEIGHTS,
+    "weights beyond one gene": lambda x: x[:, 1:2] > WEIGHTS,
+    "all genes less one": lambda x: x - x[:, [1]],
+    "all genes by one": lambda x: x * x[:, [1]],
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL_VALUES)
+def test_csr_rows_are_computed_as_dense_rows(name: str) -> None:
+    values = make_values(N_OBS, N_VARS, layout="dense").astype("float32")
+    values[values > 3] = 1.5
+    for row, unusual in enumerate([np.nan, np.inf, -np.inf, -2.5, 2.0]):
+        values[row, :2] = unusual
+    code, rows = UNUSUAL_VALUES[name], np.array([0, 1, 2, 3, 4, 4, 59])
+    sparse, whole = (
+        matrix_of(code(to_dask(as_matrix(kind(values), "X"), chunk_rows=13))) for kind in (sp.csr_matrix, np.asarray)
+    )
+    assert isinstance(sparse, RowLocalMatrix)
+    assert sparse.dtype == whole.dtype
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(rows_of(sparse, rows), rows_of(whole, rows), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("sort", lambda x: x.map_blocks(np.sort, axis=1, dtype=x.dtype, meta=x._meta)),
+        ("cumsum", lambda x: da.cumsum(x, axis=1)),
+        ("prod", lambda x: x.map_blocks(np.prod, dtype=x.dtype, meta=x._meta)),
+        ("ptp", lambda x: x.map_blocks(row_local(np.ptp), dtype=x.dtype, meta=x._meta)),
+        ("trim_zeros", lambda x: x.map_blocks(np.trim_zeros, dtype=x.dtype, meta=x._meta)),
+        ("modf", lambda x: da.modf(x)[0]),
+        ("softmax", lambda x: x.map_blocks(scipy.special.softmax, axis=1, dtype=x.dtype, meta=x._meta)),
+    ],
+)
+def test_functions_that_do_not_know_sparse_blocks_are_refused_by_name(
+    name: str, code: Callable[[da.Array], da.Array]
+) -> None:
+    with pytest.raises(InputError, match=name):
+        matrix_of(code(leaf("csr"))).fetch(np.arange(3))
+
+
+def test_a_wrapper_is_not_taken_for_the_function_that_it_wraps() -> None:
+    @wraps(np.sort)
+    def twice(block: Any) -> Any:
+        return block + block
+
+    matrix = matrix_of(leaf("csr").map_blocks(twice))
+    np.testing.assert_allclose(rows_of(matrix, np.arange(5)), 2 * dense(leaf("csr").compute())[:5])
+
 
 DENSE_ONLY: dict[str, Callable[[da.Array], da.Array]] = {
     "shares": lambda x: x / x.sum(axis=1, keepdims=True),
