@@ -64,7 +64,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         asarray=False,
         meta=_empty_block(matrix.layout, matrix.dtype),
     )
-    return add_reductions(array) if matrix.layout == "csr" else array
+    return add_reductions(array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,8 @@
-"""Sums, means and variances of Dask arrays whose chunks are SciPy matrices.
+"""Sums, means and variances of Dask arrays whose chunks are dense or SciPy matrices.
 
 Dask's reductions call ``chunk.sum(axis=..., keepdims=True)``, which SciPy's matrices do not support. Neither library
-lets others register an implementation. The methods are therefore set on the arrays that `to_dask` and
+lets others register an implementation. On dense chunks, Dask accumulates sums of float32 in float32, and its variances
+need several times the memory of a chunk. The methods are therefore set on the arrays that `to_dask` and
 `dasksc.normalize` return. Slices of these arrays are plain Dask arrays, without these methods.
 """
 
@@ -25,14 +26,17 @@ Axis = int | tuple[int, ...] | None
 # Partial moments of a chunk: number of values, mean, and sum of squared deviations from the mean.
 MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
 
+# Number of values, or of stored values, that are converted to wide types at a time.
+_PIECE_VALUES = 2**18
+
 
 def add_reductions(array: da.Array) -> da.Array:
-    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones that support sparse chunks.
+    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones for dense and sparse chunks.
 
     Parameters
     ----------
     array
-        Two-dimensional array whose chunks are SciPy matrices. Modified in place.
+        Two-dimensional array whose chunks are dense or SciPy matrices. Modified in place.
 
     Returns
     -------
@@ -136,26 +140,57 @@ def _shaped(reduced: da.Array, axis: Axis, *, keepdims: bool) -> da.Array:
 
 def chunk_sum(block: Any, axis: tuple[int, ...], keepdims: bool, *, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Sum the values of a chunk, converted to `dtype`."""
-    # SciPy accumulates in the data type of the values and ignores its dtype argument.
-    total = sp.csr_array(block, dtype=dtype).sum(axis=axis[0] if len(axis) == 1 else None)
-    return np.asarray(total, dtype=dtype).reshape(_reduced_shape(block.shape, axis))
+    return _in_pieces(block, axis, partial(_sum_of_piece, dtype=dtype), np.sum)
 
 
 def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[np.void]:
     """Return the `MOMENTS` of a chunk."""
-    moments = np.zeros(_reduced_shape(block.shape, axis), MOMENTS)
-    n = math.prod(block.shape[number] for number in axis)
+    return _in_pieces(block, axis, _moments_of_piece, combine_moments)
+
+
+def _in_pieces(
+    block: Any, axis: tuple[int, ...], reduce: Callable[..., NDArray[Any]], combine: Callable[..., NDArray[Any]]
+) -> NDArray[Any]:
+    """Reduce a few rows of a chunk at a time, so that their conversion to wide types takes little memory."""
+    n_rows = block.shape[0]
+    n_values = block.nnz if sp.issparse(block) else block.size
+    step = max(1, n_rows * _PIECE_VALUES // max(1, n_values))
+    parts: list[NDArray[Any]] = []
+    for start in range(0, max(1, n_rows), step):
+        parts.append(reduce(block[start : start + step], axis))
+        if 0 in axis and len(parts) > 1:
+            parts = [combine(np.concatenate(parts), axis=(0,), keepdims=True)]
+    return np.concatenate(parts)
+
+
+def _sum_of_piece(rows: Any, axis: tuple[int, ...], *, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not sp.issparse(rows):
+        return np.asarray(rows.sum(axis=axis, dtype=dtype, keepdims=True))
+    # SciPy accumulates in the data type of the values and ignores its dtype argument.
+    total = sp.csr_array(rows, dtype=dtype).sum(axis=axis[0] if len(axis) == 1 else None)
+    return np.asarray(total, dtype=dtype).reshape(_reduced_shape(rows.shape, axis))
+
+
+def _moments_of_piece(rows: Any, axis: tuple[int, ...]) -> NDArray[np.void]:
+    moments = np.zeros(_reduced_shape(rows.shape, axis), MOMENTS)
+    n = math.prod(rows.shape[number] for number in axis)
     if not n:
         return moments
-    rows = sp.coo_array(block)
-    # For each stored value, the position of its row or column in the result.
-    where = np.zeros_like(rows.row) if len(axis) == 2 else rows.coords[1 - axis[0]]
-    n_stored = np.bincount(where, minlength=moments.size)
-    mean = np.bincount(where, weights=rows.data, minlength=moments.size) / n
-    squares = np.bincount(where, weights=(rows.data - mean[where]) ** 2, minlength=moments.size)
-    squares = squares + (n - n_stored) * mean**2
     moments["n"] = n
-    moments["mean"] = mean.reshape(moments.shape)
+    if not sp.issparse(rows):
+        wide = rows.astype(np.float64)
+        moments["mean"] = mean = wide.mean(axis=axis, keepdims=True)
+        wide -= mean
+        moments["squares"] = np.square(wide, out=wide).sum(axis=axis, keepdims=True)
+        return moments
+    stored = sp.coo_array(rows)
+    # For each stored value, the position of its row or column in the result.
+    where = np.zeros_like(stored.row) if len(axis) == 2 else stored.coords[1 - axis[0]]
+    n_stored = np.bincount(where, minlength=moments.size)
+    means = np.bincount(where, weights=stored.data, minlength=moments.size) / n
+    squares = np.bincount(where, weights=(stored.data - means[where]) ** 2, minlength=moments.size)
+    squares = squares + (n - n_stored) * means**2
+    moments["mean"] = means.reshape(moments.shape)
     moments["squares"] = squares.reshape(moments.shape)
     return moments
 

@@ -85,11 +85,9 @@ def normalize(
     array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
     scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
-    is_sparse = sp.issparse(meta_of(array))
-    meta = sp.csr_matrix((0, 0), dtype=dtype) if is_sparse else np.empty((0, 0), dtype=dtype)
+    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
     normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
-    if is_sparse:
-        add_reductions(normalized)
+    add_reductions(normalized)
     if layer is None:
         atlas.X = normalized
     else:

@@ -1,9 +1,10 @@
-"""Sums, means and variances of sparse Dask arrays."""
+"""Sums, means and variances of lazy Dask arrays, sparse and dense."""
 
 from __future__ import annotations
 
 import gc
 import pickle
+import tracemalloc
 import weakref
 from typing import Any
 
@@ -14,17 +15,19 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.pushdown import RowLocalMatrix, gather_block, matrix_of, to_dask
+from dasksc.pushdown import RowLocalMatrix, gather_block, matrix_of, reductions, to_dask
 from dasksc.storage import as_matrix
-from tests.support.data import dense, make_adata, make_values, write_store
+from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 
 pytestmark = pytest.mark.core
 
 METHODS = ["sum", "mean", "var", "std"]
 
 
-def lazy(dtype: Any, *, n_obs: int = 60, chunk_rows: int = 7) -> tuple[da.Array, np.ndarray[Any, Any]]:
-    values = make_values(n_obs, 17, layout="csr", dtype=dtype)
+def lazy(
+    dtype: Any, *, layout: str = "csr", n_obs: int = 60, chunk_rows: int = 7
+) -> tuple[da.Array, np.ndarray[Any, Any]]:
+    values = make_values(n_obs, 17, layout=layout, dtype=dtype)
     return to_dask(as_matrix(values, "made:/X"), chunk_rows=chunk_rows), dense(values)
 
 
@@ -32,8 +35,10 @@ def lazy(dtype: Any, *, n_obs: int = 60, chunk_rows: int = 7) -> tuple[da.Array,
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1"])
-def test_sums_of_sparse_chunks_are_those_of_numpy(dtype, method, axis, keepdims):
-    array, values = lazy(dtype)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_of_chunks_are_those_of_numpy(layout, dtype, method, axis, keepdims, monkeypatch):
+    monkeypatch.setattr(reductions, "_PIECE_VALUES", 40)
+    array, values = lazy(dtype, layout=layout)
     expected = np.asarray(getattr(values, method)(axis=axis, keepdims=keepdims))
     reduced = getattr(array, method)(axis=axis, keepdims=keepdims)
     assert (reduced.dtype, reduced.shape) == (expected.dtype, expected.shape)
@@ -59,6 +64,33 @@ def test_narrow_values_add_up_in_wide_types():
     ones[0] = 1.0
     array = to_dask(as_matrix(ones.tocsr(), "made:/X"), chunk_rows=9)
     np.testing.assert_array_equal(array.sum(axis=0, dtype="f8").compute(), [39 * (2.0**24 + 2) + 1] * 3)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sp.csr_matrix])
+def test_sums_of_many_float32_are_accumulated_in_float64(kind):
+    values = (1.0005 + np.random.default_rng(0).normal(0, 5e-4, (300_000, 2))).astype("f4")
+    array = to_dask(as_matrix(kind(values), "made:/X"), chunk_rows=150_000)
+    wide = values.astype("f8")
+    np.testing.assert_allclose(array.sum(axis=0).compute(), wide.sum(axis=0), rtol=1e-7)
+    np.testing.assert_allclose(array.mean().compute(), wide.mean(), rtol=1e-7)
+    np.testing.assert_allclose(array.var(axis=0).compute(), wide.var(axis=0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sp.csr_matrix])
+@pytest.mark.parametrize("method", ["sum", "var"])
+def test_a_chunk_is_reduced_in_less_memory_than_it_takes(method, kind):
+    block = kind(np.ones((4_000, 1_000), dtype="f4"))
+    array = to_dask(as_matrix(block, "made:/X"))
+    reduced = getattr(array, method)(axis=0)
+    tracemalloc.start()
+    try:
+        reduced.compute(scheduler="synchronous")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    n_bytes = 4_000 * 1_000 * (8 if sp.issparse(block) else 4)
+    # Dask holds the chunk; a part of it is converted at a time.
+    assert peak < 2 * n_bytes
 
 
 def test_variances_about_a_large_mean_are_exact_enough():
