@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import dask.array as da
 import pandas as pd
 from anndata import AnnData
 
@@ -258,6 +259,11 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
 def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
+        if not options.mmap and not data.isbacked and isinstance(data.X, da.Array):
+            raise InputError(
+                "mmap=False has no effect on an AnnData that is already open; give it when the file is opened: "
+                "dasksc.open(path, mmap=False)"
+            )
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
         return open_path(os.fspath(data), obs, options)

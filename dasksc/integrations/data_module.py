@@ -7,10 +7,11 @@ always restores the state of a data module.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc import InputError, SamplingStrategy, WrongTypeError, scDataset
 from dasksc.displays import brief, constructor, with_options_of
 from dasksc.sampling.named import StrategyName, is_balanced
 
@@ -64,13 +65,18 @@ class DataModule:
 
     Attributes
     ----------
+    batch_size
+        Rows per batch, per device. It may be changed, as by Lightning's batch size finder: each data set then has the
+        new size from the next request of its loader.
     datasets
         Data sets by stage, created by `setup`.
 
     Raises
     ------
     InputError
-        If no strategy is given, or if ``rank`` or ``world_size`` is given, which Lightning determines.
+        If no strategy is given.
+    WrongTypeError
+        If an argument is unknown. Lightning determines ``rank`` and ``world_size``, so they are unknown, too.
 
     Examples
     --------
@@ -102,14 +108,17 @@ class DataModule:
         self._strategies = {name: strategy for name, strategy in given.items() if strategy is not None}
         if not self._strategies:
             raise InputError("no strategy given: pass train=dasksc.BlockShuffling(), validate=dasksc.Streaming(), ...")
-        if refused := {"rank", "world_size"} & options.keys():
-            raise InputError(f"{' and '.join(sorted(refused))} cannot be given here, because Lightning sets the rank")
+        if unknown := sorted(options.keys() - inspect.signature(DataModule.__init__).parameters.keys()):
+            raise WrongTypeError(
+                f"{', '.join(f'{name}=' for name in unknown)} cannot be given here; a data module takes the arguments "
+                "of scDataset except strategy=, rank= and world_size=, because Lightning sets the rank"
+            )
         self._data_collection = data_collection
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._options = options
         self.datasets: dict[str, scDataset] = {}
         self._ranks: dict[str, int] | None = None
-        self._loader: _TrainingLoader | None = None
+        self._loader = _TrainingLoader(self)
         self._state: dict[str, Any] | None = None
         self._predicted_by: Callable[[scDataset], Any] | None = None
 
@@ -125,14 +134,12 @@ class DataModule:
         if ranks != self._ranks:
             # The data sets were created without a trainer, or for another one.
             self.datasets.clear()
-            self._loader = None
+            self._loader = _TrainingLoader(self)
             self._ranks = ranks
         wanted = _READ_IN[str(getattr(stage, "value", stage))] if stage is not None else tuple(self._strategies)
         for name in wanted:
             if name in self._strategies and name not in self.datasets:
-                self.datasets[name] = self._make(name)
-        if "train" in self.datasets and self._loader is None:
-            self._loader = _TrainingLoader(self.datasets["train"], self)
+                self.datasets[name] = self._make(name, **ranks)
         self._resume()
 
     def _detect_ranks(self) -> dict[str, int]:
@@ -142,13 +149,16 @@ class DataModule:
         sampler_options = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return {"rank": int(sampler_options["rank"]), "world_size": int(sampler_options["num_replicas"])}
 
-    def _make(self, name: str) -> scDataset:
-        options = self._options if name == "train" else {**self._options, "drop_last": False, "equal_ranks": False}
-        ranks: dict[str, Any] = self._ranks or {}
-        strategy = self._strategies[name]
-        if "label_key" in options and not is_balanced(strategy) and any(map(is_balanced, self._strategies.values())):
-            options = {key: value for key, value in options.items() if key != "label_key"}
-        return scDataset(self._data_collection, strategy, self._batch_size, **options, **ranks)
+    def _make(self, name: str, **options: Any) -> scDataset:
+        whole = {} if name == "train" else {"drop_last": False, "equal_ranks": False}
+        return self._read(self._strategies[name], self.batch_size, **whole, **options)
+
+    def _read(self, strategy: SamplingStrategy | StrategyName, batch_size: int, **options: Any) -> scDataset:
+        """Return a data set; `options` take precedence over those of the module."""
+        given = {**self._options, **options}
+        if not is_balanced(strategy) and any(map(is_balanced, self._strategies.values())):
+            given.pop("label_key", None)
+        return scDataset(self._data_collection, strategy, batch_size, **given)
 
     def __repr__(self) -> str:
         texts = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
@@ -198,11 +208,17 @@ class DataModule:
             )
         if name not in self.datasets:
             raise InputError(f"the {name} data set does not exist yet: call setup() first, as a Trainer does")
+        dataset = self.datasets[name]
+        if dataset.batch_size != self.batch_size:
+            self.datasets[name] = self._make(name, **self._detect_ranks() | {"seed": dataset.seed})
+            self.datasets[name].set_epoch(dataset.plan().epoch)
+            if name == "train":
+                self._loader = _TrainingLoader(self)
         return self.datasets[name]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training epochs, which is the same on every rank."""
-        return {} if self._loader is None else self._loader.state()
+        return self._loader.state() if "train" in self.datasets else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a position in the training epochs.
@@ -216,7 +232,7 @@ class DataModule:
         self._resume()
 
     def _resume(self) -> None:
-        if self._state and self._loader is not None:
+        if self._state and "train" in self.datasets:
             self._loader.resume(self._state)
             self._state = None
 
@@ -228,11 +244,14 @@ class _TrainingLoader:
     own batch count, which no longer matches the position in the data set if the number of ranks has changed.
     """
 
-    def __init__(self, dataset: scDataset, module: DataModule) -> None:
-        self._dataset = dataset
+    def __init__(self, module: DataModule) -> None:
         self._module = module
         self._position = 0  # Number of batches of this epoch yielded to Lightning.
         self._shift = 0
+
+    @property
+    def _dataset(self) -> scDataset:
+        return self._module.datasets["train"]
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -351,10 +351,6 @@ def source_of(
     elif isinstance(data, AnnData):
         if data.filename is not None:
             name = Path(data.filename).stem
-        if not mmap and not data.isbacked and isinstance(data.X, da.Array):
-            raise InputError(
-                "mmap=False has no effect on an AnnData that is already open; use dasksc.open(..., mmap=False)"
-            )
         with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
         names = data.obs_names
         data = open_atlas(data, mmap=mmap, names=bool(hooks))

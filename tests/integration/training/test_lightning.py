@@ -18,7 +18,7 @@ from tests.support.programs import PROGRAMS, run
 
 pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 
 from dasksc.inference import work
 from dasksc.integrations.lightning import Writer, scDataModule
@@ -220,6 +220,16 @@ def test_overfitting_reads_the_same_batches_every_epoch(path, tmp_path):
     assert model.seen["train"][:3] == model.seen["train"][3:]
 
 
+def test_the_batch_size_finder_of_lightning_sets_the_batch_size_of_every_stage(path, tmp_path):
+    model, data = Recorder(), module(path, batch_size=1, seed=None)
+    finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=2, max_trials=3)
+    trainer(tmp_path, callbacks=[finder], max_epochs=1).fit(model, data)
+    assert data.batch_size == 8
+    assert [len(batch) for batch in model.seen["train"][-7:]] == [8] * 6 + [2]
+    assert sorted(chain(*model.seen["train"][-7:])) == TRAINING.tolist()
+    assert [len(batch) for batch in model.seen["validate"][-2:]] == [8, 2]
+
+
 def test_a_second_run_reads_new_epochs(path, tmp_path):
     data, first, second = module(path), Recorder(), Recorder()
     trainer(tmp_path, max_epochs=1).fit(first, data)
@@ -240,8 +250,6 @@ def test_training_without_validation_is_fine_and_validating_says_what_is_missing
 def test_wrong_arguments_are_refused(path):
     with pytest.raises(InputError, match="no strategy given"):
         scDataModule(path, 8)
-    with pytest.raises(InputError, match="rank and world_size cannot be given"):
-        scDataModule(path, 8, train=Streaming(), rank=0, world_size=1)
     with pytest.raises(InputError, match="call setup"):
         module(path).train_dataloader()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import anndata as ad
 import numpy as np
 import pandas as pd
@@ -9,7 +11,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc import InputError
+from dasksc import InputError, WrongTypeError
 
 pytest.importorskip("scvi")
 import scvi
@@ -37,6 +39,8 @@ def adata() -> ad.AnnData:
             "sex": pd.Categorical(np.array(["f", "m"])[rng.integers(0, 2, N_OBS)]),
             "age": rng.random(N_OBS).astype(np.float32),
             "holes": pd.Categorical([None, *["x"] * (N_OBS - 1)]),
+            "nan": np.r_[np.nan, np.ones(N_OBS - 1)],
+            "inf": np.r_[np.inf, np.ones(N_OBS - 1)],
         },
         index=[f"cell{i}" for i in range(N_OBS)],
     )
@@ -51,8 +55,9 @@ def path(adata, tmp_path_factory):
 
 
 def data_module(path, **options) -> SCVIDataModule:
-    options = {"batch_size": 64, "batch_key": "donor", "labels_key": "type", "seed": 0, **options}
-    return SCVIDataModule(path, train=dasksc.BlockShuffling(8), **options)
+    train = dasksc.BlockShuffling(8)
+    options = {"batch_size": 64, "train": train, "batch_key": "donor", "labels_key": "type", "seed": 0, **options}
+    return SCVIDataModule(path, **options)
 
 
 def train(data: SCVIDataModule, tmp_path, max_epochs: int = 20) -> scvi.model.SCVI:
@@ -121,7 +126,137 @@ def test_a_layer_can_be_read_instead_of_x(adata, path):
 def test_columns_that_do_not_fit_are_refused(path):
     with pytest.raises(InputError, match=r"obs\['age'\] is not categorical"):
         data_module(path, batch_key="age")
-    with pytest.raises(InputError, match=r"obs\['holes'\] has missing values"):
+    with pytest.raises(InputError, match=r"obs\['holes'\] has 1 missing"):
         data_module(path, batch_key="holes")
     with pytest.raises(InputError, match="no 'nobody'"):
         data_module(path, labels_key="nobody")
+    for key, fact in (("nan", "'cell0'"), ("inf", "'cell0'"), ("sex", "category")):
+        with pytest.raises(InputError, match=rf"obs\['{key}'\] .*{fact}"):
+            data_module(path, continuous_covariate_keys=[key])
+    # Values of cells that the filter leaves out do not matter.
+    data = data_module(path, batch_key="holes", continuous_covariate_keys=["nan"], filter="nan == nan")
+    assert data.n_obs == N_OBS - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fact"),
+    [
+        ({"layout": "csr"}, InputError, "layout="),
+        ({"dtype": None}, InputError, "dtype="),
+        ({"batch_transform": str}, InputError, "batch_transform="),
+        ({"layuot": "csr"}, WrongTypeError, "layuot="),
+        ({"rank": 0}, WrongTypeError, "rank="),
+        ({"layer": "triple"}, InputError, "'triple'"),
+        ({"obs": "age"}, WrongTypeError, "obs='age'"),
+        ({"categorical_covariate_keys": "sex"}, WrongTypeError, "'sex'"),
+        ({"batch_size": 0}, InputError, "batch_size"),
+        ({"genes": ["nothing"]}, InputError, "'nothing'"),
+        ({"filter": "age > 2"}, InputError, "age > 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_at_once(path, options, error, fact):
+    with pytest.raises(error, match=fact):
+        data_module(path, **options)
+
+
+def test_arguments_of_an_inference_loader_are_checked(path):
+    data = data_module(path)
+    with pytest.raises(InputError, match="batch_size"):
+        data.inference_dataloader(batch_size=0)
+    with pytest.raises(WrongTypeError, match="Batch"):
+        next(iter(data_module(path, transform=lambda batch: batch.X).inference_dataloader()))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, [str(i) for i in range(N_VARS)]),
+        ({"genes": np.arange(N_VARS) % 10 == 3}, ["3", "13", "23", "33"]),
+        ({"genes": [True, *[False] * (N_VARS - 1)]}, ["0"]),
+        ({"genes": [5, 2]}, ["5", "2"]),
+        ({"genes": slice(38, None)}, ["38", "39"]),
+        ({"genes": ["7", "none", "1"], "genes_missing": "zero"}, ["7", "none", "1"]),
+        ({"genes": ["7", "none", "1"], "genes_missing": "drop"}, ["7", "1"]),
+    ],
+)
+def test_the_registry_describes_the_genes_of_a_batch(adata, path, options, names):
+    data = data_module(path, **options)
+    field = data.registry["field_registries"]["X"]
+    assert list(data.var_names) == list(field["state_registry"]["column_names"]) == names
+    assert data.n_vars == field["summary_stats"]["n_vars"] == len(names)
+    batch = next(iter(data.inference_dataloader(batch_size=N_OBS)))
+    assert batch["X"].shape == (N_OBS, len(names))
+    assert np.array_equal(batch["X"][:, 0], adata[:, names[0]].X[:, 0])
+
+
+def test_without_keys_a_model_is_trained_on_some_genes_and_cells(adata, path, tmp_path):
+    mask = np.arange(N_VARS) % 2 == 0
+    data = SCVIDataModule(path, 40, train="shuffle", genes=mask, filter="sex == 'f'", seed=0, mmap=False)
+    n_obs = int((adata.obs["sex"] == "f").sum())
+    summary = data.registry["field_registries"]["X"]["summary_stats"]
+    assert (data.n_obs, summary) == (n_obs, {"n_vars": N_VARS // 2, "n_cells": n_obs})
+    model = train(data, tmp_path, max_epochs=1)
+    loader = data.inference_dataloader()
+    # Each method reads the loader from its beginning.
+    for _ in range(2):
+        assert model.get_latent_representation(dataloader=loader).shape == (n_obs, 4)
+    assert model.get_normalized_expression(dataloader=loader).shape == (n_obs, N_VARS // 2)
+    assert np.isfinite(float(model.get_elbo(dataloader=loader)))
+
+
+def test_every_loader_yields_the_same_keys_and_an_interrupted_epoch_is_resumed(adata, path):
+    def module() -> SCVIDataModule:
+        options = {"label_key": "type", "continuous_covariate_keys": ["age"], "obs": ["sex"]}
+        data = data_module(path, train="balance", validate="stream", transform=double, **options)
+        data.setup("fit")
+        return data
+
+    def double(batch: dasksc.Batch) -> dasksc.Batch:
+        assert "sex" in batch.obs
+        batch.X.mul_(2)
+        return batch
+
+    data = module()
+    batches = iter(data.train_dataloader())
+    seen = [next(batches), next(batches)]
+    state = data.state_dict()
+    for batch in (*seen, next(iter(data.val_dataloader())), next(iter(data.inference_dataloader([7, 200], 2)))):
+        rows = batch["ind_x"].ravel()
+        assert set(batch) == {"X", "batch", "labels", "ind_x", "extra_continuous_covs"}
+        assert np.array_equal(batch["X"], 2 * adata.X[rows])
+        assert np.array_equal(batch["labels"].ravel(), adata.obs["type"].cat.codes.to_numpy()[rows])
+        assert np.array_equal(batch["extra_continuous_covs"].ravel(), adata.obs["age"].to_numpy()[rows])
+    again = module()
+    again.load_state_dict(state)
+    for ours, expected in zip(again.train_dataloader(), batches, strict=True):
+        assert torch.equal(ours["ind_x"], expected["ind_x"])
+
+
+def rank_of(path, rank: int, world_size: int, module: torch.nn.Module, **options) -> SCVIDataModule:
+    """Return a data module with the data sets of a rank, as a trainer for `module` makes them."""
+    data = data_module(path, validate="stream", **options)
+    ranks = {"rank": rank, "num_replicas": world_size}
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, lightning_module=module, overfit_batches=0)
+    data.setup("fit")
+    return data
+
+
+def test_two_ranks_divide_training_and_validation_and_each_infers_every_cell(path):
+    ranks = [rank_of(path, rank, 2, torch.nn.Identity()) for rank in range(2)]
+    for loader in ("train_dataloader", "val_dataloader"):
+        rows = [batch["ind_x"].ravel() for data in ranks for batch in getattr(data, loader)()]
+        assert sorted(torch.cat(rows).tolist()) == list(range(N_OBS))
+    for data in ranks:
+        rows = [batch["ind_x"].ravel() for batch in data.inference_dataloader()]
+        assert torch.cat(rows).tolist() == list(range(N_OBS))
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 299), (1, 23), (2, 149), (1, 1)])
+def test_a_batch_of_one_cell_is_refused_before_training_with_batch_normalization(path, world_size, batch_size):
+    normalized = torch.nn.Sequential(torch.nn.Linear(N_VARS, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(InputError, match=rf"batch_size={batch_size}\b.*drop_last"):
+        rank_of(path, 0, world_size, normalized, batch_size=batch_size)
+    rank_of(path, 0, world_size, torch.nn.Linear(N_VARS, 2), batch_size=batch_size)
+    if batch_size > 1:
+        data = rank_of(path, 0, world_size, normalized, batch_size=batch_size, drop_last=True)
+        assert all(len(batch["X"]) == batch_size for batch in data.train_dataloader())

@@ -285,7 +285,11 @@ def test_columns_of_a_collection_that_is_read_by_indexing():
 
 
 def test_mapping_cannot_be_switched_off_after_opening(path):
-    refuse(InputError, "use dasksc.open", dasksc.open(path), mmap=False)
+    opened = dasksc.open(path)
+    refuse(InputError, "mmap=False", opened, mmap=False)
+    for data in (opened, [opened, path]):
+        with pytest.raises(InputError, match="mmap=False"):
+            dasksc.open(data, mmap=False)
     one = scDataset(dasksc.open(path, mmap=False), Streaming(), 8, seed=0)
     assert sum(map(len, one)) == N_OBS
 
