@@ -76,7 +76,7 @@ N_TABLES = 64
 _U11, _U21, _U43 = np.uint64(11), np.uint64(21), np.uint64(43)
 _ONE, _ONE_32, _U32 = np.uint64(1), np.uint32(1), np.uint64(32)
 _ONE_AS_WORD = 9007199254740992.0  # 2**53
-_LARGEST = 2**53
+_LARGEST, _LARGEST_FLOAT32 = 2**53, 2**24
 _HIGHEST = np.uint32(2**32 - 1)
 # The number of a column's random stream is the column number. These are the numbers of the other streams of a row.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
@@ -237,9 +237,15 @@ def binomial_below(key, n, p):
 
 
 @kernel
-def _is_count(value):
+def _largest_in(values):
+    # The largest count that can be drawn from: the data type represents all smaller ones exactly.
+    return _LARGEST if values.dtype.type(_LARGEST_FLOAT32 + 1) == _LARGEST_FLOAT32 + 1 else _LARGEST_FLOAT32
+
+
+@kernel
+def _is_count(value, largest):
     count = np.int64(value)
-    return (value == count) & (count >= 0) & (count <= _LARGEST)
+    return (value == count) & (count >= 0) & (count <= largest)
 
 
 @kernel
@@ -468,7 +474,7 @@ def downsample(key, number, rows, first_row, indptr, columns, values, p, table, 
     """Keep each molecule counted in CSR rows with probability `p`.
 
     `table` and `heads` are those of `steps_of`. Return the position in `values` of the first value that is not a whole
-    number from 0 to 2**53, or -1. If there is one, other values may have been changed already.
+    number from 0 to 2**53 (2**24 for float32), or -1. If there is one, other values may have been changed already.
     """
     return _downsample(_keys_of(key, number, rows), first_row, indptr, columns, values, p, table, heads)
 
@@ -520,12 +526,12 @@ def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
     two, three = 2 * N_TABLE, 3 * N_TABLE
     steps = heads[N_TABLE], heads[two], heads[two + 1], heads[three], heads[three + 1], heads[three + 2]
     _thin_small(values, words, n, steps, bitmap)
-    heads_at = heads.ctypes.data
+    heads_at, largest = heads.ctypes.data, _largest_in(values)
     row = np.int64(0)
     for i in range(_list_bits(bitmap, listed)):
         at = np.uint64(listed[i])
         value = values[at]
-        if not _is_count(value):
+        if not _is_count(value, largest):
             return np.int64(at)
         count = np.int64(value)
         if count <= N_TABLE:
@@ -547,10 +553,10 @@ def _downsample(keys, first_row, indptr, columns, values, p, table, heads):
 @kernel
 def _sample_slowly(row_key, columns, values, n, target, kept):
     # Sample one row of any size. Return the position of the first invalid value, or -1.
-    counts = np.empty(n, np.int64)
+    counts, largest = np.empty(n, np.int64), _largest_in(values)
     total = np.int64(0)
     for k in range(n):
-        if not _is_count(values[k]):
+        if not _is_count(values[k], largest):
             return k
         counts[k] = np.int64(values[k])
         total += counts[k]
@@ -575,8 +581,9 @@ def _longest(indptr):
 def sample(key, number, rows, first_row, indptr, columns, values, target):
     """Keep `target` molecules of each CSR row, or all if there are fewer.
 
-    Return the position in `values` of the first value that is not a whole number from 0 to 2**53, or that makes the sum
-    of its row larger than 2**53; -1 if there is none. If there is one, the rows before it have been changed already.
+    Return the position in `values` of the first value that is not a whole number from 0 to 2**53 (2**24 for float32),
+    or that makes the sum of its row larger than 2**53; -1 if there is none. If there is one, the rows before it have
+    been changed already.
     """
     return _sample(_keys_of(key, number, rows), first_row, indptr, columns, values, target)
 

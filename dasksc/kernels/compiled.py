@@ -23,8 +23,16 @@ import numba
 from numba import config, njit
 
 from dasksc._compat.numba import FunctionCache, cache_location, can_cache, set_cache
+from dasksc.errors import InputError
 
 __all__ = ["kernel"]
+
+if config.DISABLE_JIT:
+    # Kernels read memory at addresses and use vectors, which only compiled code can do.
+    raise InputError(
+        "numba does not compile functions, since NUMBA_DISABLE_JIT=1 is set, but dasksc works only with compiled "
+        "kernels. Unset this variable. To debug a compiled function of your own, call its attribute py_func"
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +43,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     One version is compiled for each combination of argument types.
     """
     dispatcher: Any = njit(nogil=True)(function)
-    if config.DISABLE_JIT or not can_cache():
+    if not can_cache():
         return dispatcher
     try:
         set_cache(dispatcher, lambda: _Cache(function))

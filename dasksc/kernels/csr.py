@@ -64,6 +64,7 @@ __all__ = [
     "scatter_columns",
     "scatter_rows",
     "densify",
+    "exceeds",
     "squeeze",
     "stitch",
 ]
@@ -805,6 +806,21 @@ def count_bytes(values, bits):
         if wrong:
             return 0
     return 1 if largest <= 255 else 2
+
+
+@kernel
+def exceeds(positions, lengths, rows_at, n_bits, is_signed, like):
+    """Return True if a value in any of the rows at `positions` has more than `n_bits` bits.
+
+    `like` has the type int64, also for uint64 values; then `is_signed` is 0, otherwise -1.
+    """
+    found = np.int64(0)
+    for i in range(len(positions)):
+        row = positions[i]
+        for k in range(lengths[row]):
+            value = load(rows_at[row], k, like)
+            found |= value ^ ((value >> np.int64(63)) & is_signed)
+    return (np.uint64(found) >> np.uint64(n_bits)) != 0
 
 
 @kernel

@@ -120,7 +120,8 @@ def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
     """Return the data type for computation on values of a stored type.
 
     It is always floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which
-    SciPy does not support. It represents values of up to 32 bits exactly, and 64-bit integers up to 2**53.
+    SciPy does not support. It represents values of up to 32 bits exactly. Gathering a row raises an error if it has a
+    64-bit integer that float64 rounds.
     """
     if stored.kind == "f":
         return memory_dtype(stored)

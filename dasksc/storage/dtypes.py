@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
 
-__all__ = ["counts_dtype", "has_kernel_dtype", "holds_all", "kernel_target", "narrowest", "representable", "sum_dtype"]
+__all__ = [
+    "counts_dtype",
+    "has_kernel_dtype",
+    "holds_all",
+    "kernel_target",
+    "may_round",
+    "narrowest",
+    "representable",
+    "sum_dtype",
+]
 
 
 def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
@@ -38,9 +47,10 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     """Return an array to which the kernels can write values of the `source` type.
 
     The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. For a
-    float or boolean `out`, only the first condition matters, since floats round values and booleans record only whether
-    values are nonzero.
+    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is also
+    needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only the
+    first condition matters for a float or boolean `out`: floats round values, and booleans record only whether values
+    are nonzero.
     """
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
@@ -48,13 +58,23 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
 def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if the kernels can write values of the `source` type as `dtype`; see `kernel_target`."""
     wraps = dtype.kind in "iu" and not np.can_cast(source, dtype, "safe")
-    return not wraps and has_kernel_dtype(dtype)
+    return not wraps and not may_round(source, dtype) and has_kernel_dtype(dtype)
+
+
+def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if `source` is a 64-bit integer type and `dtype` a float type."""
+    return source.kind in "iu" and source.itemsize == 8 and dtype.kind == "f"
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Return True if `out`, a cast of `values`, represents all of them, disregarding the rounding of floats."""
+    """Return True if `out`, a cast of `values`, represents all of them.
+
+    The rounding of floats is disregarded, and that of integers that float64 represents.
+    """
     if not values.size:
         return True
+    if may_round(values.dtype, out.dtype) and not _fit_float64(values).all():
+        return False
     if out.dtype.kind not in "iu":
         return bool(np.isfinite(out).all()) or bool(representable(values, out.dtype).all())
     limits = np.iinfo(out.dtype)
@@ -64,13 +84,21 @@ def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
 
 
 def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values that `dtype`, an integer type or float16, represents, disregarding rounding."""
+    """Return a mask of the values that `dtype`, an integer or float type, represents, as `holds_all` does."""
     if dtype.kind not in "iu":
         with np.errstate(over="ignore"):
-            return np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))
+            finite = np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))
+        return finite & _fit_float64(values) if may_round(values.dtype, dtype) else finite
     limits = np.iinfo(dtype)
     in_range = np.array([limits.min <= value <= limits.max for value in values.ravel().tolist()]).reshape(values.shape)
     return np.asarray(in_range & (values == np.floor(values)) if values.dtype.kind == "f" else in_range)
+
+
+def _fit_float64(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return a mask of the integers that float64 represents: all their bits fit into 53 neighboring bits."""
+    sizes = np.abs(values).astype(np.uint64)
+    lowest = sizes & (~sizes + np.uint64(1))
+    return np.asarray(sizes // np.maximum(lowest, np.uint64(1)) <= np.uint64(2**53))
 
 
 def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:

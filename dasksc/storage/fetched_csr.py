@@ -12,7 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import converts, counts_dtype, kernel_target, narrowest
+from dasksc.storage.dtypes import converts, counts_dtype, kernel_target, may_round, narrowest
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
@@ -89,7 +89,9 @@ class CSRRowBuffer(RowBufferBase):
         # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
         # common type (`np.result_type`) of the held values and the data type for computation.
         narrow = out.dtype.kind in "iu"
-        held = self.data.dtype if narrow else np.result_type(self.data.dtype, memory_dtype(self.dtype))
+        held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
+        if not narrow and not may_round(held, out.dtype):
+            held = np.result_type(held, memory_dtype(self.dtype))
         target = kernel_target(out, held)
         if not self._scatter(positions, target, columns):
             block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
@@ -120,9 +122,11 @@ class CSRRowBuffer(RowBufferBase):
 
     def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
         """Return the arguments by which kernels copy the rows at `positions`; see `RowBuffer.source`."""
-        if self.column_maps is not None or self._unordered or not converts(self.data.dtype, dtype):
+        if self.column_maps is not None or self._unordered:
             return None
         positions = check_positions(self.shape[0], positions)
+        if not converts(self._source_dtype(self.data, self.lengths, positions, dtype), dtype):
+            return None
         return positions, *self._where, self._n_columns, self.data.like, self.indices.like
 
     def gather_csr(
@@ -167,7 +171,7 @@ class CSRRowBuffer(RowBufferBase):
             n_values = int(indptr[-1])
         indices = buffers.empty(n_values, np.int32)
         data = buffers.empty(n_values, dtype)
-        target = kernel_target(data, self.data.dtype)
+        target = kernel_target(data, self._source_dtype(self.data, self.lengths, positions, dtype))
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, indptr, indices, sums, columns)
@@ -221,7 +225,10 @@ class CSRRowBuffer(RowBufferBase):
         else:
             indptr = indptr_of(self.lengths)
             columns, values = buffers.empty(int(indptr[-1]), indices), buffers.empty(int(indptr[-1]), data)
-            self._copy(positions, indptr, columns, values, any_order=True)
+            target = kernel_target(values, self._source_dtype(self.data, self.lengths, positions, data))
+            self._copy(positions, indptr, columns, target, any_order=True)
+            if target is not values:
+                self._cast(target, values, lambda element: int(np.searchsorted(indptr, element, side="right")) - 1)
         return CSRRowBuffer.of_block(self.label, self.rows, self.shape[1], self.dtype, (indptr, columns, values))
 
     @classmethod

@@ -12,7 +12,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import kernel_target
+from dasksc.storage.dtypes import kernel_target, may_round
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
@@ -72,8 +72,12 @@ class DenseRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        target = kernel_target(out, self.values.dtype)
         sources = self._sources(columns)
+        held = self.values.dtype
+        if may_round(held, out.dtype):
+            widths = np.array([self.shape[1]]) if sources is None else sources.max(axis=1, initial=-1) + 1
+            held = self._source_dtype(self.values, widths[self._maps], positions, out.dtype)
+        target = kernel_target(out, held)
         if sources is None:
             kernels.copy_rows(positions, self.values.at, target, self.values.like)
         else:

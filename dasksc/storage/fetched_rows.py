@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError, StorageError
+from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import holds_all, representable
+from dasksc.storage.dtypes import holds_all, may_round, representable
 from dasksc.storage.matrix import ColumnMaps, Columns
+from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indptr_of"]
 
@@ -94,8 +96,21 @@ class RowBufferBase:
         raise InputError(
             f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
             f"{values.flat[element]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[element]}. "
-            f"Request dtype={self.dtype.name!r}."
+            f"Request dtype={(values if may_round(values.dtype, self.dtype) else self).dtype.name!r}."
         )
+
+    def _source_dtype(
+        self, values: RowPointers, lengths: NDArray[np.int64], positions: NDArray[np.int64], dtype: np.dtype[Any]
+    ) -> np.dtype[Any]:
+        """Return the data type of stored `values` to be written as `dtype`.
+
+        It is float64 for 64-bit integers that no float64 rounds, which can be written as floats without a check.
+        """
+        if not may_round(values.dtype, dtype):
+            return values.dtype
+        is_signed = np.int64(-1 if values.dtype.kind == "i" else 0)
+        exceeds = kernels.exceeds(positions, lengths, values.at, 53, is_signed, values.like.view(np.int64))
+        return values.dtype if exceeds else np.dtype(np.float64)
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
         """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""

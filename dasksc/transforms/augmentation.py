@@ -165,7 +165,12 @@ class _Augmentation:
         given = given.detach()
         dtype = given.dtype
         if dtype == torch.bfloat16:  # which NumPy does not have
-            return self._values(given.to(torch.float32), rows).to(dtype)
+            wide = self._values(given.to(torch.float32), rows)
+            rounded = wide.to(dtype)
+            is_csr = wide.layout == torch.sparse_csr
+            before, after = (one.values() if is_csr else one for one in (wide, rounded))
+            _check_same(before.numpy(), after.to(torch.float32).numpy(), dtype)
+            return rounded
         made = given if self._owns else given.clone()
         if made.layout == torch.sparse_csr:
             self.change(rows, 0, made.crow_indices().numpy(), made.col_indices().numpy(), made.values().numpy())
@@ -274,7 +279,8 @@ class Downsample(_Augmentation):
     ------
     InputError
         If not exactly one of `fraction` and `target_counts` is given, or an argument is out of range. When called: if
-        a value of the batch is not a whole number from 0 to 2**53.
+        a value of the batch is not a whole number from 0 to 2**53 (2**24 in float32), or a drawn number cannot be
+        represented in float16 or bfloat16.
 
     Notes
     -----
@@ -351,10 +357,16 @@ class Downsample(_Augmentation):
     def _refuse(self, value: Any, batch: _BatchRows, position: int, column: int) -> None:
         _, _, rows, first_row = batch
         name = "X" if self.layer is None else f"layer {self.layer!r}"
+        largest, number = 2**24 if value.dtype == np.float32 else 2**53, value.item()
+        remedy = (
+            "Request scDataset(dtype='float64'), which represents larger counts"
+            if largest < number <= 2**53
+            else "Use the layer with raw counts: scDataset(..., layers=['counts'], "
+            "transform=Downsample(..., layer='counts'))"
+        )
         raise InputError(
-            "Downsample needs counts: whole numbers from 0 to 2**53, whose sum in a cell is also at most 2**53; "
-            f"{name} has {value.item()!r} in row {rows[first_row + position]}, column {column}. Use the layer with raw "
-            "counts: scDataset(..., layers=['counts'], transform=Downsample(..., layer='counts'))"
+            f"Downsample needs counts: whole numbers from 0 to {largest} in {value.dtype}, whose sum in a cell is at "
+            f"most 2**53; {name} has {number!r} in row {rows[first_row + position]}, column {column}. {remedy}"
         )
 
 
@@ -425,6 +437,17 @@ def _in_kernel_dtype(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
         converted = values.astype(kernel_dtype)
         yield converted
         values[...] = converted
+        _check_same(converted, values, values.dtype)
+
+
+def _check_same(changed: NDArray[Any], rounded: NDArray[Any], dtype: object) -> None:
+    """Raise an error if values were rounded when they were converted to `dtype`."""
+    if not np.array_equal(changed, rounded, equal_nan=True):
+        lost = changed[~np.isclose(changed, rounded, rtol=0, atol=0, equal_nan=True)].flat[0]
+        raise InputError(
+            f"the transform drew {lost}, which {dtype} cannot represent. Request scDataset(dtype='float32'), and "
+            "convert the batch afterwards"
+        )
 
 
 def _is_number(value: Any) -> bool:

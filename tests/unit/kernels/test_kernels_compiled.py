@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,3 +79,10 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_and_nothing_else(tmp_pa
     # Numba falls back to its own folder, which may contain the kernel from an earlier run.
     assert n_hits_of(run(blocked, 0)) in (0, 3)
     assert blocked.read_text() == "a file where a folder should be"
+
+
+def test_numba_without_compilation_is_refused_when_kernels_are_imported(tmp_path):
+    process = run(tmp_path, 0, NUMBA_DISABLE_JIT="1")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode != 0
+    assert re.search("InputError: .*NUMBA_DISABLE_JIT", err)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.view import AnnDataView
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, FetchError, InputError
 from dasksc.pushdown import matrix_of
 from tests.support.data import (
     SAMPLE_FILES,
@@ -376,7 +376,9 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     X = np.array([[0, 1, 2], [3, 0, 4], [5, 6, value]], dtype=object).astype(stored)
     path = write_store(ad.AnnData(X=sp.csr_matrix(X) if layout == "csr" else X), tmp_path, "h5ad")
     dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=3, dtype=requested, layout=tensors)
-    expected = rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{requested}' cannot hold: it would become {would}.*float"
+    expected = (
+        rf"row 2 \(of rows 0 to 2, .*\) holds .*dtype='{requested}' cannot hold: it would become {would}.*dtype='"
+    )
     with pytest.raises(InputError, match=expected):
         list(dataset)
     # The other rows fit, and are returned unchanged.
@@ -387,6 +389,36 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
         # SciPy has no float16, and PyTorch lacks arithmetic for some types.
         batch = torch.from_numpy(sp.csr_matrix((parts[0].astype(np.float64), *parts[1:]), shape=(2, 3)).toarray())
     np.testing.assert_array_equal(batch.numpy(), X[:2])
+
+
+@pytest.mark.parametrize("tensors", ["dense", "csr"])
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(
+    ("stored", "value"), [("int64", 2**53 + 1), ("int64", -(2**62) - 1), ("uint64", 2**53 + 1), ("uint64", 2**64 - 1)]
+)
+def test_an_integer_that_float64_rounds_is_refused_with_its_row(
+    stored: str, value: int, layout: str, tensors: str, tmp_path: Path
+) -> None:
+    X = np.array([[0, 1, 2**60], [3, 0, 2**53], [5, value, 6]], dtype=stored)
+    other = X.astype("float64")
+    other[2, 1] = 4
+    path, narrow = (
+        write_store(ad.AnnData(X=sp.csr_matrix(one) if layout == "csr" else one), tmp_path, "h5ad", name)
+        for one, name in ((X, "wide"), (other, "narrow"))
+    )
+    options: dict[str, Any] = {"strategy": dasksc.Streaming(), "batch_size": 6, "layout": tensors}
+    for collection, dtype in ((path, "float32"), (path, None), ([path, narrow], "float32")):
+        with pytest.raises((InputError, FetchError), match=rf"wide.*row 2 .*{value}.*dtype='{stored}'"):
+            list(dasksc.scDataset(collection, dtype=dtype, **options))
+    lazy = dasksc.open(path).X
+    with pytest.raises(InputError, match=f"row 2 .*{value}"):
+        (lazy * 2).compute()
+    np.testing.assert_array_equal(dense(lazy[:2].compute()), X[:2].astype("float64"))
+    # Genes without such a value, and an integer type, are read.
+    (some,) = dasksc.scDataset(path, genes=["0", "2"], dtype="float64", **options)
+    np.testing.assert_array_equal(some.to_dense().numpy(), X[:, [0, 2]].astype("float64"))
+    (whole,) = dasksc.scDataset(path, dtype=stored, **(options | {"layout": "dense"}))
+    np.testing.assert_array_equal(whole.numpy(), X)
 
 
 @pytest.mark.parametrize(("requested", "fits"), [("uint8", False), ("int16", True), ("float32", True), (None, True)])

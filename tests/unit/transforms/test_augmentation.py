@@ -122,6 +122,25 @@ def test_values_that_are_no_counts_are_named(layout, bad):
     assert dense(MaskGenes(0.5)(batch_of(values, layout)).X).shape == values.shape
 
 
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("transform", [Downsample(0.5), Downsample(target_counts=10**15)], ids=repr)
+def test_counts_that_the_type_of_the_batch_cannot_represent_are_refused(transform, layout):
+    values = torch.zeros((2, 3), dtype=torch.float64)
+    values[1] = torch.tensor([10.0**15, 2**25, 3])
+    total = dense(transform(batch_of(values, layout, torch.float64)).X).sum(dim=1)[1]
+    assert total == 10**15 if transform.target_counts else abs(total - 10**15 / 2) < 1e9
+    with pytest.raises(InputError, match=r"row 1001, column 0.*dtype='float64'"):
+        transform(batch_of(values, layout, torch.float32))
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 40_000), (torch.bfloat16, 2**14)])
+def test_drawn_counts_that_a_half_type_cannot_represent_are_refused(dtype, count):
+    values = torch.full((2, N_VARS), count)
+    with pytest.raises(InputError, match=f"{dtype}".removeprefix("torch.")):
+        Downsample(0.5)(batch_of(values, dtype=dtype))
+    assert MaskGenes(0.5)(batch_of(values, dtype=dtype)).X.max() == count
+
+
 def test_batches_without_rows_or_genes_stay_so():
     for transform in KINDS:
         for layout in ("dense", "csr"):
