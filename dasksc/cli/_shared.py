@@ -129,7 +129,13 @@ def cached_in(folder: str | None) -> Iterator[None]:
 
 
 def opened(
-    paths: Sequence[str], join: str, *, features: Features, storage_options: StorageOptions, cache: str | None
+    paths: Sequence[str],
+    join: str,
+    *,
+    features: Features,
+    storage_options: StorageOptions,
+    cache: str | None,
+    names: bool = False,
 ) -> AnnData | dasksc.Modalities:
     """Open the paths of a command line: several atlases as one, or the modalities of a MuData."""
     of_several = next((path for path in paths if is_modalities(path)), None)
@@ -137,7 +143,7 @@ def opened(
         if of_several is None:
             how: Any = "outer" if join == "outer" else "inner"
             chosen: Any = features
-            atlas = dasksc.open(data_of(paths), names=False, join=how, storage_options=storage_options, **chosen)
+            atlas = dasksc.open(data_of(paths), names=names, join=how, storage_options=storage_options, **chosen)
             print_warnings()
             return atlas
         named = redact_url(of_several) if is_url(of_several) else of_several

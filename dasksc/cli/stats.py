@@ -54,7 +54,9 @@ def command(
     """
     if out is not None:
         check_destination(out)  # before the pass
-    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
+    # Only the written table of cells shows their names.
+    names = out is not None and bool(qc)
+    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache, names=names)
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
             f"statistics need a single matrix, but this path contains several modalities ({', '.join(atlas)}). Store "
@@ -64,6 +66,11 @@ def command(
     for name, is_prefix, prefix in (one.partition("=") for one in qc):
         if is_prefix:
             masks[name] = atlas.var_names.str.startswith(prefix)
+            if not masks[name].any():
+                raise dasksc.InputError(
+                    f"--qc {name}={prefix}: no gene name begins with {prefix!r}; the first names are "
+                    f"{', '.join(map(repr, atlas.var_names[:3]))}. Give the prefix with the same case"
+                )
         elif name in atlas.var and atlas.var[name].dtype == bool:
             masks[name] = atlas.var[name].to_numpy()
         else:

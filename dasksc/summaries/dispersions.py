@@ -47,6 +47,8 @@ def by_dispersion(
         return _of_batch(means[0], variances[0], flavor, n_top_genes)
     stacked = np.zeros((*means.shape, 4))  # stays 0 for genes that are not expressed in a batch
     for values, mean, variance, expressed in zip(stacked, means, variances, is_expressed, strict=True):
+        if not expressed.any():
+            continue
         values[expressed] = _of_batch(mean[expressed], variance[expressed], flavor, n_top_genes)
     n_tops = stacked[:, :, -1].sum(axis=0).astype(np.int64)
     scores = _nan_mean(stacked[:, :, 2])

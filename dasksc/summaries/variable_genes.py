@@ -37,6 +37,7 @@ Flavor = Literal["seurat", "cell_ranger", "seurat_v3", "pearson_residuals"]
 
 # Bytes for each gene of each batch: moments, and the scores computed from them.
 _SCORE_BYTES = 13 * 8
+# The fit crashes the process if this share of the genes is less than one gene.
 _SPAN = 0.3
 _THETA = 100.0
 
@@ -123,6 +124,8 @@ def highly_variable_genes(
     source = Pass(adata, layer=layer, columns=columns, filter=filter, progress=progress)
     if not source.n_rows:
         raise InputError("there are no cells to find variable genes in; the filter selects none")
+    if not source.adata.n_vars:
+        raise InputError("there are no genes to choose from; the atlas has none")
     batches = _batches(source, batch_key)
     expects_counts = flavor in ("seurat_v3", "pearson_residuals")
     if flavor == "seurat_v3":
@@ -142,6 +145,11 @@ def highly_variable_genes(
             flavor,
             source.label,
         )
+    if not (expects_counts or (np.isfinite(moments.sum).all() and np.isfinite(moments.squares).all())):
+        raise InputError(
+            f"{source.label} has values that are infinite or too large for flavor={flavor!r}, which expects "
+            "log-normalized values; normalize the counts first with dasksc.normalize, or use flavor='seurat_v3'"
+        )
     if not (expects_counts or kinds & (kernels.FRACTIONS | kernels.NEGATIVE)):
         logger.warning(
             "flavor=%r expects log-normalized values, but %s has only whole numbers, such as counts; normalize the "
@@ -156,11 +164,6 @@ def highly_variable_genes(
         found = _by_residuals(source, batches, moments, n_top_genes)
     else:
         is_expressed = moments.n_nonzero > 0
-        if not (np.isfinite(moments.sum).all() and np.isfinite(moments.squares).all()):
-            raise InputError(
-                f"{source.label} has values that are infinite or too large for flavor={flavor!r}, which expects "
-                "log-normalized values; normalize the counts first with dasksc.normalize, or use flavor='seurat_v3'"
-            )
         found = by_dispersion(
             moments.mean,
             _variance(moments),
@@ -242,6 +245,8 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments) -> 
     for name, mean, variance, deviation in zip(names, means, _variance(moments), deviations, strict=True):
         varies = variance > 0
         try:
+            if varies.sum() * _SPAN < 1:
+                raise ValueError("too few genes vary")
             model = loess(np.log10(mean[varies]), np.log10(variance[varies]), span=_SPAN, degree=2)
             model.fit()
         except ValueError as error:

@@ -325,3 +325,42 @@ def test_what_cannot_be_compared_is_refused(caplog):
     small = adata[:3].copy()
     with pytest.raises(InputError, match="which fails for batch 'all'"):
         dasksc.highly_variable_genes(small, 50, "seurat_v3")
+
+
+@pytest.mark.parametrize("kind", ["one cell", "empty", "constant", "three genes"])
+def test_a_batch_that_is_too_small_for_the_fit_is_named(kind):
+    atlas = made_up(100, 40)
+    is_odd = np.arange(100) == 0 if kind == "one cell" else np.arange(100) < 30
+    atlas.obs["part"] = pd.Categorical(np.where(is_odd, "odd", "rest"))
+    counts = atlas.X.toarray()
+    if kind != "one cell":
+        counts[is_odd, 3 if kind == "three genes" else 0 :] = 0 if kind == "empty" else 2
+    atlas.X = sp.csr_matrix(counts)
+    with pytest.raises(InputError, match="odd"):
+        dasksc.highly_variable_genes(atlas, 5, "seurat_v3", "part")
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_no_gene_is_refused(flavor):
+    with pytest.raises(InputError, match="genes"):
+        dasksc.highly_variable_genes(made_up(30, 40)[:, :0].copy(), 5, flavor)
+
+
+@pytest.mark.parametrize("flavor", ["seurat", "cell_ranger"])
+def test_a_batch_without_expressed_genes_adds_no_score(flavor):
+    atlas = made_up(200, 100, 1)
+    atlas.X = atlas.X.log1p()
+    expected = dasksc.highly_variable_genes(atlas, 10, flavor, "batch")
+    empty = made_up(20, 100, 1)
+    empty.X = empty.X * 0
+    empty.obs["batch"] = pd.Categorical(["empty"] * 20)
+    found = dasksc.highly_variable_genes(ad.concat([atlas, empty], index_unique="-"), 10, flavor, "batch")
+    assert found.index[found["highly_variable"]].equals(expected.index[expected["highly_variable"]])
+
+
+def test_counts_too_large_for_seurat_raise_one_error_and_no_warning(caplog):
+    atlas = made_up(30, 40)
+    atlas.X = atlas.X * 1000
+    with pytest.raises(InputError, match="seurat"):
+        dasksc.highly_variable_genes(atlas, 5, "seurat")
+    assert not caplog.records
