@@ -539,3 +539,17 @@ def test_features_of_other_files_are_not_chosen(folder: Path, cite: Path) -> Non
             assert says in str(failed.exception)
     with pytest.raises(InputError, match=r"genome= is for 10x \.h5 files, but an AnnData"):
         dasksc.describe(atlas(0), genome="hg19")
+
+
+def test_stats_writes_names_of_cells_and_refuses_a_prefix_of_no_gene(tmp_path):
+    path, out = tmp_path / "a.h5ad", tmp_path / "out.h5ad"
+    stored = AnnData(np.ones((3, 2), np.float32), pd.DataFrame(index=list("abc")), pd.DataFrame(index=["MT-1", "g"]))
+    stored.write_h5ad(path)
+    run("stats", path, "--qc", "mito=MT-", "--out", out)
+    with h5py.File(out) as file:
+        columns: list[Any] = []
+        file.visititems(lambda _, item: columns.append(item[()].tolist()) if isinstance(item, h5py.Dataset) else None)
+    assert [b"a", b"b", b"c"] in columns
+    refused = click.testing.CliRunner().invoke(cli.group, ["stats", str(path), "--qc", "mito=mt-"])
+    assert isinstance(refused.exception, InputError)
+    assert "'mt-'" in str(refused.exception)
