@@ -113,9 +113,10 @@ def command(
         click.echo(f"{report.n_predicted:,} cells predicted; the last rank to finish writes them to {report.path}")
         return
     keys = ", ".join(f"{name} {what}" for name, what in report.keys.items())
+    rate = f" ({report.cells_per_s:,.0f} cells/s)" if report.n_predicted else ""
     click.echo(
         f"{report.path}: {keys}; {report.n_predicted:,} of {report.n_obs:,} cells predicted in {report.elapsed_s:.1f} s"
-        f" ({report.cells_per_s:,.0f} cells/s)"
+        f"{rate}"
     )
     for name, (n, cells) in report.nan_cells.items():
         named = ", ".join(f"{row} {cell}".strip() for row, cell in cells)

@@ -39,8 +39,8 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
     Notes
     -----
     An epoch is healthy if training waits for less than 5% of the time. If training waits longer, but at most one fetch
-    has been received, no bottleneck is named: the epoch is starting, or is too short to read ahead. Otherwise, the
-    bottleneck is:
+    has been received, or the epoch has only one, no bottleneck is named: the epoch is starting, or is too short to read
+    ahead. Otherwise, the bottleneck is:
 
     1. making batches, if all fetches in flight are ready;
     2. memory, if one more fetch would exceed ``limit_bytes``;
@@ -58,7 +58,7 @@ def diagnosis(figures: Mapping[str, Any]) -> str:
         return "healthy: the trainer waited less than 1% of the time"
     if wait_share < _HEALTHY:
         return f"healthy: the trainer waited {wait_share:.0%} of the time"
-    if figures["n_fetched"] <= 1:
+    if figures["n_fetched"] <= 1 or figures["n_rank_fetches"] == 1:
         # Nothing is read ahead of the first fetch, so training always waits for it.
         if figures["n_batches_left"] > 0 or figures["n_fetching"] > 0:
             return f"starting: {wait_share:.0%} waiting for the first fetch"

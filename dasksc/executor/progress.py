@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from dasksc.errors import InputError
 from dasksc.executor.diagnosis import diagnosis
+from dasksc.kernels.compiled import compiling, seconds_compiling
 from dasksc.planning.plan import EpochPlan
 
 __all__ = ["EPOCH_TITLE", "Bar", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
@@ -82,7 +83,9 @@ class EpochStats:
         self._has_last = has_last
         self.n_batches = 0
         self.n_rows = 0
-        self.wait_s = 0.0
+        self._waited_s = 0.0
+        self._compiled_before_s = seconds_compiling()
+        self._compiled_s = 0.0
         self.gather_s = 0.0
         self.fetches: Callable[[], FetchFigures] = FetchFigures
         self._start = perf_counter()
@@ -101,7 +104,8 @@ class EpochStats:
                 return
             self._wait_start = None
             self._latest = perf_counter()
-            self.wait_s += self._latest - wait_start
+            self._waited_s += self._latest - wait_start
+            self._compiled_s = seconds_compiling() - self._compiled_before_s
             self.n_batches += 1
             self.n_rows += self._rows_of_latest()
             yield batch
@@ -115,10 +119,24 @@ class EpochStats:
         return self.plan.batch_size
 
     @property
+    def compile_s(self) -> float:
+        """Part of the waiting time during which kernels were compiled, in seconds; it is in no other figure."""
+        return min(self._compiled_s, self._waited_s)
+
+    @property
+    def wait_s(self) -> float:
+        """Time that the consumer spent waiting for batches, in seconds."""
+        return self._waited_s - self.compile_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time from the beginning of the epoch to its latest batch, in seconds."""
+        return self._latest - self._start - self.compile_s
+
+    @property
     def wait_share(self) -> float:
         """Fraction of the time since the epoch began that the consumer spent waiting for batches."""
-        elapsed = self._latest - self._start
-        return self.wait_s / elapsed if elapsed > 0 else 0.0
+        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -132,7 +150,7 @@ class EpochStats:
         now, wait_start = perf_counter(), self._wait_start
         return {
             "clock_s": now - self._start,
-            "waited_s": self.wait_s + (0.0 if wait_start is None else now - wait_start),
+            "waited_s": self._waited_s + (0.0 if wait_start is None else now - wait_start),
         }
 
     def freeze(self) -> None:
@@ -142,7 +160,7 @@ class EpochStats:
 
     def report(self) -> dict[str, Any]:
         """Return the figures by name; see `dasksc.scDataset.stats`."""
-        elapsed = self._latest - self._start
+        elapsed = self.elapsed_s
         plan = self.plan
         return {
             "epoch": None if plan is None else plan.epoch,
@@ -158,6 +176,8 @@ class EpochStats:
             "n_rank_dropped": 0 if plan is None else plan.n_rank_dropped,
             "n_padded": 0 if plan is None else plan.n_padded,
             "n_dropped": 0 if plan is None else plan.n_dropped,
+            "n_rank_fetches": 0 if plan is None else plan.n_fetches,
+            "compile_s": self.compile_s,
             "wait_s": self.wait_s,
             "elapsed_s": elapsed,
             "wait_share": self.wait_share,
@@ -180,7 +200,7 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in (*summed, *bytes_and_times):
         # A DataLoader worker that failed before its first fetch reports no limit.
         result[name] = sum(report[name] or 0 for report in reports)
-    for name in ("wait_s", "elapsed_s", "wait_share"):
+    for name in ("compile_s", "wait_s", "elapsed_s", "wait_share"):
         result[name] = max(report[name] for report in reports)
     result["rows_per_s"] = result["n_rows"] / result["elapsed_s"] if result["elapsed_s"] > 0 else 0.0
     return result
@@ -248,5 +268,8 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
 
     plan = stats.plan
     label = "" if plan is None else f"epoch {plan.epoch}" + (f" rank {plan.rank}" if plan.world_size > 1 else "")
-    with RateBar(total=n_batches, desc=label, unit="batch") as bar:
+    with (
+        RateBar(total=n_batches, desc=label, unit="batch") as bar,
+        compiling(lambda: bar.set_postfix_str("compiling kernels, once")),
+    ):
         yield bar

@@ -183,6 +183,8 @@ class Description:
         columns_shown = ", ".join(map(str, self.obs[:_N_SHOWN]))
         more = f" and {len(self.obs) - _N_SHOWN} more" if len(self.obs) > _N_SHOWN else ""
         yield f"  obs  {columns_shown or 'no columns'}{more}"
+        if not self.modalities and all(one.key != "X" for one in self.matrices):
+            yield "  X    not stored, so there are no batches until adata.X is set, for example from a layer"
         width = max((len(one.key) for one in self.matrices), default=0)
         for matrix in self.matrices:
             yield f"  {matrix.key:<{width}}  {matrix}"

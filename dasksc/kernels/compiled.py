@@ -15,17 +15,19 @@ import logging
 import os
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numba
 from numba import config, njit
+from numba.core import event
 
 from dasksc._compat.numba import FunctionCache, cache_location, can_cache, set_cache
 from dasksc.errors import InputError
 
-__all__ = ["kernel"]
+__all__ = ["compiling", "kernel", "seconds_compiling"]
 
 if config.DISABLE_JIT:
     # Kernels read memory at addresses and use vectors, which only compiled code can do.
@@ -50,6 +52,51 @@ def kernel(function: Callable[..., Any]) -> Any:
     except RuntimeError as error:  # neither the source folder nor the user's cache folder is writable
         logger.info("kernels are compiled again in every process: %s", error)
     return dispatcher
+
+
+class _Compilations(event.Listener):  # type: ignore[misc]
+    """Time spent compiling; kernels that call others are compiled within each other, under numba's lock."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._start = 0.0
+        self._total_s = 0.0
+        self.calls: list[Callable[[], object]] = []
+
+    def on_start(self, event: Any) -> None:
+        if not self._depth:
+            self._start = perf_counter()
+            for call in self.calls:
+                call()
+        self._depth += 1
+
+    def on_end(self, event: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._total_s += perf_counter() - self._start
+
+    @property
+    def total_s(self) -> float:
+        return self._total_s + (perf_counter() - self._start if self._depth else 0.0)
+
+
+_compilations = _Compilations()
+event.register("numba:compile", _compilations)
+
+
+def seconds_compiling() -> float:
+    """Return the seconds that this process has spent compiling kernels so far."""
+    return _compilations.total_s
+
+
+@contextlib.contextmanager
+def compiling(call: Callable[[], object]) -> Iterator[None]:
+    """Call `call` whenever a kernel begins to be compiled within the ``with`` block."""
+    _compilations.calls.append(call)
+    try:
+        yield
+    finally:
+        _compilations.calls.remove(call)
 
 
 @functools.cache

@@ -638,8 +638,12 @@ class scDataset(IterableDataset[Any]):
               At the end of an epoch that was not resumed, the sum of ``n_rows`` over all ranks is the number of rows of
               the epoch + ``n_padded`` - ``n_dropped``.
 
+            - ``n_rank_fetches``: fetches of this rank
+
             Speed of the loop:
 
+            - ``compile_s``: time that the loop waited while kernels were compiled, in seconds; no other figure contains
+              it
             - ``wait_s``: time that the loop waited for batches, in seconds
             - ``elapsed_s``: time from the request of the first batch until the latest batch, in seconds
             - ``wait_share``: ``wait_s / elapsed_s``

@@ -203,7 +203,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Epoc
         options["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = split_table = None
     if data.validation is not None and data.validation.path is None:
-        parts = _parts_of(adata, data.validation)
+        rows = None if data.filter is None else dasksc.rows_where(adata, data.filter)
+        parts = _parts_of(adata, data.validation, rows)
         rest, held_out = parts.values()
         split_table = _table_of(parts, data.validation)
         if "indices" in options:
@@ -384,16 +385,18 @@ def _first(names: list[Any]) -> str:
 
 def split_rows(adata: Any, validation: Validation) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows for training and the held-out rows; the split is the same on every rank."""
-    rest, held_out = _parts_of(adata, validation).values()
+    rest, held_out = _parts_of(adata, validation, None).values()
     return rest, held_out
 
 
-def _parts_of(adata: Any, validation: Validation) -> dict[str, NDArray[np.int64]]:
+def _parts_of(adata: Any, validation: Validation, rows: NDArray[np.int64] | None) -> dict[str, NDArray[np.int64]]:
+    """Split all rows of an atlas, or the given ones."""
     options: dict[str, Any] = {}
     if validation.hold_out is None:
         options["fractions"] = {"training": 1 - validation.share, "validation": validation.share}
     return dasksc.split(
         adata,
+        indices=rows,
         by=validation.by,
         groups=validation.groups,
         stratify=validation.stratify,

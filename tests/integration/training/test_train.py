@@ -327,8 +327,12 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
     raw["data"]["validation"] = {"share": 0.2, "stratify": "cell_type"}
     report = train(raw, training__max_epochs=1)
-    n_chosen = int(adata.obs["plate"].isin(["plate_0", "plate_1", "plate_2"]).sum())
-    assert 0.6 * n_chosen < report.n_cells < n_chosen
+    chosen = adata.obs["plate"].isin(["plate_0", "plate_1", "plate_2"]).to_numpy()
+    assert report.n_cells == pytest.approx(0.8 * chosen.sum(), abs=3)
+    raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
+    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    held = sum(len(batch["X"]) for batch in loaders.validation)
+    assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
 
 
 @pytest.fixture

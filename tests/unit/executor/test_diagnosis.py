@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import numba
 import pytest
 
+from dasksc.executor import progress
 from dasksc.executor.diagnosis import diagnosis
+from dasksc.kernels.compiled import compiling, seconds_compiling
 
 pytestmark = pytest.mark.core
 
@@ -20,6 +24,7 @@ def figures(**changed: Any) -> dict[str, Any]:
         "n_fetching": 0,
         "n_ready": 0,
         "n_fetched": 25,
+        "n_rank_fetches": 25,
         "in_flight_bytes": 0,
         "limit_bytes": 1000,
         "fetch_s": 10.0,
@@ -79,10 +84,43 @@ def figures(**changed: Any) -> dict[str, Any]:
         ({"n_batches": 0, "n_fetched": 0}, "starting: no batch has been read yet"),
         ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38% waiting for the first fetch"),
         ({"n_fetched": 1}, "the epoch is too short to read ahead: 38% waiting for its only fetch"),
+        # A large fetch is several tasks.
+        (
+            {"n_fetched": 4, "n_rank_fetches": 1},
+            "the epoch is too short to read ahead: 38% waiting for its only fetch",
+        ),
     ],
 )
 def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sentence: str) -> None:
     assert diagnosis(figures(**changed)) == sentence
+
+
+def test_waiting_while_kernels_are_compiled_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, clock = [0.0], [0.0]
+    monkeypatch.setattr(progress, "seconds_compiling", lambda: compiled[0])
+    monkeypatch.setattr(progress, "perf_counter", lambda: clock[0])
+
+    def batches() -> Iterator[int]:
+        for waited_s, compiled_s in ((20.0, 19.0), (1.0, 0.0)):
+            clock[0] += waited_s
+            compiled[0] += compiled_s
+            yield 0
+
+    stats = progress.EpochStats()
+    for _ in stats.timed(batches()):
+        clock[0] += 1  # the training step
+    report = stats.report()
+    assert (report["compile_s"], report["wait_s"], report["elapsed_s"]) == (19, 2, 3)
+    assert report["wait_share"] == pytest.approx(2 / 3)
+
+
+def test_compiling_a_kernel_is_announced_and_timed() -> None:
+    calls: list[str] = []
+    before = seconds_compiling()
+    with compiling(lambda: calls.append("compiling")):
+        assert numba.njit(lambda x: x + 1)(1) == 2
+    assert calls
+    assert seconds_compiling() > before
 
 
 def test_times_that_do_not_add_up_are_no_negative_time() -> None:

@@ -237,3 +237,9 @@ def test_the_report_reads_like_one(path):
     assert lines[7].startswith("  memory   ")
     assert re.fullmatch(r" +process: \d+\.\d+ .iB per rank plus the model; request \d+\.\d+ .iB", lines[8])
     assert len(lines) == 9
+
+
+def test_an_atlas_without_x_is_described_as_such(tmp_path):
+    adata = ad.AnnData(obs=pd.DataFrame(index=["a", "b"]), var=pd.DataFrame(index=["x"]))
+    adata.write_h5ad(tmp_path / "atlas.h5ad")
+    assert re.search(r"^ +X +not stored", repr(dasksc.describe(tmp_path / "atlas.h5ad", seconds=0)), re.MULTILINE)
