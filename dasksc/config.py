@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.resources
-from typing import Any, TypeGuard
+from typing import Any
 
 import dask.config
-import numpy as np
 import yaml
 from dask.utils import format_bytes, parse_bytes, parse_timedelta
 
@@ -18,10 +17,7 @@ __all__ = [
     "get",
     "get_bytes",
     "get_seconds",
-    "is_whole",
     "memory_limit",
-    "true_or_false",
-    "whole_number",
 ]
 
 _DEFAULTS: dict[str, Any] = yaml.safe_load(importlib.resources.files("dasksc").joinpath("dasksc.yaml").read_text())
@@ -63,39 +59,6 @@ def memory_limit(given: int | str | None) -> int:
     if not 0 < n_bytes < 2**63:
         raise InputError(f"memory_limit must be a whole number of at least 1; got {limit!r}")
     return n_bytes
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Return True for Python and NumPy integers, and False for anything else, including bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
-    """Return `value` as an int if it is an integer in [low, end).
-
-    Raises
-    ------
-    InputError
-        If `value` is not such an integer. The message contains `name`, the name of the argument.
-    """
-    if not is_whole(value) or not low <= value < end:
-        above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
-        span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
-        raise InputError(f"{name} must be a whole number {span}; got {value!r}")
-    return int(value)
-
-
-def true_or_false(name: str, value: Any) -> bool:
-    """Return `value` as a bool if it is True, False, 1 or 0.
-
-    Raises
-    ------
-    InputError
-        If `value` is anything else. The message contains `name`, the name of the argument.
-    """
-    if isinstance(value, bool | np.bool_) or (is_whole(value) and value in (0, 1)):
-        return bool(value)
-    raise InputError(f"{name} must be True or False; got {value!r}")
 
 
 def get_seconds(key: str) -> float | None:

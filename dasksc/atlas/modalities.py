@@ -16,6 +16,7 @@ from dasksc.atlas import opening
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.stored_mudata import open_modalities, split_columns
 from dasksc.atlas.stores import holds_modalities
+from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
 from dasksc.storage import UseMmap
@@ -91,6 +92,7 @@ class Modalities:
     ) -> None:
         if isinstance(obs, str):
             raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
+        check_flags(raw=raw)
         shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
         if not opened:
             raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")

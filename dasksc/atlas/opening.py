@@ -31,6 +31,7 @@ from dasksc.atlas.options import (
     refuse_feature_choice,
 )
 from dasksc.atlas.stored_anndata import open_path
+from dasksc.checks import check_flags
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.storage import Cache, UseMmap
 
@@ -169,6 +170,7 @@ def open(
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     check_mmap(mmap)
+    check_flags(names=names, raw=raw)
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):

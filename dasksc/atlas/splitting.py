@@ -16,7 +16,7 @@ from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.atlas.options import Openable
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute

@@ -15,6 +15,7 @@ from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open, warn_of_repeated_names
 from dasksc.atlas.options import Openable, OpenOptions
 from dasksc.atlas.unread_names import UnreadNames
+from dasksc.checks import check_flags
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
@@ -202,6 +203,7 @@ def convert(
     (2000, 300)
     """
     begun = time.perf_counter()
+    check_flags(overwrite=overwrite, verify=verify, progress=progress)
     recipe = Recipe(
         order=order,
         group_by=group_by,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dasksc.atlas.concat import MERGES, Join, check_fill_value
-from dasksc.config import whole_number
+from dasksc.checks import check_flags, whole_number
 from dasksc.conversion.rows import Order
 from dasksc.errors import InputError
 
@@ -49,6 +49,7 @@ class Recipe:
     narrow: bool
 
     def __post_init__(self) -> None:
+        check_flags(narrow=self.narrow)
         if self.order not in _ORDERS:
             raise InputError(f"order={self.order!r} is neither 'shuffle' nor 'keep'; to group cells, give group_by=")
         if isinstance(self.group_by, list | tuple):

@@ -14,6 +14,7 @@ import scipy.sparse as sp
 from anndata import AnnData
 from anndata.io import write_elem
 
+from dasksc.checks import check_flags
 from dasksc.datasets.atlas import synthetic
 from dasksc.datasets.design import names
 from dasksc.datasets.screen import synthetic_screen
@@ -74,6 +75,7 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
     existing = [file for file in contents if (folder / file).exists()]
+    check_flags(overwrite=overwrite)
     if existing and not overwrite:
         raise InputError(
             f"{folder} already has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite)."

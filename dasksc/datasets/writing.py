@@ -21,6 +21,7 @@ import zarr
 from anndata.io import write_elem
 from numpy.typing import NDArray
 
+from dasksc.checks import check_flags
 from dasksc.datasets.design import names
 from dasksc.errors import InputError
 
@@ -58,6 +59,7 @@ def partial_path(path: Path, *, overwrite: bool) -> Iterator[Path]:
     InputError
         If `path` exists and `overwrite` is False.
     """
+    check_flags(overwrite=overwrite)
     if path.exists() and not overwrite:
         raise InputError(f"{path} exists. Give another path, or overwrite=True (--overwrite).")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,7 @@ from dask.base import tokenize
 from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.modalities import Modalities
 from dasksc.batches.batch import device_of
+from dasksc.checks import check_flags
 from dasksc.displays import with_options_of
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.calling import Predictor
@@ -214,6 +215,7 @@ def predict(
     >>> dasksc.open("atlas.h5ad", attach={"obsm/X_emb": "emb.zarr"}).obsm["X_emb"].shape
     (2000, 8)
     """
+    check_flags(progress=progress)
     run = Predictions(
         model,
         dataset,
@@ -261,6 +263,7 @@ class Predictions:
         self._key = check_name(key)
         labels = check_categories(categories)
         self._nan = nan
+        check_flags(in_place=in_place, overwrite=overwrite)
         self._overwrite = overwrite
         self.predictor = Predictor.of(model)
         self._device = self.predictor.device if device is None else device_of(device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.dryrun_report import Check, ClassShare, RankShare
 from dasksc.inspection.dryrun_warnings import (

@@ -54,7 +54,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-class _Compilations(event.Listener):  # type: ignore[misc]
+class _Compilations(event.Listener):
     """Time spent compiling; kernels that call others are compiled within each other, under numba's lock."""
 
     def __init__(self) -> None:

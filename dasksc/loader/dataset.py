@@ -16,7 +16,7 @@ import dask.array as da
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dasksc import config
+from dasksc import checks, config
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
 from dasksc.batches.stacking import refuse_stacking
@@ -282,16 +282,17 @@ class scDataset(IterableDataset[Any]):
         self.strategy = self._given_strategy = strategy = as_strategy(strategy, label_key=label_key)
         self._arguments["strategy"] = brief(strategy)
         del self._arguments["data_collection"]
-        self.batch_size = config.whole_number("batch_size", batch_size)
-        self.drop_last = config.true_or_false("drop_last", drop_last)
-        self.equal_ranks = config.true_or_false("equal_ranks", equal_ranks)
+        self.batch_size = checks.whole_number("batch_size", batch_size)
+        self.drop_last = checks.true_or_false("drop_last", drop_last)
+        self.equal_ranks = checks.true_or_false("equal_ranks", equal_ranks)
+        checks.check_flags(pin_memory=pin_memory, progress=progress)
         self.fetch_callback = fetch_callback
         self.fetch_transform = fetch_transform
         self.batch_callback = batch_callback
         self.batch_transform = batch_transform
         self.transform = transform
         prefetch = config.get("prefetch") if prefetch is None else prefetch
-        prefetch = None if prefetch is None else config.whole_number("prefetch", prefetch)
+        prefetch = None if prefetch is None else checks.whole_number("prefetch", prefetch)
         limit = config.memory_limit(memory_limit)
         self._placement = DeviceTransfer(device, pin_memory)
         self._progress = progress
@@ -300,7 +301,7 @@ class scDataset(IterableDataset[Any]):
         in_sets = isinstance(strategy, CellSets)
         request = BatchRequest(
             *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
-            return_index=config.true_or_false("return_index", return_index),
+            return_index=checks.true_or_false("return_index", return_index),
         )
         with explaining_control(strategy.control if isinstance(strategy, CellSets) else None):
             self._source = source_of(
@@ -411,7 +412,7 @@ class scDataset(IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read epoch `epoch`, and later iterations the following epochs."""
-        self._counter.set(config.whole_number("epoch", epoch, 0, 2**32))
+        self._counter.set(checks.whole_number("epoch", epoch, 0, 2**32))
         self._tracker.forget()
 
     def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:

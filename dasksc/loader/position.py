@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import get_worker_info
 
-from dasksc import config
+from dasksc import checks
 from dasksc.displays import brief
 from dasksc.errors import InputError
 from dasksc.loader.settings import differences
@@ -230,14 +230,14 @@ def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
         if not hasattr(state["fingerprint"], "keys"):
             raise TypeError("it is not a dict")
         part, expected = "epoch", "a whole number"
-        epoch = config.whole_number(part, _whole(state[part]), 0, 2**32)
+        epoch = checks.whole_number(part, _whole(state[part]), 0, 2**32)
         part, expected = "seed", "a whole number"
-        seed = config.whole_number(part, _whole(state[part]), 0, 2**64)
+        seed = checks.whole_number(part, _whole(state[part]), 0, 2**64)
         part, expected = "consumed", f"a list of lists of whole numbers ({', '.join(names)})"
         segments = tuple(
             ConsumedSegment(
                 **{
-                    name: config.whole_number(name, _whole(number), low=name != "n_batches")
+                    name: checks.whole_number(name, _whole(number), low=name != "n_batches")
                     for name, number in zip(names, segment, strict=True)
                 }
             )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dask.utils import format_bytes
 from torch.utils.data import get_worker_info
 
-from dasksc import config
+from dasksc import checks, config
 from dasksc.errors import InputError
 from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.loader.rank_session import RankSession
@@ -82,7 +82,7 @@ class MemoryProjection:
                     "for other collections"
                 )
             fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
-        self.fetch_factor = config.whole_number("fetch_factor", fetch_factor)
+        self.fetch_factor = checks.whole_number("fetch_factor", fetch_factor)
         self._refuse_too_large()
 
     def in_storage_order(self, session: RankSession) -> MemoryProjection:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
-from dasksc import config
+from dasksc import checks
 from dasksc.errors import InputError
 from dasksc.planning.agreement import Agreement
 from dasksc.planning.ranks import World
@@ -51,7 +51,7 @@ class RankSession:
         if seed is None:
             self._seed = secrets.randbits(63) if is_random else 0
         else:
-            self._seed = config.whole_number("seed", seed, 0, 2**64)
+            self._seed = checks.whole_number("seed", seed, 0, 2**64)
 
     def detect(self) -> World:
         """Return the rank and world size as detected now, which may differ from the fixed ones."""

@@ -234,6 +234,8 @@ class Hooks:
         for name, hook in vars(self).items():
             if hook is not None and not callable(hook):
                 raise WrongTypeError(f"{name} must be callable; got {hook!r}")
+            if hasattr(hook, "at_epoch"):
+                raise WrongTypeError(f"{name}={hook!r} is a transform of batches; give it as transform=")
 
     def __bool__(self) -> bool:
         return any(vars(self).values())

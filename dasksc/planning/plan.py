@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.displays import constructor, html_table
 from dasksc.errors import InputError
 from dasksc.kernels import permute

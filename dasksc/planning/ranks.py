@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 from dasksc.errors import InputError
 from dasksc.planning.process_groups import jax_state, torch_distributed
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.sampling.arrays import array_of

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.config import true_or_false, whole_number
+from dasksc.checks import true_or_false, whole_number
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.control_matching import MatchRequest, match_groups, match_rows

@@ -56,7 +56,7 @@ def shares_of(
 
 
 def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
-    weights: Any = class_weights or {}
+    weights: Any = {} if class_weights is None else class_weights
     if not isinstance(weights, Mapping):
         raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
     factors = np.ones(len(names), dtype=np.float64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.sampling.cell_sets import CellSets
 from dasksc.sampling.strategies import (

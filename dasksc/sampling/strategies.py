@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dasksc.config import whole_number
+from dasksc.checks import check_flags, whole_number
 from dasksc.displays import brief, constructor, html_table, set_arguments
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
@@ -209,6 +209,9 @@ class Streaming(BuiltInStrategy):
     indices: Any = None
     shuffle: bool = False
 
+    def __post_init__(self) -> None:
+        check_flags(shuffle=self.shuffle)
+
     @property
     def _shuffle_before_yield(self) -> bool:  # type: ignore[override]
         return self.shuffle
@@ -266,6 +269,9 @@ def _check_sizes(strategy: BlockShuffling | BlockWeightedSampling | ClassBalance
         value = getattr(strategy, name, None)
         if value is not None or name == "block_size":
             object.__setattr__(strategy, name, whole_number(name, value))
+    check_flags(
+        **{name: getattr(strategy, name) for name in ("drop_last", "replace", "per_batch") if hasattr(strategy, name)}
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -431,7 +437,7 @@ class ClassBalancedSampling(BuiltInStrategy):
                 "would have no effect; omit it"
             )
         smoothing: Any = self.smoothing
-        if not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
+        if isinstance(smoothing, bool) or not isinstance(smoothing, Real) or not 0 <= float(smoothing) <= 1:
             raise InputError(f"smoothing must lie in [0, 1]; got {self.smoothing!r}")
         temperature: Any = self.temperature
         if temperature is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from dasksc.atlas.lookup import nearest, require_key, some
 from dasksc.atlas.options import Openable
+from dasksc.checks import names_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
@@ -135,7 +136,7 @@ def statistics(
     >>> found.groups.shape
     (6, 300)
     """
-    columns = [] if by is None else [by] if isinstance(by, str) else list(by)
+    columns = names_or_none("by", by)
     source = Pass(adata, layer=layer, columns=columns, filter=filter, names=qc is not None, progress=progress)
     n_vars = source.adata.n_vars
     groups = None if by is None else groups_of(source.obs, columns)
@@ -199,6 +200,8 @@ class _Cells:
     def __init__(self, source: Pass, qc: Mapping[str, Any] | Sequence[str]) -> None:
         if isinstance(qc, str):
             raise InputError(f"qc={qc!r} is a string; give a list of names: qc=[{qc!r}]")
+        if not isinstance(qc, Iterable):
+            raise WrongTypeError(f"qc must be a list of names of var columns, or a dict of sets of genes; got {qc!r}")
         masks = _of_var(source.adata, qc) if not isinstance(qc, Mapping) else _of_genes(source.adata, qc)
         self._names = list(masks)
         # Per cell: totals of all genes and of each set, the number of genes, and the columns of the table (two, and two
@@ -248,6 +251,8 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
                 f"qc[{name!r}]={genes!r} is a string; give a list of gene names or, for a prefix, a mask: "
                 f"qc={{{name!r}: adata.var_names.str.startswith({genes!r})}}"
             )
+        if not isinstance(genes, Iterable):
+            raise WrongTypeError(f"qc[{name!r}] must be gene names, a mask or positions; got {genes!r}")
         chosen = np.asarray([*genes] if isinstance(genes, Set) else genes)
         absent = (
             [] if chosen.dtype.kind in "biuf" else [gene for gene in chosen.tolist() if gene not in adata.var_names]
@@ -256,6 +261,8 @@ def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.b
             raise MissingKeyError(
                 f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
             )
+        if chosen.dtype == bool and not chosen.any():
+            raise InputError(f"the mask qc[{name!r}] selects no gene; var_names are {some(adata.var_names)}")
         # An empty set selects no genes; `GeneRequest` would refuse it.
         if chosen.any() if chosen.dtype == bool else len(chosen):
             columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)

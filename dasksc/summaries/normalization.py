@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from dasksc._compat.dask import meta_of
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.options import Openable
+from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
@@ -76,6 +77,7 @@ def normalize(
     >>> batch.expm1().sum(dim=1)
     tensor([10000., 10000., 10000.])
     """
+    check_flags(log1p=log1p)
     atlas = open_atlas(adata)
     source = Pass(atlas, layer=layer, progress=progress)
     if target_sum is None:

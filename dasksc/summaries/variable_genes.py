@@ -23,7 +23,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.options import Openable
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.summaries.dispersions import by_dispersion

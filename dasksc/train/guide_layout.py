@@ -35,7 +35,7 @@ import os
 from typing import Any
 
 from dasksc import InputError
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 
 __all__ = ["translated"]
 

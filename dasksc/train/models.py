@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dasksc import InputError
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import augment as kernels
 from dasksc.sampling.random_keys import Purpose, epoch_keys

@@ -72,13 +72,14 @@ def as_transform(given: Any) -> Transform | None:
     if given is None or isinstance(given, Composed):
         return given
     if not isinstance(given, list | tuple):
-        if not callable(given):
+        if not callable(given) or isinstance(given, type):
             raise WrongTypeError(
-                f"transform must be callable; got {given!r}. Give a function of a batch, or a list of them"
+                f"transform must be a function of a batch, or a list of them; got {given!r}"
+                + (f". Create an instance: {given.__name__}(...)" if isinstance(given, type) else "")
             )
         return given  # type: ignore[no-any-return]
     for one in given:
-        if not callable(one):
+        if not callable(one) or isinstance(one, type):
             raise WrongTypeError(f"transform must be callable; the list has {one!r}. Give functions of a batch")
     for i, one in enumerate(given):
         if hasattr(one, "refuse_beside"):

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels

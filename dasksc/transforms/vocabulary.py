@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.atlas.lookup import some
-from dasksc.config import whole_number
+from dasksc.checks import whole_number
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
 
 __all__ = ["CLS", "MASK", "PAD", "Missing", "Vocabulary", "names_of"]
@@ -58,6 +58,8 @@ class Vocabulary:
     ------
     InputError
         If an id is not a non-negative integer, or two names have the same id.
+    WrongTypeError
+        If `ids` is not a mapping.
 
     Examples
     --------
@@ -69,6 +71,11 @@ class Vocabulary:
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
+        if not isinstance(ids, Mapping):
+            raise WrongTypeError(
+                f"ids must map names to ids; got {ids!r}. Use Vocabulary.of_genes for a list of genes, and "
+                "Vocabulary.read for a file"
+            )
         self.ids = {str(name): whole_number(f"the id of {name!r}", i, 0) for name, i in ids.items()}
         if len(set(self.ids.values())) < len(self.ids):
             seen: dict[int, str] = {}
@@ -236,6 +243,8 @@ def names_of(genes: Iterable[str]) -> list[str]:
     """
     if isinstance(genes, str):
         raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
+    if not isinstance(genes, Iterable):
+        raise WrongTypeError(f"genes must be a list of names; got {genes!r}")
     if hasattr(genes, "var_names") or hasattr(genes, "columns"):
         name = "adata.var_names" if hasattr(genes, "var_names") else "var.index"
         raise WrongTypeError(f"genes is of type {type(genes).__name__}; give the names of its genes: {name}")

@@ -12,7 +12,7 @@ import distributed
 from distributed.security import Security
 
 from dasksc._compat.distributed import ensure_ip, http_address
-from dasksc.config import is_whole
+from dasksc.checks import is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
 from dasksc.executor.cluster.rendezvous import attempt, join_cluster, publish_result

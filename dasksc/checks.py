@@ -1,0 +1,69 @@
+"""Checks of arguments where the user gives them; each error names the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from dasksc.errors import InputError, WrongTypeError
+
+__all__ = ["check_flags", "is_whole", "names_or_none", "true_or_false", "whole_number"]
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Return True for Python and NumPy integers, and False for anything else, including bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
+    """Return `value` as an int if it is an integer in [low, end).
+
+    Raises
+    ------
+    InputError
+        If `value` is not such an integer. The message contains `name`, the name of the argument.
+    """
+    if not is_whole(value) or not low <= value < end:
+        above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
+        span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
+        raise InputError(f"{name} must be a whole number {span}; got {value!r}")
+    return int(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """Return `value` as a bool if it is True, False, 1 or 0.
+
+    Raises
+    ------
+    WrongTypeError
+        If `value` is anything else. The message contains `name`, the name of the argument.
+    """
+    if isinstance(value, bool | np.bool_) or (is_whole(value) and value in (0, 1)):
+        return bool(value)
+    raise WrongTypeError(f"{name} must be True or False; got {value!r}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise an error unless all values are True or False, so that text such as ``"no"`` does not count as True."""
+    for name, value in flags.items():
+        true_or_false(name, value)
+
+
+def names_or_none(name: str, value: Any) -> list[str]:
+    """Return one name or several as a list, which is empty for None.
+
+    Raises
+    ------
+    WrongTypeError
+        If `value` is neither a string nor a collection of strings. The message contains `name`.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    names: list[Any] = list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(one, str) for one in names):
+        raise WrongTypeError(f"{name} must be the name of a column or a list of names; got {value!r}")
+    return names
