@@ -72,19 +72,24 @@ def as_transform(given: Any) -> Transform | None:
     if given is None or isinstance(given, Composed):
         return given
     if not isinstance(given, list | tuple):
-        if not callable(given) or isinstance(given, type):
+        if not callable(given) or _is_class(given):
             raise WrongTypeError(
                 f"transform must be a function of a batch, or a list of them; got {given!r}"
-                + (f". Create an instance: {given.__name__}(...)" if isinstance(given, type) else "")
+                + (f". Create an instance: {given.__name__}(...)" if _is_class(given) else "")
             )
         return given  # type: ignore[no-any-return]
     for one in given:
-        if not callable(one) or isinstance(one, type):
+        if not callable(one) or _is_class(one):
             raise WrongTypeError(f"transform must be callable; the list has {one!r}. Give functions of a batch")
     for i, one in enumerate(given):
         if hasattr(one, "refuse_beside"):
             one.refuse_beside(given[:i])
     return Composed(given) if given else None
+
+
+def _is_class(given: Any) -> bool:
+    """Return True for a class of transforms, such as `Downsample` instead of ``Downsample(0.5)``."""
+    return isinstance(given, type) and hasattr(given, "at_epoch")
 
 
 def at_epoch(transform: Any, epoch: int) -> Any:

@@ -243,11 +243,11 @@ def names_of(genes: Iterable[str]) -> list[str]:
     """
     if isinstance(genes, str):
         raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
-    if not isinstance(genes, Iterable):
-        raise WrongTypeError(f"genes must be a list of names; got {genes!r}")
     if hasattr(genes, "var_names") or hasattr(genes, "columns"):
         name = "adata.var_names" if hasattr(genes, "var_names") else "var.index"
         raise WrongTypeError(f"genes is of type {type(genes).__name__}; give the names of its genes: {name}")
+    if not isinstance(genes, Iterable):
+        raise WrongTypeError(f"genes must be a list of names; got {genes!r}")
     return [str(gene) for gene in genes]
 
 
