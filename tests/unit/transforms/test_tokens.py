@@ -502,11 +502,11 @@ def test_a_transform_is_any_function_of_a_batch_and_its_errors_name_the_batch(pa
 
 @pytest.mark.parametrize("options", [{"batch_transform": str}, {"fetch_transform": str}])
 def test_a_transform_and_hooks_exclude_each_other(path, options):
-    with pytest.raises(InputError, match="transform= cannot be used here: hooks determine what the data set yields"):
+    with pytest.raises(InputError, match="transform="):
         dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform=str, **options)
-    with pytest.raises(InputError, match="transform= cannot be used here: the data must be an AnnData .* got ndarray"):
+    with pytest.raises(InputError, match="ndarray"):
         dasksc.scDataset(np.arange(5), dasksc.Streaming(), batch_size=8, transform=str)
-    with pytest.raises(InputError, match="transform must be callable; got 'x'"):
+    with pytest.raises(InputError, match="transform.*'x'"):
         dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform="x")
 
 
