@@ -21,7 +21,7 @@ from dasksc.checks import is_whole
 from dasksc.errors import InputError
 from dasksc.planning.process_groups import jax_state, torch_distributed
 
-__all__ = ["LAUNCHERS", "World"]
+__all__ = ["LAUNCHERS", "World", "size_in"]
 
 logger = logging.getLogger("dasksc.world")
 
@@ -35,6 +35,8 @@ LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+# Slurm numbers the steps that srun does not start from here: interactive shells, batch scripts and others.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFFA
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",
     "LOCAL_SIZE",
@@ -239,15 +241,25 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
         if rank_name not in environment or size_name not in environment:
             continue
         try:
-            rank, size = int(environment[rank_name]), int(environment[size_name])
+            rank, size = int(environment[rank_name]), int(size_in(environment, size_name))
         except ValueError as error:
             raise InputError(
                 f"{rank_name}={environment[rank_name]!r} and {size_name}={environment[size_name]!r} must be "
                 "whole numbers; unset them or pass rank= and world_size="
             ) from error
-        if rank_name == "SLURM_PROCID" and (size < 2 or "SLURM_STEP_ID" not in environment):
-            continue  # an sbatch script or an interactive shell, not a task of an srun step with several tasks
+        if rank_name == "SLURM_PROCID" and (size < 2 or not _is_srun_step(environment)):
+            continue
         yield World(rank, size, _local_size(environment, size), f"{rank_name}/{size_name}")
+
+
+def size_in(environment: Mapping[str, str], name: str) -> str:
+    """Return the world size in a variable; in a Slurm step, the number of its tasks, not that of the allocation."""
+    return environment.get("SLURM_STEP_NUM_TASKS", environment[name]) if name == "SLURM_NTASKS" else environment[name]
+
+
+def _is_srun_step(environment: Mapping[str, str]) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
 def _local_size(environment: Mapping[str, str], world_size: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from dasksc import DaskscError, InputError, World, errors
-from dasksc.planning.ranks import LAUNCHERS
+from dasksc.planning.ranks import LAUNCHERS, size_in
 from dasksc.platforms import cpus_of_process
 from dasksc.train.config import Training
 
@@ -367,7 +367,7 @@ def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
     """
     here = (str(world.rank), str(world.world_size))
     for rank, size, local_rank in LAUNCHERS:
-        agrees = (environment.get(rank), environment.get(size)) == here
+        agrees = rank in environment and size in environment and (environment[rank], size_in(environment, size)) == here
         if agrees and environment.get(local_rank, "").isdigit():
             return int(environment[local_rank])
     # `local_world_size` is 1 if the number of ranks on the node is unknown, and also for a rank that is alone on its

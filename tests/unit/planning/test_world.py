@@ -23,6 +23,7 @@ LAUNCHER_VARIABLES = (
         "SLURM_PROCID",
         "SLURM_NTASKS",
         "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
         "SLURM_NTASKS_PER_NODE",
         "SLURM_STEP_TASKS_PER_NODE",
     ),
@@ -67,6 +68,48 @@ def bare(monkeypatch):
         # A task of an sbatch script is not a rank.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
+        # srun of a part of the allocation: the number of tasks is that of the step.
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "7"}, 7, 8, 1),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 1, 2, 1),
+        # A shell that salloc opens is an interactive step of one task; the allocation has four.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1, 1),
+        # The same, without the number of its tasks.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, 0, 1, 1),
+        # An sbatch script without srun is the batch step; processes that Slurm adopts, such as ssh, are in another one.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}, 0, 1, 1),
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967292"}, 0, 1, 1),
+        # srun --pty bash: one task.
+        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1, 1),
+        # mpirun in such a shell started this process.
+        (
+            {
+                **SLURM,
+                "SLURM_STEP_ID": "4294967290",
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+            },
+            *(1, 2, 1),
+        ),
+        # torchrun in a task of an array, whose job has one task.
+        (
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_NTASKS": "1",
+                "SLURM_ARRAY_TASK_ID": "3",
+                "SLURM_STEP_ID": "4294967291",
+                "RANK": "1",
+                "WORLD_SIZE": "2",
+            },
+            *(1, 2, 1),
+        ),
+        # A task of an array without torchrun.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_ARRAY_TASK_ID": "3"}, 0, 1, 1),
+        # A worker of Ray Train, and a pod of Kubeflow: both set RANK and WORLD_SIZE for each process.
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}, 2, 4, 2),
+        # A program that a rank of torchrun starts, such as a notebook: nothing tells it from the rank itself.
+        ({"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "JPY_PARENT_PID": "9"}, 1, 2, 1),
+        # mpirun -n 1, as a wrapper of a single program.
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", **SLURM, "SLURM_PROCID": "0"}, 0, 1, 1),
         # srun torchrun: torchrun started this process.
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 0, 16, 4),
         # Kubeflow sets RANK and WORLD_SIZE, which take precedence over the variables of mpirun inside it.
