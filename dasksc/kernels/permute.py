@@ -74,13 +74,30 @@ def stream(key, number):
 
 
 @kernel
-def below(key, counter, n):
-    """Return an integer in [0, n), exactly uniform, for 0 < n < 2**32.
+def _below_any(key, counter, size):
+    # Draw as many bits as the largest number has, until the number is below `size`: two attempts on average.
+    mask = size - _U1
+    for shift in (1, 2, 4, 8, 16, 32):
+        mask |= mask >> np.uint64(shift)
+    own = stream(key, counter)
+    attempt = 0
+    while True:
+        number = bits(own, attempt) & mask
+        if number < size:
+            return np.int64(number)
+        attempt += 1
 
-    A draw tries the two halves of a 64-bit word in turn and, if both are rejected, words of a separate stream (Lemire:
-    Fast random integer generation in an interval, 2019).
+
+@kernel
+def below(key, counter, n):
+    """Return an integer in [0, n), exactly uniform, for 0 < n < 2**63.
+
+    Below 2**32, a draw tries the two halves of a 64-bit word in turn and, if both are rejected, words of a separate
+    stream (Lemire: Fast random integer generation in an interval, 2019).
     """
     size = np.uint64(n)
+    if size > _LOW_32:
+        return _below_any(key, counter, size)
     threshold = ((_U1 << _U32) - size) % size
     word = bits(key, counter)
     product = (word >> _U32) * size

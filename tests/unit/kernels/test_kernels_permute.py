@@ -86,6 +86,14 @@ def test_twin_of_below_where_most_words_are_rejected() -> None:
     assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
 
 
+@pytest.mark.parametrize("n", [2**32, 2**32 + 1, 10**12, 2**62])
+def test_below_is_uniform_for_numbers_of_more_than_32_bits(n: int) -> None:
+    draws = np.array([permute.below(np.uint64(11), i, n) for i in range(3_000)])
+    assert 0 <= draws.min() <= draws.max() < n
+    assert len(set(draws.tolist())) == len(draws)
+    assert_uniform(np.bincount(draws // -(-n // 16), minlength=16))
+
+
 @pytest.mark.parametrize("n", [2, 3, 6, 1000, 3 * 2**30])
 def test_below_is_uniform(n: int) -> None:
     draws = np.array([permute.below(np.uint64(11), i, n) for i in range(30_000)])

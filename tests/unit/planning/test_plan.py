@@ -12,6 +12,7 @@ import pickle
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -540,3 +541,24 @@ def test_rows_are_sorted_as_by_a_stable_argsort(rows: list[int], dtype: str) -> 
     np.testing.assert_array_equal(found, drawn[order])
     np.testing.assert_array_equal(positions[order], np.arange(len(rows)))
     assert found.dtype == positions.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dasksc.BlockShuffling(1),
+        dasksc.CellSets("gene", 8, n_sets=10**12),
+        dasksc.BlockWeightedSampling(1, total_size=10**12),
+        dasksc.ClassBalancedSampling(label_key="gene", per_batch=True, total_size=10**12),
+        dasksc.ClassBalancedSampling(label_key="gene", total_size=2**62),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_epochs_of_more_than_2_to_the_32_rounds_are_planned(strategy: dasksc.SamplingStrategy) -> None:
+    genes = pd.Categorical(list("abcd") * 20)
+    n_obs = 10**10 if isinstance(strategy, dasksc.BlockShuffling) else len(genes)
+    sampler = bind(strategy, None, n_obs, lambda _: genes)
+    plan = dasksc.EpochPlan(sampler=sampler, batch_size=8, fetch_factor=2, seed=0)
+    for k in (0, plan.n_fetches - 1):
+        rows = plan.fetch(k).rows
+        assert 0 <= rows.min() <= rows.max() < n_obs
