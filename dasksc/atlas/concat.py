@@ -96,6 +96,9 @@ def concatenated(
                 f"variables of {name} repeat ({repeated}), so they cannot be matched with other atlases. Make them "
                 "unique: adata.var_names_make_unique()"
             )
+    for column in dict.fromkeys(column for adata in adatas for column in adata.obs):
+        parts = {name: adata.obs[column] for name, adata in zip(names, adatas, strict=True) if column in adata.obs}
+        _warn_of_labels(column, parts)
     result = _tables(adatas, join=join, fill_value=fill_value, **options)
     if not result.n_vars:
         _refuse_no_common_variable(adatas, names)
@@ -152,6 +155,28 @@ def concatenated(
         kept = _element_paths(result)
         dropped += dict.fromkeys(key for adata in adatas for key in _element_paths(adata) if key not in kept)
     return result
+
+
+def _warn_of_labels(column: str, columns: Mapping[str, pd.Series[Any]]) -> None:
+    """Warn of categories that lose their order, or that differ only by white space around them."""
+    dtypes = {name: one.dtype for name, one in columns.items() if isinstance(one.dtype, pd.CategoricalDtype)}
+    ordered = [name for name, dtype in dtypes.items() if dtype.ordered]
+    if ordered and (len(set(dtypes.values())) > 1 or len(dtypes) < len(columns)):
+        warnings.warn(
+            f"obs column {column!r} is ordered in {ordered[0]!r}, but other atlases have other categories or another "
+            "order. The joined column has no order, so a filter with < or > compares text. Use the same ordered "
+            "categories in all atlases",
+            stacklevel=2,
+        )
+    distinct = {label for dtype in dtypes.values() for label in dtype.categories if isinstance(label, str)}
+    by_text: dict[str, str] = {}
+    alike = next((label for label in sorted(distinct) if by_text.setdefault(label.strip(), label) != label), None)
+    if alike is not None:
+        warnings.warn(
+            f"obs column {column!r} has the labels {by_text[alike.strip()]!r} and {alike!r}, which differ only in the "
+            "white space around them and are two classes. Remove it with .str.strip() before the atlases are opened",
+            stacklevel=2,
+        )
 
 
 def _refuse_no_common_variable(adatas: Sequence[AnnData], names: Sequence[str]) -> None:

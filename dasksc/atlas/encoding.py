@@ -9,6 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.sampling.labels import check_categories
 
 __all__ = ["encode_column"]
 
@@ -45,6 +46,7 @@ def encode_column(series: pd.Series[Any], *, narrow: bool = False) -> tuple[NDAr
 def _encoded(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
     dtype = series.dtype
     if isinstance(dtype, pd.CategoricalDtype):
+        check_categories(series.cat.categories, f"obs column {series.name!r}")
         return _codes(series.array)
     if pd.api.types.is_bool_dtype(dtype):
         if not series.hasnans:

@@ -214,6 +214,7 @@ def open(
                 result = raw_of(result, quoted(data))
             if parts is not None:
                 key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
+                _refuse_label(label, result, parts[0].name)
                 _label(result, key, label=label, index_unique=index_unique)
             elif label_options:
                 what = ", ".join(f"{name}=" for name in label_options)
@@ -304,6 +305,8 @@ def _open_several(
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
     opened = [_open_source(part, obs, lenient) for part in parts]
+    for adata, name in zip(opened, names, strict=True):
+        _refuse_label(given["label"], adata, name)
     columns = [adata.obs.columns for adata in opened]
     if raw:
         opened = [raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
@@ -324,6 +327,13 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
         f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
         "give join='outer', which marks the values of these atlases as missing."
     )
+
+
+def _refuse_label(label: str | None, adata: AnnData, name: str) -> None:
+    if label is not None and label in adata.obs:
+        raise InputError(
+            f"label={label!r} adds a column to obs, but {name!r} has a column of this name. Give another label="
+        )
 
 
 def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | None) -> None:

@@ -81,8 +81,8 @@ class StagedNames:
         return True
 
     def first(self) -> pd.Index[Any]:
-        """Return an index with the first name in the input, empty if there are no cells."""
-        return self.unread.index(next(self._pieces(), [])[:1])
+        """Return an index with the first name to convert, empty if there are no cells."""
+        return self.unread.index(next(filter(None, self._pieces()), [])[:1])
 
     def _pieces(self) -> Iterator[list[str]]:
         start = 0

@@ -11,12 +11,24 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.sampling.arrays import EMPTY_INTS, array_of
 
-__all__ = ["encode_labels"]
+__all__ = ["check_categories", "encode_labels"]
 
 _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
 _MAX_FRACTIONAL_LABELS = 100
+
+
+def check_categories(categories: Any, column: object) -> None:
+    """Raise an error for categories of several types, such as 1 and "1", which would be different classes."""
+    types = {type(one): one for one in np.asarray(categories, dtype=object).tolist()}
+    if len(types) > 1 and not all(issubclass(one, Real) and not issubclass(one, bool) for one in types):
+        first, second = list(types.values())[:2]
+        raise InputError(
+            f"the categories of {column} mix types: {first!r} is a {type(first).__name__}, and {second!r} a "
+            f"{type(second).__name__}. Joined atlases must store a label as the same type; convert the column to "
+            "strings in each of them"
+        )
 
 
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
@@ -50,6 +62,7 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
     """
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
+        check_categories(values.categories, "labels")
         return np.asarray(values.codes), list(values.categories)
     is_lazy = hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1
     if not is_lazy:

@@ -24,6 +24,7 @@ from dasksc.kernels import moments as kernels
 from dasksc.loader import scDataset
 from dasksc.loader.dataset import components_of
 from dasksc.pushdown import matrix_of
+from dasksc.sampling.labels import check_categories
 from dasksc.sampling.strategies import Streaming
 
 __all__ = ["MOMENT_BYTES", "Groups", "Moments", "Pass", "PassRows", "groups_of"]
@@ -337,6 +338,8 @@ def groups_of(table: pd.DataFrame, names: Sequence[str]) -> Groups:
     if not names:
         raise InputError("by=[] is empty; leave it out for statistics over all cells")
     columns = [pd.Categorical(table[require_key("obs", name, table)]).remove_unused_categories() for name in names]
+    for name, column in zip(names, columns, strict=True):
+        check_categories(column.categories, f"obs column {name!r}")
     if len(columns) == 1:
         found = columns[0].codes
         combinations = np.arange(len(columns[0].categories))

@@ -791,3 +791,56 @@ def test_repeated_cell_names_in_one_file_are_reported_with_another_remedy(
         warnings.filterwarnings("error", "Observation names")
         dasksc.open(path)
     assert "obs_names_make_unique()" in caplog.text
+
+
+def labelled(folder: Path, *columns: Any) -> list[Path]:
+    """Write an atlas of two cells for each of the columns `kind`."""
+    paths = []
+    for i, column in enumerate(columns):
+        obs = pd.DataFrame({"kind": column, "n": [1, 2]}, index=[f"{i}-{j}" for j in range(2)])
+        paths.append(folder / f"{i}.h5ad")
+        AnnData(np.ones((2, 1), np.float32), obs=obs, var=pd.DataFrame(index=["g"])).write_h5ad(paths[-1])
+    return paths
+
+
+@pytest.mark.parametrize("columns", [([0, 1], ["0", "1"]), ([True, False], ["True", "False"])], ids=str)
+def test_categories_of_several_types_are_no_labels(tmp_path: Path, columns: Any) -> None:
+    adata = dasksc.open(labelled(tmp_path, *map(pd.Categorical, columns)))
+    for use in (
+        lambda: dasksc.scDataset(adata, obs=["kind"], seed=0),
+        lambda: len(dasksc.scDataset(adata, dasksc.ClassBalancedSampling(label_key="kind"), seed=0)),
+        lambda: dasksc.statistics(adata, by="kind"),
+    ):
+        with pytest.raises(InputError, match="kind|labels"):
+            use()
+    assert len(dasksc.scDataset(adata, batch_size=1, obs=["n"], seed=0)) == 4
+
+
+def test_equal_numbers_are_one_label_and_orders_of_categories_are_united(tmp_path: Path) -> None:
+    numbers = dasksc.open(labelled(tmp_path, pd.Categorical([0, 1]), pd.Categorical([1.0, 0.0])))
+    assert dasksc.scDataset(numbers, obs=["kind"], seed=0).categories == {"kind": [0, 1]}
+    united = dasksc.open(labelled(tmp_path, pd.Categorical(["a", "b"]), pd.Categorical(["b", "a"], ["b", "a"])))
+    assert sorted(dasksc.scDataset(united, obs=["kind"], seed=0).categories["kind"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ((pd.Categorical(["T cell", "B"]), pd.Categorical(["T cell ", "B"])), "'T cell '"),
+        ((pd.Categorical(["a", "b"], ordered=True), pd.Categorical(["a", "c"])), "order"),
+        ((pd.Categorical(["a", "b"], ["b", "a"], ordered=True), pd.Categorical(["a", "b"], ordered=True)), "order"),
+    ],
+)
+def test_labels_that_are_alike_and_orders_that_get_lost_are_warned_of(tmp_path: Path, columns: Any, said: str) -> None:
+    with pytest.warns(UserWarning, match=said) as caught:
+        dasksc.open(labelled(tmp_path, *columns))
+    assert "'kind'" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_label_replaces_no_column(tmp_path: Path, n: int) -> None:
+    paths = labelled(tmp_path, *[["a", "b"]] * n)
+    given = paths if n > 1 else str(tmp_path)
+    for use in (dasksc.open, lambda paths, label: dasksc.convert(paths, tmp_path / "out.zarr", label=label)):
+        with pytest.raises(InputError, match="label=.*'0'"):
+            use(given, label="kind")

@@ -144,3 +144,19 @@ def test_attributes_of_nullable_names_that_others_have_added_are_ignored(tmp_pat
         file["obs"][file["obs"].attrs["_index"]].attrs["written"] = np.arange(3)
     dasksc.convert(path, tmp_path / "out.zarr", order="keep")
     assert dasksc.open(tmp_path / "out.zarr").obs_names.dtype == dasksc.open(path).obs_names.dtype
+
+
+@pytest.mark.parametrize("n_atlases", [1, 2])
+@pytest.mark.parametrize("kept", [[4, 5], [0, 4, 11], [3, 9, 10]], ids=["middle", "gaps", "first empty"])
+def test_pieces_of_names_without_a_match_are_passed_over(
+    kept: list[int], n_atlases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_names, "_PIECE", 3)
+    names = [f"cell{i}" for i in range(12)]
+    cut = [names] if n_atlases == 1 else [names[:4], names[4:]]
+    paths = [written(tmp_path / f"{i}.h5ad", part) for i, part in enumerate(cut)]
+    for path, part in zip(paths, cut, strict=True):
+        with h5py.File(path, "r+") as file:
+            file["obs/n"][...] = [names.index(name) for name in part]
+    dasksc.convert(paths, tmp_path / "out.zarr", order="keep", verify=True, filter=f"n in {kept}")
+    assert list(dasksc.open(tmp_path / "out.zarr").obs_names) == [names[i] for i in kept]
