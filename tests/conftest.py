@@ -27,12 +27,14 @@ from tests.support.servers import Bucket, HTTPServer, s3_endpoint, serving
 if TYPE_CHECKING:
     import distributed
 
+pytest_plugins = ["tests.support.core_rules"]
+
 TIERS = {"core", "programs", "faults"}
 
 # The duration of an example depends more on the machine than on the code. `make test` tries a few examples and
 # `make test-faults` more (--hypothesis-profile=thorough). Both are deterministic, so that a failure is due to a change.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
-settings.register_profile("fast", max_examples=25, derandomize=True, **COMMON)
+settings.register_profile("fast", max_examples=10, derandomize=True, **COMMON)
 settings.register_profile("thorough", max_examples=100, derandomize=True, **COMMON)
 settings.load_profile("fast")
 
