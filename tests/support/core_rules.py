@@ -1,7 +1,8 @@
 """Pytest plugin for the core tier, whose tests are quick and stay in this process.
 
-A core test fails if it starts a process, binds a socket, or uses more than `LIMIT_S` of CPU time; compiling kernels does
-not count. CPU time hardly depends on what else the machine does. The modules in `SMOKES` use real parts and are exempt.
+A core test fails if it starts a process, binds a socket, or uses more than `LIMIT_S` of CPU time; compiling kernels
+does not count. CPU time hardly depends on what else the machine does. The modules in `SMOKES` use real parts and are
+exempt.
 """
 
 from __future__ import annotations

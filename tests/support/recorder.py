@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -48,10 +48,10 @@ __all__ = [
     "Case",
     "cases",
     "cases_of_units",
-    "differences",
+    "covering",
+    "digest_of_way",
     "digest_of",
     "other_results",
-    "pairs_of",
     "recorded",
 ]
 
@@ -566,13 +566,9 @@ def dumped(found: Any) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def differences(group: str, way: str, atlas: Atlas) -> dict[str, tuple[str, str]]:
-    """Return the computed and the recorded digest of each case that differs, for one group and one `Way`."""
-    expected = recorded("batches.json")[group]
-    every = [*cases(), *cases_of_units()]
-    found = {case.name: batches_of(case, atlas) for case in every if case.way == way and case.name in expected}
-    assert found
-    return {name: (one, expected[name]) for name, one in found.items() if one != expected[name]}
+def digest_of_way(cases: Iterable[Case], way: str, atlas: Atlas) -> str:
+    """Return one digest of the batches of all cases of a `Way`."""
+    return digest_of({case.name: batches_of(case, atlas) for case in cases if case.way == way})
 
 
 @contextmanager
@@ -586,11 +582,10 @@ def record() -> None:
     """Write the digests and public names of the current version."""
     RECORDED.mkdir(exist_ok=True)
     with an_atlas() as atlas:
-        some = {case.name: batches_of(case, atlas) for case in covering()}
-        rest = {case.name: batches_of(case, atlas) for case in cases() if case.name not in some}
-        units = {case.name: batches_of(case, atlas) for case in cases_of_units()}
-        other = other_results(atlas)
-    batches = {"some cases": some, "all other cases": rest, "other results": other, "units": units}
+        ways = {way: digest_of_way(covering(), way, atlas) for way in WAYS}
+        units = {way: digest_of_way(cases_of_units(), way, atlas) for way in UNIT_WAYS}
+        other = digest_of(other_results(atlas))
+    batches = {"ways": ways, "units": units, "other results": other}
     (RECORDED / "batches.json").write_text(dumped(batches))
     (RECORDED / "interface.txt").write_text(interface())
 

@@ -12,9 +12,6 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
-from dasksc.executor.progress import EpochStats, merged
-from dasksc.loader import titled
-from dasksc.loader.row_range import over_range
 
 N_OBS = 103
 
@@ -101,29 +98,6 @@ def test_an_epoch_that_stops_early_is_counted_but_not_logged_as_complete(log, nu
     assert one.stats()["epoch"] == 1
 
 
-def test_the_line_of_a_pass_begins_with_its_title(caplog):
-    with caplog.at_level(logging.INFO, "dasksc.dataset"):
-        list(titled(dataset(), "validation pass {epoch}, rank {rank} of {world_size}"))
-        list(over_range(dataset(), 5, 20))
-    lines = [record.getMessage() for record in caplog.records if "rows in" in record.getMessage()]
-    assert [line.split(";")[0] for line in lines] == [
-        "validation pass 0, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped (0 and 0 over all ranks)",
-        "rows 5 to 20: 15 rows in 3 batches, 0 padded, 0 dropped (0 and 0 over all ranks)",
-    ]
-
-
-def test_a_resumed_epoch_logs_what_came_before(log):
-    one = dataset()
-    list(islice(iter(one), 7))
-    other = dataset()
-    other.load_state_dict(one.state_dict())
-    list(other)
-    (line,) = log()
-    assert "68 rows in 14 batches after 7 earlier ones" in line
-    stats = other.stats()
-    assert (stats["n_batches"], stats["n_batches_before"], stats["n_rank_batches"]) == (14, 7, 21)
-
-
 def test_stats_are_of_whoever_read_last():
     one = dataset()
     list(loaded(one, 2))
@@ -132,15 +106,6 @@ def test_stats_are_of_whoever_read_last():
     assert (one.stats()["epoch"], one.stats()["n_rows"]) == (1, 5)
     list(loaded(one, 2))
     assert (one.stats()["epoch"], one.stats()["n_rows"]) == (2, N_OBS)
-
-
-def test_persistent_workers_account_for_every_epoch(log):
-    one = dataset()
-    loader = DataLoader(one, batch_size=None, num_workers=2, persistent_workers=True)
-    for epoch in range(3):
-        assert len(list(loader)) == 21
-        assert (one.stats()["epoch"], one.stats()["n_rows"]) == (epoch, N_OBS)
-    assert [line.split(",")[0] for line in log()] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +142,3 @@ def test_the_length_of_a_loader_is_what_it_yields_and_torch_does_not_warn(n_obs,
         warnings.filterwarnings("error", "Length of IterableDataset")
         for _ in range(2):
             assert len(list(loader)) == len(loader) == len(one)
-
-
-def test_accounts_of_workers_without_a_limit_are_summed() -> None:
-    plan = EpochStats().report()
-    assert plan["limit_bytes"] is None
-    total = merged([plan, plan | {"n_rows": 3, "limit_bytes": 7}])
-    assert (total["n_rows"], total["limit_bytes"]) == (3, 7)

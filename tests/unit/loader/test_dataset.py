@@ -6,14 +6,9 @@ import copy
 import gc
 import io
 import operator
-import os
 import pickle
-import subprocess
-import sys
 import threading
-import time
 from itertools import islice
-from unittest import mock
 
 import anndata as ad
 import cloudpickle
@@ -24,13 +19,10 @@ import pytest
 import scipy.sparse as sp
 import torch
 from dask.diagnostics import Profiler, ProgressBar
-from dask.utils import key_split
-from distributed import Client, LocalCluster
 
 import dasksc
-from dasksc import Batch, BlockShuffling, BlockWeightedSampling, CorruptDataError, FetchError, Streaming, scDataset
+from dasksc import Batch, BlockShuffling, FetchError, Streaming, scDataset
 from tests.support.data import dense, make_adata, write_store
-from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -145,63 +137,6 @@ def test_every_scheduler_gives_the_same_batches(path, scheduler, request):
         assert torch.equal(batch.obs["cell_type"], expected.obs["cell_type"])
 
 
-def test_an_active_client_runs_the_fetches_and_keeps_nothing(path, in_process_client):
-    keys = []
-    scheduler = in_process_client.cluster.scheduler
-    with in_process_client.as_current():
-        for _ in dataset(path):
-            keys += [key for key in scheduler.tasks if "dasksc-fetch" in str(key)]
-    assert {key_split(key) for key in keys} == {f"epoch 0: dasksc-fetch-{path.stem}"}
-    in_process_client.sync(_settled, scheduler)
-    assert not [key for key in scheduler.tasks if "dasksc" in str(key)]
-
-
-async def _settled(scheduler) -> None:
-    import asyncio
-
-    for _ in range(100):
-        if not any("dasksc" in str(key) for key in scheduler.tasks):
-            return
-        await asyncio.sleep(0.05)
-
-
-def _in_flight(one: scDataset) -> int:
-    stats = one.stats()
-    return stats["n_fetching"] + stats["n_ready"]
-
-
-@pytest.mark.parametrize("by", ["cluster", "address"])
-def test_workers_that_join_an_epoch_get_fetches_of_it(path, by):
-    rows, n_rows = [], 100
-    options = {"strategy": BlockShuffling(4, indices=range(n_rows)), "batch_size": 1, "fetch_factor": 1}
-    with (
-        # Interval at which a client receives the list of workers.
-        dask.config.set({"distributed.client.scheduler-info-interval": "100ms"}),
-        LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, protocol="tcp", dashboard_address=":0"
-        ) as cluster,
-        Client(cluster if by == "cluster" else cluster.scheduler_address, set_as_default=False) as client,
-    ):
-        one = dataset(path, obs=["int64"], scheduler=client, **options)
-        fixed = dataset(path, scheduler=client, prefetch=1, **options)
-        batches, of_fixed = iter(one), iter(fixed)
-        rows += next(batches).index.tolist()
-        next(of_fixed)
-        assert _in_flight(one) == 2
-        cluster.scale(3)
-        client.wait_for_workers(3, timeout=60)
-        deadline = time.monotonic() + 60
-        while _in_flight(one) < 6 and time.monotonic() < deadline:
-            time.sleep(0.05)
-            rows += next(batches).index.tolist()
-        assert _in_flight(one) == 6
-        next(of_fixed)
-        assert _in_flight(fixed) == 1
-        of_fixed.close()
-        rows += [row for batch in batches for row in batch.index.tolist()]
-        assert sorted(rows) == list(range(n_rows))
-
-
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize(
     "genes",
@@ -252,12 +187,6 @@ def test_batches_that_are_kept_keep_their_values(adata, path):
     gc.collect()
     for which, values in [*kept, *((w[1:], v) for w, v in views), *arrays]:
         np.testing.assert_array_equal(np.asarray(values), adata.X[which].toarray())
-
-
-def test_the_memory_of_dropped_batches_is_used_again(path):
-    one = dataset(path, batch_size=8)
-    addresses = [batch.data_ptr() for batch in one]
-    assert len(set(addresses)) < len(addresses)
 
 
 # --- Batch ------------------------------------------------------------------------------------------
@@ -344,17 +273,6 @@ def test_an_error_in_a_fetch_reaches_the_loop_with_file_fetch_and_rows(path):
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_damaged_matrix_is_named_in_the_loop(tmp_path):
-    import h5py
-
-    path = write_store(make_adata(N_OBS), tmp_path, "h5ad")
-    with h5py.File(path, "r+") as file:
-        file["X/indices"][500] = 10_000
-    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad:/X/indices: row \d+ has a column index outside") as caught:
-        list(dataset(path))
-    assert any("of 13 (epoch 0, rank 0 of 1), rows " in note for note in caught.value.__notes__)
-
-
 # --- Early exit -------------------------------------------------------------------------------------
 
 
@@ -381,40 +299,6 @@ def test_however_the_loop_ends_no_thread_stays(path, how):
 def _divide_by_zero(batches) -> None:
     for batch in batches:
         batch.shape[0] // 0
-
-
-LEAVING = """
-import os, signal, sys, threading
-import numpy as np
-import dasksc
-dataset = dasksc.scDataset(sys.argv[1], dasksc.BlockShuffling(4), batch_size=2, fetch_factor=2, seed=0)
-iterator = iter(dataset)
-next(iterator)
-try:
-    for i, batch in enumerate(dataset):
-        if i == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    print("interrupted")
-print(len(list(dataset)), len(dataset))
-print(dataset._counter._path)  # and the first epoch goes on
-"""
-
-
-def test_an_interpreter_can_be_interrupted_and_end_in_the_middle_of_an_epoch(path):
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING, str(path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    *lines, counter = done.stdout.splitlines()
-    assert lines == ["interrupted", "102 102"]
-    assert not os.path.exists(counter)
 
 
 # --- Lengths, epochs and accounts ----------------------------------------------------------------------
@@ -466,22 +350,6 @@ def test_progress_shows_a_bar_that_counts_batches(path, capfd):
     assert text.rstrip().endswith(f"{stats['rows_per_s']:,.0f} cells/s, waited {stats['wait_share']:.0%}]")
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_stats_tell_where_the_time_of_fetches_goes(tmp_path, compression, scheduler):
-    make_adata(N_OBS).write_h5ad(tmp_path / "atlas.h5ad", compression=compression)
-    one = dataset(tmp_path / "atlas.h5ad", scheduler=scheduler)
-    list(one)
-    stats = one.stats()
-    assert stats["n_fetched"] == one.plan(0).n_fetches
-    assert (stats["n_fetching"], stats["n_ready"], stats["in_flight_bytes"]) == (0, 0, 0)
-    assert stats["read_s"] > 0
-    assert (stats["decode_s"] > 0) == (compression is not None)
-    assert stats["read_s"] + stats["decode_s"] <= stats["fetch_s"]
-    assert stats["gather_s"] > 0
-    assert stats["transfer_s"] == 0
-
-
 def test_stats_of_a_resumed_epoch_count_its_rest(path):
     one = dataset(path)
     list(islice(one, 5))
@@ -492,13 +360,6 @@ def test_stats_of_a_resumed_epoch_count_its_rest(path):
     stats = other.stats()
     assert (stats["n_batches_before"], stats["n_batches"], stats["n_batches_left"]) == (5, 3, len(one) - 8)
     assert (stats["rank"], stats["world_size"]) == (0, 1)
-
-
-def test_batches_made_by_indexing_are_timed_too(path):
-    one = dataset(path, batch_transform=lambda adata: adata.n_obs)
-    list(one)
-    assert one.stats()["gather_s"] > 0
-    assert one.stats()["fetch_s"] > 0
 
 
 def test_dasks_own_diagnostics_see_the_fetches_of_an_epoch(path):
@@ -522,41 +383,6 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
     expected = np.concatenate([batch.to_dense().numpy() for batch in one])
     np.testing.assert_array_equal(dense(computed), expected)
     assert array.dtype == expected.dtype
-
-
-@pytest.mark.parametrize("kind", ["all rows", "indices", "weights"])
-def test_a_chunk_of_to_dask_travels_with_its_own_rows_alone(kind):
-    n_obs = 200_000
-    values = np.arange(n_obs, dtype="float32")[:, None] % 1000
-    held = np.random.default_rng(0).random(n_obs)
-    strategy = {
-        "all rows": BlockShuffling(block_size=4),
-        "indices": BlockShuffling(block_size=4, indices=np.flatnonzero(held < 0.9)),
-        "weights": BlockWeightedSampling(block_size=4, weights=held, total_size=1000),
-    }[kind]
-    one = scDataset(ad.AnnData(values), strategy, batch_size=8, fetch_factor=4, seed=0, scheduler="threads")
-    array = one.to_dask()
-    expected = array.blocks[3].compute()
-    np.testing.assert_array_equal(expected[:8, 0], values[one.plan(0).batch_rows(3 * 4), 0])
-    # The source of the chunk is in memory here, and is sent with the graph.
-    source = len(cloudpickle.dumps(one._source.matrices["X"]))
-    key = (array.name, 3, 0)
-    # A client sends the graph of a delayed chunk without optimization.
-    for graph in (array.to_delayed()[3, 0].__dask_graph__(), array.dask.cull({key})):
-        sent = cloudpickle.dumps(dict(graph))
-        assert len(sent) - source < 8000
-        there = pickle.loads(sent)
-        np.testing.assert_array_equal(dask.get(there, key), expected)
-        # Send the graph again, as a scheduler does to another worker.
-        np.testing.assert_array_equal(dask.get(pickle.loads(cloudpickle.dumps(there)), key), expected)
-
-
-def test_chunks_of_to_dask_travel_with_one_plan_where_it_is_small(path):
-    array = dataset(path, batch_size=1, fetch_factor=1).to_dask()
-    array.compute()
-    sent = [len(cloudpickle.dumps(dict(array.dask.cull({(array.name, k, 0) for k in range(n)})))) for n in (1, N_OBS)]
-    assert sent[0] < 8000
-    assert (sent[1] - sent[0]) / N_OBS < 100
 
 
 def test_epochs_of_other_genes_or_atlases_are_computed_together(path):
@@ -663,19 +489,6 @@ def test_looking_changes_nothing(path, monkeypatch):
         assert [batch.index.tolist() for batch in one] == expected
 
 
-def test_a_spawned_worker_reads_the_share_of_its_rank(path):
-    # Only the process that spawns the workers knows the rank.
-    one = dataset(path, obs=["cell_type"])
-    with mock.patch("dasksc.loader.rank_session.get_spawning_popen", return_value=object()):
-        with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
-            sent = pickle.dumps(one)
-        alone = pickle.dumps(dataset(path, obs=["cell_type"]))
-    assert (pickle.loads(sent).rank, pickle.loads(sent).world_size) == (1, 2)
-    with mock.patch.dict(os.environ, {"RANK": "1", "WORLD_SIZE": "2"}):
-        # A rank spawned by a process that is not itself a rank.
-        assert (pickle.loads(alone).rank, pickle.loads(alone).world_size) == (1, 2)
-
-
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_dataloader_that_would_stack_batches_is_refused(path, num_workers):
@@ -722,19 +535,6 @@ def test_batches_of_any_type_are_not_stacked(path, options, num_workers):
         assert sum(1 for _ in loader) == len(one)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_arrays_that_are_indexed_are_not_stacked(num_workers):
-    loader = torch.utils.data.DataLoader(scDataset(np.zeros((32, 3)), batch_size=8), num_workers=num_workers)
-    with pytest.raises(dasksc.InputError, match=r"DataLoader\(dataset, batch_size=None\)"):
-        next(iter(loader))
-
-
-def test_one_value_of_hooks_for_each_batch_is_stacked(path):
-    means = dataset(path, batch_transform=lambda adata: torch.from_numpy(dense(adata.X).mean(axis=0)))
-    assert next(iter(torch.utils.data.DataLoader(means, batch_size=5))).shape == (5, 17)
-    assert len(list(torch.utils.data.DataLoader(means, batch_size=5))) == 3
-
-
 def _row_of(adata):
     return torch.tensor(adata.n_obs)
 
@@ -762,16 +562,6 @@ def test_missing_keys_of_a_batch_or_its_labels_are_reported_with_the_existing_on
         batch.obs["plate"]
 
 
-def test_labels_that_were_not_requested_are_read_when_their_mix_is_requested(path):
-    expected = dasksc.diversity(dataset(path, obs=["cell_type"]), "cell_type")
-    for data in (path, [path], dasksc.open(path)):
-        one = dataset(data)
-        assert dasksc.diversity(one, "cell_type") == expected
-        assert dasksc.check(one, label_key="cell_type").classes
-        with pytest.raises(KeyError, match="no column 'cell_typ'.*cell_type|no 'cell_typ'.*cell_type"):
-            dasksc.check(one, label_key="cell_typ")
-
-
 def test_the_environment_says_which_rank_this_is(path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -781,9 +571,3 @@ def test_the_environment_says_which_rank_this_is(path, monkeypatch):
     assert (alone.rank, alone.world_size) == (0, 1)
     with pytest.raises(dasksc.InputError, match="Pass the same seed="):
         len(dataset(path, seed=None))
-
-
-def test_the_former_module_still_has_the_data_set() -> None:
-    from dasksc import dataset as former
-
-    assert former.scDataset is dasksc.scDataset

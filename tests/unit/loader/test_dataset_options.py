@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import re
 import shutil
@@ -59,15 +58,6 @@ def test_the_fetch_factor_chosen_is_the_same_on_every_machine(
     assert dataset.projected_bytes <= 100e6
 
 
-def test_memory_is_projected_for_the_threads_there_are_now(gzipped: Path) -> None:
-    # Workers may join a cluster, and a Client may become active, after the data set is created.
-    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=1):
-        dataset = dasksc.scDataset(gzipped, dasksc.BlockShuffling(8), 64, fetch_factor=8, seed=0, rank=0, world_size=1)
-        before = dataset.projected_bytes
-    with mock.patch.object(dasksc.loader.projection, "default_threads", return_value=4):
-        assert dataset.projected_bytes > before
-
-
 @pytest.mark.parametrize("genes", [{"g1", "g2"}, frozenset({"g1"}), {"g1": 1}])
 def test_genes_without_an_order_are_refused(genes: Any) -> None:
     adata = AnnData(X=VALUES, var=pd.DataFrame(index=[f"g{i}" for i in range(6)]))
@@ -89,18 +79,6 @@ def test_a_gene_that_names_two_columns_is_refused() -> None:
         dasksc.scDataset(adata, dasksc.Streaming(), 4, genes=["g1"], rank=0, world_size=1)
     (batch,) = dasksc.scDataset(adata, dasksc.Streaming(), 50, genes=["g5", "g0"], rank=0, world_size=1)
     np.testing.assert_array_equal(batch, VALUES[:, [5, 0]])
-
-
-def test_ranks_that_yield_other_columns_differ_in_fingerprint() -> None:
-    adata = AnnData(X=VALUES)
-
-    def fingerprint(**options: Any) -> str:
-        return dasksc.scDataset(adata, dasksc.Streaming(), 4, seed=0, rank=0, world_size=1, **options).fingerprint
-
-    alike = [fingerprint(genes=["0", "1"]), fingerprint(genes=["0", "1"])]
-    assert len(set(alike)) == 1
-    others = [fingerprint(genes=["1", "0"]), fingerprint(), fingerprint(layout="csr"), fingerprint(dtype="float64")]
-    assert len({*alike, *others}) == 5
 
 
 def test_a_limit_that_is_no_size_is_refused() -> None:
@@ -159,13 +137,6 @@ def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> N
     assert sorted(set(rows)) == list(range(11))
     with pytest.raises(dasksc.InputError, match="seed=None with world_size=2"):
         len(dasksc.scDataset(np.arange(11), dasksc.Streaming(shuffle=True), batch_size=2, rank=0, world_size=2))
-
-
-@pytest.mark.parametrize("genes", [np.array([0, 2], ">i4"), np.array([0, 2], "u8"), np.array([True, False, True])])
-def test_genes_of_any_type_keep_their_columns(genes: Any) -> None:
-    X = np.arange(12, dtype=np.float32).reshape(4, 3)
-    (batch,) = dasksc.scDataset(AnnData(X), dasksc.Streaming(), batch_size=4, genes=genes)
-    np.testing.assert_array_equal(batch, X[:, [0, 2]])
 
 
 @pytest.mark.parametrize(
@@ -266,15 +237,6 @@ def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
     assert plain.fingerprint == numbered.fingerprint
 
 
-def test_return_index_adds_nothing_to_batches_that_have_row_numbers() -> None:
-    options: dict[str, Any] = {"batch_size": 8, "seed": 1, "obs": ["kind"]}
-    for one, other in zip(
-        dasksc.scDataset(labelled(), **options), dasksc.scDataset(labelled(), return_index=True, **options), strict=True
-    ):
-        assert list(one) == list(other)
-        assert torch.equal(one.index, other.index)
-
-
 def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none() -> None:
     X = da.from_array(np.arange(20.0).reshape(10, 2), chunks=(5, 2))
     assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
@@ -316,43 +278,6 @@ def test_a_data_set_is_displayed_by_what_differs_from_defaults() -> None:
     dataset.transform = None
     assert "transform" not in repr(dataset)
     assert repr(pickle.loads(pickle.dumps(dataset))) == repr(dataset)
-
-
-def test_a_notebook_displays_shapes_memory_and_the_batches_of_each_rank() -> None:
-    adata = labelled(93)
-    adata.layers["counts"] = adata.X
-    adata.obsm["X_pca"] = np.zeros((93, 3), np.float32)
-    dataset = dasksc.scDataset(
-        adata,
-        dasksc.BlockShuffling(4),
-        10,
-        obs=["kind"],
-        layers=["counts"],
-        obsm=["X_pca"],
-        genes=["1"],
-        layout="csr",
-        equal_ranks=False,
-        rank=1,
-        world_size=4,
-        seed=0,
-    )
-    html = dataset._repr_html_()
-    for text in (
-        "data: 93 rows, 2 columns",
-        "BlockShuffling(block_size=4)",
-        "X: (10, 1) float32, sparse CSR<br>layers[&#x27;counts&#x27;]: (10, 1) float32, sparse CSR<br>"
-        "obsm[&#x27;X_pca&#x27;]: (10, 3) float32<br>obs[&#x27;kind&#x27;]: (10,) int64, 2 classes<br>"
-        "index: (10,) int64",
-        "160 rows, 16 batches",
-        # 93 rows: 5 rounds of 4 blocks of 4 rows; the remaining 13 rows are divided into 4, 3, 3 and 3.
-        "rank 0: 3 batches, 24 rows<br>ranks 1 to 3: 3 batches, 23 rows",
-        "rank 1 of 4",
-        "of page cache",
-    ):
-        assert text in html, text
-    plan = dataset.plan()
-    assert [dataclasses.replace(plan, rank=rank).n_rank_rows for rank in range(4)] == [24, 23, 23, 23]
-    assert "unknown, because rows are read by indexing" in dasksc.scDataset(np.zeros((4, 2)))._repr_html_()
 
 
 def test_displays_read_nothing_and_settle_nothing(

@@ -166,14 +166,6 @@ def test_vocabularies_give_columns_by_ascending_id_without_their_special_tokens(
         )
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickled_vocabularies_of_any_protocol_are_read(protocol: int, tmp_path: Path) -> None:
-    ids = {f"ENSG{i:011}": i for i in range(300)} | {"<pad>": 70_000, "Ångström": 2**33}
-    path = tmp_path / "tokens.pickle"
-    path.write_bytes(pickle.dumps(ids, protocol=protocol))
-    assert {name: Vocabulary.read(path).ids[name] for name in ids} == ids
-
-
 class Runs:
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path("ran"),)
@@ -248,21 +240,6 @@ def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Give names of the same" in caplog.text
 
 
-def test_missing_genes_of_a_dense_atlas_are_no_nan_where_parts_lack_others(caplog: pytest.LogCaptureFixture) -> None:
-    adatas = [AnnData(np.ones((3, 2), "f4"), var=pd.DataFrame(index=names)) for names in (["a", "b"], ["a", "c"])]
-    for adata in adatas:
-        adata.obs_names = [f"{i}{id(adata)}" for i in range(3)]
-    opened = dasksc.open(adatas, join="outer")
-    caplog.clear()
-    (one,) = dasksc.scDataset(
-        opened, dasksc.Streaming(), 6, genes=["x", "b", "a"], genes_missing="zero", rank=0, world_size=1
-    )
-    nan = float("nan")
-    np.testing.assert_array_equal(one.numpy(), [[0, 1, 1]] * 3 + [[0, nan, 1]] * 3)
-    assert "batches have NaN in 1 of 3 columns" in caplog.text
-    assert "fill_value=0" in caplog.text
-
-
 def test_each_modality_has_a_match_of_its_own() -> None:
     names = [f"c{i}" for i in range(N_OBS)]
     rna, prot = atlas("csr", names=list("abcdefg")), atlas("dense", names=list("tuvwxyz"))
@@ -298,15 +275,3 @@ def test_memory_of_sums_and_of_columns_of_zeros_is_projected(layout: str) -> Non
     assert many - few == (99 * 4 if layout == "dense" else 100 * 8)
     summed = row_bytes(genes=[*wanted, "b"], genes_repeated="sum")
     assert summed - many == (4 if layout == "dense" else 8) + 3 * 8 + 16
-
-
-def test_ranks_with_other_sums_have_other_fingerprints() -> None:
-    def fingerprint(**options: Any) -> str:
-        return dasksc.scDataset(
-            *(atlas("csr"), dasksc.Streaming(), 4), genes=["E2"], genes_key="key", rank=0, world_size=1, **options
-        ).fingerprint
-
-    one = atlas("csr")
-    one.var["key"] = ["E1", "E2", "E3", None, "E4", "E5", "E6"]
-    alone = dasksc.scDataset(one, dasksc.Streaming(), 4, genes=["E2"], genes_key="key", rank=0, world_size=1)
-    assert fingerprint(genes_repeated="sum") != alone.fingerprint

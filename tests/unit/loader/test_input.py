@@ -46,10 +46,6 @@ def test_a_missing_path(path):
     refuse(MissingPathError, r"nothing at .*missing\.h5ad", path.with_name("missing.h5ad"))
 
 
-def test_a_misspelled_path_is_reported_with_similar_names(path):
-    refuse(MissingPathError, "similar names: atlas.h5ad", path.with_name("atlass.h5ad"))
-
-
 def test_a_directory_that_is_no_store(tmp_path):
     refuse(StorageError, "neither a Zarr group", tmp_path)
 
@@ -73,20 +69,6 @@ def test_a_file_of_another_kind(tmp_path):
         refuse(StorageError, reads + advice, table)
 
 
-def test_a_damaged_or_compressed_atlas_is_no_other_kind_of_file(tmp_path):
-    for name in ("ATLAS.H5AD", "no_ending"):
-        (tmp_path / name).write_bytes(b"damaged")
-        refuse(
-            CorruptDataError, rf"{name} \(7 bytes\) is not an HDF5 file, or its beginning is damaged", tmp_path / name
-        )
-    (tmp_path / "atlas.h5ad.gz").write_bytes(b"packed")
-    refuse(
-        StorageError,
-        r"is compressed as a whole. Decompress it first: gunzip atlas\.h5ad\.gz",
-        tmp_path / "atlas.h5ad.gz",
-    )
-
-
 def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
     refuse(
         MissingPathError, r"^(?!.*SECRET).*did you mean https://host/atlas\.h5ad", "https:/me:SECRET@host/atlas.h5ad"
@@ -103,16 +85,6 @@ def test_an_advised_conversion_gives_an_atlas(tmp_path):
         reader = re.search(r"anndata\.io\.(\w+)\(", str(caught.value))[1]
         getattr(anndata.io, reader)(table).write_h5ad(table.with_suffix(".h5ad"))
         assert dasksc.open(table.with_suffix(".h5ad")).shape == (1, 2)
-
-
-def test_the_advised_sizes_fit_the_memory_limit(path):
-    for limit, fetch_factor in (("1kB", None), ("18MB", 10_000)):
-        with pytest.raises(InputError, match="memory_limit to at least") as caught:
-            scDataset(path, Streaming(), 8, seed=0, memory_limit=limit, fetch_factor=fetch_factor)
-        raised = re.search(r"at least '(\w+)'", str(caught.value))[1]
-        scDataset(path, Streaming(), 8, seed=0, memory_limit=raised, fetch_factor=fetch_factor or 1)
-        if lowered := re.search(r"fetch_factor=(\d+) fits", str(caught.value)):
-            scDataset(path, Streaming(), 8, seed=0, memory_limit=limit, fetch_factor=int(lowered[1]))
 
 
 def test_an_empty_file(tmp_path):
@@ -133,41 +105,6 @@ def test_an_object_without_a_length():
 @pytest.mark.parametrize("nothing", [[], (), {}])
 def test_a_list_without_an_atlas(nothing):
     refuse(InputError, "contains no atlas; give at least one path or AnnData", nothing)
-
-
-def test_an_index_of_a_data_set(path):
-    with pytest.raises(NotImplementedError, match=r"iterate over it .* or read rows with dasksc.open\(path\)\[rows\]"):
-        scDataset(path, Streaming(), 8)[0]
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"obs": ["celltype"]}, "^obs of {} has no 'celltype'; did you mean 'cell_type'"),
-        ({"filter": "celltype == 'B'"}, "^obs of {} has no 'celltype'; did you mean 'cell_type'"),
-        ({"strategy": ClassBalancedSampling(label_key="celltype")}, "^obs of {} has no 'celltype'; did you mean"),
-        ({"genes": ["gene0"], "genes_key": "kez"}, "^var of {} has no 'kez'; did you mean 'key'"),
-    ],
-)
-def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(path, options, match):
-    adata = dasksc.open(path)
-    adata.var["key"] = adata.var_names
-    refuse(MissingKeyError, match.format(re.escape(str(path))), adata, **options)
-
-
-def test_an_atlas_without_layers_says_to_leave_them_out(tmp_path):
-    adata = make_adata(N_OBS)
-    adata.layers.clear()
-    path = write_store(adata, tmp_path, "h5ad")
-    refuse(
-        MissingKeyError,
-        f"^{re.escape(str(path))} has no layers; leave out the argument that names 'count'$",
-        path,
-        layers=["count"],
-    )
-    refuse(
-        MissingKeyError, "^the atlas has no layers; leave out the argument that names 'count'$", adata, layers=["count"]
-    )
 
 
 @pytest.mark.parametrize("name", ["batch_size", "fetch_factor", "prefetch"])
@@ -292,11 +229,3 @@ def test_mapping_cannot_be_switched_off_after_opening(path):
             dasksc.open(data, mmap=False)
     one = scDataset(dasksc.open(path, mmap=False), Streaming(), 8, seed=0)
     assert sum(map(len, one)) == N_OBS
-
-
-def test_errors_are_of_the_builtin_kinds_too():
-    assert issubclass(InputError, ValueError)
-    assert issubclass(MissingKeyError, KeyError)
-    assert issubclass(MissingPathError, FileNotFoundError)
-    assert issubclass(dasksc.FetchError, RuntimeError)
-    assert str(MissingKeyError("a sentence")) == "a sentence"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections import Counter
 from itertools import islice
@@ -27,7 +26,6 @@ from dasksc import (
 )
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
-from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
 
 pytestmark = pytest.mark.core
@@ -326,15 +324,6 @@ def test_a_state_of_something_else_is_refused_and_what_differs_is_named(change, 
         dataset(**change).load_state_dict(state)
 
 
-def test_a_state_without_settings_as_earlier_versions_saved_is_resumed_or_refused_by_its_digest():
-    state = through_json(dataset().state_dict())
-    del state["settings"]
-    dataset().load_state_dict(state)
-    for wrong in ({}, {"settings": 3}):
-        with pytest.raises(InputError, match="the arguments of BlockShuffling differ; an earlier version"):
-            dataset(strategy=BlockShuffling(5)).load_state_dict(state | wrong)
-
-
 def test_a_state_of_matrices_of_another_shape_names_the_matrix():
     def of(n_vars):
         return scDataset(da.zeros((6, n_vars), dtype="float32"), Streaming(), 2, seed=0)
@@ -348,11 +337,6 @@ def test_what_is_no_state_is_refused(state):
     given = re.escape(repr(state))
     with pytest.raises(InputError, match=rf"^{given} is not a state of a data set; give .* dataset.state_dict\(\)"):
         dataset().load_state_dict(state)
-
-
-def test_a_state_of_another_version_is_refused():
-    with pytest.raises(InputError, match="the state has version 99, but .* reads states of version 1"):
-        dataset().load_state_dict({"version": 99})
 
 
 def test_another_number_of_rows_is_the_only_difference_reported():
@@ -393,59 +377,3 @@ def test_a_loader_without_workers_passes_the_state_through():
     other.load_state_dict(one.state_dict())
     tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
     assert head + tail == [batch.tolist() for batch in dataset()]
-
-
-def test_a_state_taken_while_workers_read_says_what_it_leaves_out(caplog):
-    one = dataset()
-    loader = DataLoader(one, batch_size=None, num_workers=2, prefetch_factor=1)
-    batches = iter(loader)
-    next(batches)
-    assert one.state_dict()["consumed"] == []
-    assert "DataLoader workers, which are in the middle of epoch 0" in caplog.text
-    del batches
-    caplog.clear()
-    list(loader)
-    assert one.state_dict()["epoch"] == 2
-    assert not caplog.records
-
-
-def test_passes_of_workers_after_that_of_a_loaded_state_are_not_warned_of(tmp_path, monkeypatch):
-    # Log to a file, because caplog does not capture the log of worker processes.
-    log = logging.FileHandler(tmp_path / "log")
-    monkeypatch.setattr(logging.getLogger("dasksc"), "handlers", [log])
-    half = dataset()
-    next(iter(half))
-    one = dataset()
-    one.load_state_dict(half.state_dict())
-    loader = DataLoader(one, batch_size=None, num_workers=1)
-    assert [len(list(loader)) for _ in range(2)] == [20, 21]
-    log.close()
-    assert (tmp_path / "log").read_text() == ""
-
-
-def test_a_state_of_weighted_draws_made_in_another_way_is_refused(monkeypatch):
-    strategy = BlockWeightedSampling(4, weights=np.arange(103))
-    state = through_json(dataset(strategy=strategy).state_dict())
-    dataset(strategy=strategy).load_state_dict(state)
-    monkeypatch.setattr(weighted, "_fingerprint_of_draws", lambda: "that of another version")
-    with pytest.raises(InputError, match="BlockWeightedSampling draws different rows than before, although its"):
-        dataset(strategy=strategy).load_state_dict(state)
-
-
-@pytest.mark.parametrize("strategy", [BlockShuffling(4), BlockShuffling(4, drop_last=True), Streaming()])
-def test_states_of_versions_whose_drop_last_left_out_other_rows_begin_an_epoch_or_are_refused(strategy):
-    options = {"batch_size": 8, "fetch_factor": 1, "drop_last": True, "seed": 0}
-    read = scDataset(np.arange(70), strategy, **options)
-    whole = read.state_dict()
-    batches = iter(read)
-    next(batches)
-    middle = read.state_dict()
-    for state in (whole, middle):
-        state["fingerprint"].pop("left_out", None)
-    scDataset(np.arange(70), strategy, **options).load_state_dict(whole)
-    other = scDataset(np.arange(70), strategy, **options)
-    if isinstance(strategy, Streaming):
-        other.load_state_dict(middle)
-    else:
-        with pytest.raises(InputError, match="in the middle of epoch 0 by a version"):
-            other.load_state_dict(middle)

@@ -10,7 +10,6 @@ import anndata
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc.errors import InputError, MissingKeyError
@@ -86,19 +85,6 @@ WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
 def test_every_way_of_reading_yields_the_same_batches(path: Path, way: str) -> None:
     expected = [numbers(batch) for batch in dataset(path)]
     assert [numbers(batch) for batch in dataset(**WAYS[way](path))] == expected
-
-
-def test_converted_atlases_yield_the_same_values(path: Path, tmp_path: Path) -> None:
-    store = tmp_path / "screen.zarr"
-    dasksc.convert(path, store, order="keep")
-    assert [numbers(batch) for batch in dataset(store)] == [numbers(batch) for batch in dataset(path)]
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_dataloader_workers_yield_the_same_sets(path: Path, num_workers: int) -> None:
-    expected = sorted(numbers(batch) for batch in dataset(path))
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
-    assert sorted(numbers(batch) for batch in loader) == expected
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -179,13 +165,6 @@ def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
         assert {row for batch in data for row in batch.index.tolist()} <= set(rows)
 
 
-def test_a_batch_of_one_class(path: Path) -> None:
-    obs = screen().obs
-    for batch in dataset(path, dasksc.CellSets("gene", 32)):
-        assert len(set(obs.gene.iloc[batch.index.numpy()])) == 1
-        assert batch.sets.shape == (1,)
-
-
 def test_transforms_hooks_and_devices(path: Path) -> None:
     data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
     assert all(len(one) == 2 for one in data)
@@ -200,31 +179,10 @@ def test_transforms_hooks_and_devices(path: Path) -> None:
     assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
 
 
-def test_there_are_no_groups_without_sets(path: Path) -> None:
-    assert dasksc.scDataset(path, dasksc.Streaming(), 8).groups is None
-
-
 def test_a_missing_column_names_the_argument(path: Path) -> None:
     with pytest.raises(MissingKeyError, match="lines") as caught:
         dataset(path, dasksc.CellSets(["lines", "gene"], 8))
     assert "obs" in str(caught.value)
-
-
-def test_check_counts_sets_and_controls(path: Path) -> None:
-    report = str(dasksc.check(dataset(path)))
-    n_targets = int((screen().obs.gene != "ctrl").sum())
-    assert f"sets     {-(-n_targets // 8)}, of 8 cells each, from 6 groups ({n_targets} cells)" in report
-    assert f"1 control per target cell, drawn from {N - n_targets}" in report
-    assert "fetches of 256 rows" in report
-    adata = screen()
-    adata.obs.loc[(adata.obs.gene == "ctrl") & (adata.obs.line == "K562"), "gene"] = "A"
-    n_loose = int(((adata.obs.gene != "ctrl") & (adata.obs.line == "K562")).sum())
-    assert f"{n_loose} cells of 3 groups have controls that agree with them in only some columns" in str(
-        dasksc.check(dataset(adata, sets(unmatched="loosen")))
-    )
-    assert f"{n_loose} cells of 3 groups are never drawn" in str(dasksc.check(dataset(adata, sets(unmatched="drop"))))
-    short = dasksc.check(dataset(adata, dasksc.CellSets(["line", "gene"], 300), batch_size=300))
-    assert any("fewer cells than a set of 300: their sets repeat cells" in warning for warning in short.warnings)
 
 
 def test_modalities_have_controls_of_every_kind() -> None:
@@ -235,12 +193,3 @@ def test_modalities_have_controls_of_every_kind() -> None:
     batch = next(iter(data))
     np.testing.assert_array_equal(batch.control["protein"].X[:, 0], batch.control.index.numpy() * 3)
     np.testing.assert_array_equal(batch.control["rna"].X, adata.X[batch.control.index.numpy()].toarray())
-
-
-def test_a_notebook_displays_sets_and_controls() -> None:
-    html = dataset(screen(), sets(n_controls=2))._repr_html_()
-    assert "sets: (4,) int64" in html
-    assert "control: a Batch of 64 rows" in html
-    assert (
-        "control" not in dataset(screen(), sets(control=None))._repr_html_().partition("fetch")[0].partition("batch")[2]
-    )

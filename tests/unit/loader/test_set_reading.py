@@ -12,7 +12,6 @@ from typing import Any
 import anndata
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc.errors import InputError
@@ -22,7 +21,6 @@ from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
 from tests.support.data import write_store, zip_of
 from tests.support.screens import CONTROL, N, dataset, numbers, screen, sets
-from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
 
@@ -86,28 +84,6 @@ def test_negative_labels_are_the_same_from_any_source(tmp_path: Path) -> None:
     assert set(dataset(adata, every).groups.day) == {-1, 0, 14}
 
 
-@pytest.mark.parametrize("client", ["in_process_client", "two_process_client"])
-def test_a_cluster_yields_the_same_batches(
-    path: Path, expected: list[Any], client: str, request: pytest.FixtureRequest
-) -> None:
-    scheduler = request.getfixturevalue(client)
-    assert [numbers(batch) for batch in dataset(path, scheduler=scheduler)] == expected
-
-
-def test_a_file_at_a_url_yields_the_same_batches_and_so_does_its_cache(
-    path: Path, expected: list[Any], tmp_path: Path
-) -> None:
-    pytest.importorskip("obstore")
-    sent_bytes = []
-    with serving(path.parent) as server:
-        for _ in range(2):
-            data = dasksc.open(f"{server.url}/{path.name}", cache=tmp_path / "cache")
-            assert [numbers(batch) for batch in dataset(data)] == expected
-            sent_bytes.append(server.faults.sent_bytes)
-    assert sent_bytes[0] > 0
-    assert sent_bytes[1] == sent_bytes[0]
-
-
 def test_csr_batches_hold_the_same_values(path: Path, expected: list[Any]) -> None:
     for batch, (codes, index, controls, X, own) in zip(dataset(path, layout="csr"), expected, strict=True):
         assert (batch.sets.tolist(), batch.index.tolist(), batch.control.index.tolist()) == (codes, index, controls)
@@ -150,23 +126,6 @@ def test_targets_and_controls_are_read_together_in_ascending_order(
 
 
 # --- Sizes, processes and states --------------------------------------------------------------------
-
-
-def test_fetches_of_any_size_that_fits_count_controls(path: Path) -> None:
-    limit = 19_000_000
-    alone = dataset(path, sets(control=None), fetch_factor=None, memory_limit=limit)
-    beside = dataset(path, sets(n_controls=3), fetch_factor=None, memory_limit=limit)
-    assert 1 <= beside.fetch_factor < alone.fetch_factor
-    for data in (alone, beside):
-        assert data.projected_bytes is not None
-        assert data.projected_bytes <= limit
-    usual = dataset(path, sets(n_controls=3), fetch_factor=beside.fetch_factor)
-    assert [numbers(batch) for batch in beside] == [numbers(batch) for batch in usual]
-
-
-def test_spawned_workers_yield_the_same_sets(path: Path, expected: list[Any]) -> None:
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=1, multiprocessing_context="spawn")
-    assert [numbers(batch) for batch in loader] == expected
 
 
 def test_a_state_of_every_step_resumes_with_the_very_next_batch(path: Path) -> None:

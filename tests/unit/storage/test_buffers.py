@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.sparse as sp
 import torch
 
 from dasksc.storage import buffers
@@ -72,43 +70,6 @@ def test_memory_that_is_referenced_in_any_way_is_not_reused(hold) -> None:
         assert filled(3).ctypes.data == address
 
 
-def test_other_types_and_near_sizes_use_the_same_memory() -> None:
-    with recycled():
-        address = buffers.empty(100_000, np.float32).ctypes.data
-        assert buffers.empty((2, 49_500), np.int32).ctypes.data == address
-
-
-def test_memory_is_recycled_only_within_the_context() -> None:
-    with recycled():
-        filled(1)
-        with recycled():
-            pass
-        address = filled(1).ctypes.data
-        assert filled(1).ctypes.data == address
-    assert not buffers._pool._returned
-    assert not buffers._pool._idle
-    kept = filled(1)
-    del kept
-    assert not buffers._pool._returned
-
-
-def test_used_and_unused_memory_is_never_more_than_was_in_use_at_once() -> None:
-    held: list[np.ndarray] = []
-    peak = 0
-    rng = np.random.default_rng(0)
-    with recycled():
-        for n in rng.integers(2**16, 2**25, 200).tolist():
-            if len(held) > 4:
-                del held[int(rng.integers(len(held)))]
-            held.append(buffers.empty(n, np.uint8))
-            pool = buffers._pool
-            peak = max(peak, pool._used_bytes)
-            assert pool._idle_bytes == sum(size * len(kept) for size, kept in pool._idle.items())
-            assert sum(map(len, held)) <= pool._used_bytes <= 1.2 * sum(map(len, held))
-            assert pool._used_bytes + pool._idle_bytes <= peak
-    assert buffers._pool._idle_bytes == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
     def anonymous_bytes() -> int:
@@ -156,15 +117,6 @@ def test_threads_never_share_what_they_hold() -> None:
     assert not wrong
 
 
-def test_a_forked_child_starts_with_nothing() -> None:
-    with recycled():
-        filled(1)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(buffers._pool._n_users + len(buffers._pool._returned) + len(buffers._pool._idle))
-        assert os.waitpid(pid, 0)[1] == 0
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "int32", "float32", "float64"])
 def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
     with recycled():
@@ -174,13 +126,3 @@ def test_arrays_of_any_type_are_aligned_and_apart(dtype: str) -> None:
             assert indices.flags.aligned
             assert values.flags.aligned
             assert not np.shares_memory(indices, values)
-
-
-def test_scipy_takes_arrays_as_they_are() -> None:
-    n = 100_000
-    with recycled():
-        indices, values = buffers.empty(n, np.int32), buffers.empty(n, np.float32)
-        indices[:], values[:] = np.arange(n), 1
-        matrix = sp.csr_matrix((values, indices, np.array([0, n], dtype=np.int32)), shape=(1, n))
-        assert np.shares_memory(matrix.data, values)
-        assert np.shares_memory(matrix.indices, indices)

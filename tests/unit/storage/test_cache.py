@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import dataclasses
 import os
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.errors import InputError, StorageError
+from dasksc.errors import InputError
 from dasksc.storage import Cache
 from dasksc.storage.remote import cache as module
 from dasksc.storage.remote.cache import BLOCK_BYTES
@@ -86,20 +83,6 @@ def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
     assert len(thing.requests) == 2
 
 
-def test_damage_in_pages_that_are_not_wanted_does_not_matter(tmp_path: Path) -> None:
-    thing, cache = Object(BLOCK_BYTES), cache_in(tmp_path)
-    thing.read(cache, 0, 10)
-    (path,) = files(tmp_path)
-    with path.open("r+b") as file:
-        file.seek(BLOCK_BYTES // 2)
-        file.write(b"damage")
-    thing.requests.clear()
-    thing.read(cache, 100, 200)
-    assert not thing.requests
-    thing.read(cache, BLOCK_BYTES // 2, BLOCK_BYTES)
-    assert len(thing.requests) == 1
-
-
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
     before = os.umask(mask)
@@ -140,104 +123,6 @@ def test_a_folder_that_others_have_access_to_is_not_used(
     assert len(thing.requests) == 4
 
 
-@pytest.mark.parametrize("which", ["folder", "key"])
-def test_what_belongs_to_another_user_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, which: str
-) -> None:
-    thing = Object(1000)
-    thing.read(cache_in(tmp_path), 0, 1000)
-    owned = tmp_path / "cache" / ("key" if which == "key" else "")
-    real = owned.stat()
-    monkeypatch.setattr(module, "_keys", {})
-
-    def of_another(status: os.stat_result) -> os.stat_result:
-        if not os.path.samestat(status, real):
-            return status
-        return os.stat_result([*status[:4], os.geteuid() + 1, *status[5:]])
-
-    for name in ("stat", "fstat"):
-        look = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, look=look, **kwargs: of_another(look(*args, **kwargs)))
-    thing.read(cache_in(tmp_path), 0, 1000)
-    assert len(thing.requests) == 2
-    assert f"it belongs to another user (uid {os.geteuid() + 1}" in caplog.text
-
-
-def test_a_folder_that_is_exposed_later_is_no_longer_used(tmp_path: Path) -> None:
-    thing, cache = Object(1000), cache_in(tmp_path)
-    thing.read(cache, 0, 1000)
-    (tmp_path / "cache").chmod(0o777)
-    thing.read(cache, 0, 1000)
-    assert len(thing.requests) == 2
-
-
-@pytest.mark.parametrize("key", ["read by others", "cut short"])
-def test_a_key_that_may_be_known_to_others_or_is_damaged_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
-    thing, path = Object(1000), tmp_path / "cache" / "key"
-    thing.read(cache_in(tmp_path), 0, 1000)
-    monkeypatch.setattr(module, "_keys", {})
-    if key == "read by others":
-        path.chmod(0o644)
-    else:
-        path.write_bytes(path.read_bytes()[:-1])
-    thing.read(cache_in(tmp_path), 0, 1000)
-    assert len(thing.requests) == 2
-    assert "cannot be kept in the cache" in caplog.text
-
-
-@pytest.mark.parametrize("whose", ["another key", "another block", "another page"])
-def test_a_planted_block_is_not_taken_for_one_that_was_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str
-) -> None:
-    thing, planted = Object(BLOCK_BYTES), Object(BLOCK_BYTES)
-    planted.data = os.urandom(BLOCK_BYTES)
-    cache = cache_in(tmp_path)
-    thing.read(cache, 0, 10)
-    (path,) = files(tmp_path)
-    if whose == "another key":
-        # Anyone who has dasksc can forge every file of a cache except its key.
-        planted.read(cache_in(tmp_path / "elsewhere"), 0, 10)
-        (other,) = files(tmp_path / "elsewhere")
-        assert other.name != path.name
-        shutil.copyfile(other, path)
-    elif whose == "another block":
-        planted.identity = dataclasses.replace(planted.identity, path="s3://bucket/another")
-        planted.read(cache, 0, 10)
-        (other,) = set(files(tmp_path)) - {path}
-        shutil.copyfile(other, path)
-    else:
-        content = bytearray(path.read_bytes())
-        page, tag = module._PAGE_BYTES, module._TAG_BYTES
-        for at, n in ((0, page), (BLOCK_BYTES, tag)):
-            content[at : at + n], content[at + n : at + 2 * n] = content[at + n : at + 2 * n], content[at : at + n]
-        path.write_bytes(content)
-    thing.requests.clear()
-    thing.read(cache, 0, 100)
-    assert len(thing.requests) == 1
-
-
-def test_processes_that_begin_a_cache_at_once_use_one_key(tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        keys = set(threads.map(lambda _: module._key_in(str(tmp_path / "cache")), range(64)))
-    assert len(keys) == 1
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key"]
-
-
-def test_a_file_system_without_links_has_a_key_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError("no links")
-
-    monkeypatch.setattr(os, "link", refuse)
-    thing, cache = Object(1000), cache_in(tmp_path)
-    thing.read(cache, 0, 1000)
-    monkeypatch.setattr(module, "_keys", {})
-    thing.read(cache, 0, 1000)
-    assert len(thing.requests) == 1
-
-
 def test_another_version_is_another_block(tmp_path: Path) -> None:
     cache = cache_in(tmp_path)
     first, second = Object(1000), Object(1000, etag='"2"')
@@ -268,14 +153,6 @@ def test_the_folder_stays_below_its_limit_and_the_least_recently_used_blocks_go(
     assert len(files(tmp_path)) > LIMIT // BLOCK_BYTES // 2
 
 
-def test_a_folder_that_was_too_full_already_is_emptied_at_once(tmp_path: Path) -> None:
-    for number in range(14):
-        Object(BLOCK_BYTES, name=f"object{number}").read(cache_in(tmp_path), 0, 10)
-    module._written.clear()
-    Object(BLOCK_BYTES, name="last").read(cache_in(tmp_path, 4 * BLOCK_BYTES), 0, 10)
-    assert sum(path.stat().st_size for path in files(tmp_path)) <= 4 * BLOCK_BYTES
-
-
 def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
     thing, cache = Object(1000), cache_in(tmp_path)
@@ -283,21 +160,6 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCapt
     thing.read(cache, 0, 1000)
     assert len(thing.requests) == 2
     assert "cannot be kept in the cache" in caplog.text
-
-
-def test_unfinished_files_of_a_killed_process_are_removed_and_those_of_a_running_one_kept(tmp_path: Path) -> None:
-    Object(1000).read(cache_in(tmp_path), 0, 10)
-    (kept,) = files(tmp_path)
-    begun, left = kept.with_name("new-1-begun"), kept.with_name("new-2-left")
-    for path in (begun, left):
-        path.write_bytes(bytes(1000))
-    os.utime(left, (0, 0))
-    module._written.clear()
-    Object(1000, name="another").read(cache_in(tmp_path), 0, 10)
-    names = {path.name for path in files(tmp_path)}
-    assert len(names) == 3
-    assert begun.name in names
-    assert left.name not in names
 
 
 @pytest.mark.parametrize(
@@ -339,23 +201,3 @@ def test_a_replaced_atlas_is_read_anew(tmp_path: Path, server: HTTPServer, forma
     for file in [path, *path.rglob("*")]:
         touch_later(file)
     assert rows(dasksc.open(f"{server.url}/{path.name}", cache=cache)).sum() == adata.X.nnz
-
-
-@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
-def test_files_of_other_file_systems_are_staged(tmp_path: Path, format: str) -> None:
-    adata = make_adata(200, 30)
-    path = write_store(adata, tmp_path, format)
-    staged = dasksc.open(path, cache=tmp_path / "cache")
-    np.testing.assert_array_equal(dense(staged.X.compute()), dense(adata.X))
-    assert files(tmp_path)
-    for file in [path, *path.rglob("*")]:
-        touch_later(file)
-    with pytest.raises(StorageError, match="replaced or changed"):
-        staged.X.compute()
-
-
-def test_paths_are_not_staged_unless_asked(tmp_path: Path) -> None:
-    path = write_store(make_adata(20, 5), tmp_path, "h5ad")
-    with dask.config.set({"dasksc.cache": str(tmp_path / "cache")}):
-        dasksc.open(path).X.compute()
-    assert not files(tmp_path)

@@ -26,7 +26,6 @@ from dasksc.storage.codecs import (
     Blosc,
     Chain,
     Codec,
-    Crc32c,
     Deflate,
     H5Lzf,
     Zstd,
@@ -104,16 +103,6 @@ def test_checksums_are_of_the_whole_and_always_checked(name: str, part: bool) ->
         chain.decode(bytes(wrong), shape=(N,), skipped=0, rows=(0, 10 if part else N))
 
 
-def test_a_part_of_a_zstandard_frame_costs_no_more_than_its_beginning() -> None:
-    codec, stored = CHUNKS["zstd"]
-    # Bytes after the part may be missing.
-    chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
-    part = chain.decode(stored[: len(stored) // 2], shape=(N,), skipped=0, rows=(0, 1000))
-    np.testing.assert_array_equal(part, VALUES[:1000])
-    with pytest.raises(ValueError, match="the chunk ends after"):
-        chain.decode(stored[: len(stored) // 2], shape=(N,), skipped=0, rows=(0, N - 1))
-
-
 @pytest.mark.parametrize("codec", [Deflate(wbits=15), Deflate(wbits=31), Zstd()], ids=["zlib", "gzip", "zstd"])
 def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
     crc = numcodecs.CRC32()
@@ -152,14 +141,6 @@ def test_corrupt_lzf_writes_nothing_outside(data: st.DataObject) -> None:
 def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
     with pytest.raises(ValueError, match="cannot be decoded by LZF to 40 bytes"):
         H5Lzf().decode(stored, 40)
-
-
-def test_a_checksum_after_the_chunk_is_checked_before_it_is_decoded() -> None:
-    chain = Chain(codecs=(Blosc(), Crc32c()), dtype=np.dtype(np.int32))
-    stored = numcodecs.CRC32C(location="end").encode(np.frombuffer(blosc_chunk(VALUES), dtype=np.uint8)).tobytes()
-    np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=(5, 9)), VALUES[5:9])
-    with pytest.raises(ValueError, match="CRC32C"):
-        chain.decode(stored[:-1] + b"\0", shape=(N,), skipped=0, rows=(5, 9))
 
 
 # --- Parts of Blosc chunks, all chunks in one call ---------------------------------------------------------
@@ -208,18 +189,6 @@ def test_pieces_of_blosc_chunks_equal_those_of_the_whole(cuts: list[list[int]], 
 
 
 @needs_getitem
-@pytest.mark.parametrize("shuffle", [0, 1, 2])
-def test_a_piece_as_long_as_a_block_may_lie_in_two(shuffle: int) -> None:
-    stored = numcodecs.Blosc(cname="lz4", clevel=3, shuffle=shuffle, blocksize=2**16).encode(VALUES)
-    block = int.from_bytes(stored[8:12], "little")
-    assert 2 * block < VALUES.nbytes
-    for start in (4, block // 2, block - 4):
-        failed, out = decode_pieces([stored], [0], [start], [start + block], VALUES.nbytes)
-        assert failed == -1
-        np.testing.assert_array_equal(out.view(np.int32), VALUES[start // 4 : (start + block) // 4])
-
-
-@needs_getitem
 @pytest.mark.parametrize("at", [2, 3, 4, 8, 12, 16, 17, 20], ids=lambda at: f"byte {at}")
 @pytest.mark.parametrize("value", [0, 1, 127, 255])
 def test_any_byte_of_a_blosc_header_may_be_wrong(at: int, value: int) -> None:
@@ -235,16 +204,6 @@ def test_a_blosc_header_that_contradicts_itself_is_refused(header: dict[int, int
     for at, value in header.items():
         stored[at] = value
     assert decode_pieces([bytes(stored)], [0], [0], [4 * N], 4 * N)[0] == 0
-
-
-@needs_getitem
-def test_values_that_blosc_only_copied_are_decoded() -> None:
-    random = np.random.default_rng(0).integers(0, 2**31, N, dtype=np.int32)
-    stored = blosc_chunk(random)
-    assert stored[2] & 2
-    failed, out = decode_pieces([stored], [0], [400], [4 * N], 4 * N)
-    assert failed == -1
-    np.testing.assert_array_equal(out.view(np.int32), random[100:])
 
 
 @needs_getitem
@@ -265,20 +224,6 @@ def write_blosc(path: Any, *, shards: int | None) -> np.ndarray:
     array[300:400] = 0
     dense[300:400] = 0
     return dense
-
-
-@needs_getitem
-@pytest.mark.parametrize("use_mmap", [True, False])
-@pytest.mark.parametrize("shards", [None, 300], ids=["files", "shards"])
-def test_blosc_is_decoded_in_place_only_where_files_may_be_mapped(tmp_path: Any, shards: Any, use_mmap: bool) -> None:
-    dense = write_blosc(tmp_path / "x.zarr", shards=shards)
-    matrix = open_matrix(tmp_path / "x.zarr", "X", use_mmap=use_mmap)
-    rows = np.array([0, 1, 1, 5, 99, 100, 250, 301, 302, 399, 400, 899])
-    out = np.empty((len(rows), 50), dtype=np.float32)
-    with mock.patch.object(chunked.blosc, "getitems", wraps=kernels.getitems) as called:
-        matrix.fetch(rows).gather(np.arange(len(rows)), out=out)
-    assert called.called == use_mmap
-    np.testing.assert_array_equal(out, dense[rows])
 
 
 @needs_getitem

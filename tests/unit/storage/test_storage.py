@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import logging
-import multiprocessing
 import pickle
-import re
-import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -210,12 +206,6 @@ def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path
         check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
 
 
-def test_a_matrix_that_has_read_pickles_small(h5ad: Path) -> None:
-    matrix = open_matrix(h5ad, "layers/columns")
-    matrix.fetch(np.arange(N_OBS))
-    assert len(pickle.dumps(matrix)) < 2_000
-
-
 def test_threads_fetch_and_gather_at_once(written: Path) -> None:
     matrix = open_matrix(written, "X")
     expected = values_of(atlas(), "X")
@@ -231,24 +221,6 @@ def test_threads_fetch_and_gather_at_once(written: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(16)))
-
-
-def _fetch_in_child(matrix: Matrix, rows: NDArray[np.int64], expected: NDArray[Any]) -> None:
-    out = np.empty(expected.shape, dtype=expected.dtype)
-    matrix.fetch(rows).gather(np.arange(len(rows)), out=out)
-    if not np.array_equal(out, expected):
-        sys.exit("the child read other values")
-
-
-def test_a_matrix_that_was_read_before_is_read_in_a_forked_child(written: Path) -> None:
-    rows = np.arange(0, N_OBS, 5)
-    matrix = open_matrix(written, "X")
-    matrix.fetch(rows)
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=_fetch_in_child, args=(matrix, rows, values_of(atlas(), "X")[rows]))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize("key", ["X", "layers/dense"])
@@ -347,23 +319,10 @@ def test_arrays_in_memory_are_matrices_too(convert: Callable[[Any], Any]) -> Non
     check_matrix(pickle.loads(pickle.dumps(matrix)), random_csr().toarray())
 
 
-def test_arrays_in_memory_are_not_copied() -> None:
-    for array in (random_csr(), random_dense()):
-        assert as_matrix(array, "mine").fetch(np.arange(N_OBS)).nbytes == 0
-
-
 @pytest.mark.parametrize("array", [np.zeros(3), np.zeros((3, 3, 3)), np.array([["a"]]), np.zeros((2, 2), "complex64")])
 def test_what_is_not_a_matrix_of_numbers_is_refused(array: NDArray[Any]) -> None:
     with pytest.raises(InputError, match="mine"):
         as_matrix(array, "mine")
-
-
-def test_a_matrix_stored_by_columns_says_what_it_costs(h5ad: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "dasksc"):
-        open_matrix(h5ad, "layers/columns")
-    (message,) = caplog.messages
-    assert re.search(r"takes \d+\.\d\d [kM]iB of memory", message)
-    assert "dasksc convert" in message
 
 
 def test_nothing_at_the_path(tmp_path: Path) -> None:
@@ -634,27 +593,6 @@ def test_batches_are_canonical_whatever_is_stored(kind: str, dtype: str, tmp_pat
         check_batches(opened, values, genes)
 
 
-def test_sums_that_the_type_of_the_matrix_cannot_hold_are_refused_in_that_type() -> None:
-    repeated = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 3])), shape=(1, 2))
-    fetched, out = as_matrix(repeated, "X").fetch(np.array([0])), np.zeros((1, 2), dtype=np.float32)
-    with pytest.raises(StorageError, match="from 7 to 300, do not fit uint8"):
-        fetched.gather(np.array([0]), out=out.astype(np.uint8))
-    with pytest.raises(StorageError, match="from 7 to 300, do not fit uint8"):
-        fetched.gather_csr(np.array([0]))
-    fetched.gather(np.array([0]), out=out)
-    assert out.tolist() == [[7, 300]]
-    assert fetched.compact().gather_csr(np.array([0]), dtype=np.dtype("int32"))[2].tolist() == [7, 300]
-
-
-def test_rows_of_a_very_wide_matrix_are_put_in_order_without_tables_of_its_width() -> None:
-    n_vars = 2**31 - 1
-    indices, values = np.array([n_vars - 1, 5, n_vars - 1, 7]), np.array([1.5, 2.0, 4.0, 8.0])
-    wide = sp.csr_matrix((values, indices, np.array([0, 3, 4])), shape=(2, n_vars))
-    indptr, columns, data = as_matrix(wide, "X").fetch(np.arange(2)).gather_csr(np.array([1, 0]))
-    assert (indptr.tolist(), columns.tolist()) == ([0, 1, 3], [7, 5, n_vars - 1])
-    assert data.tolist() == [8.0, 2.0, 5.5]
-
-
 @pytest.mark.parametrize("genes", GENES)
 def test_batches_of_tidy_rows_ascend_in_any_order_of_genes(genes: str, tmp_path: Path) -> None:
     adata = untidy_atlas("float32")
@@ -682,17 +620,6 @@ def test_batches_of_atlases_whose_genes_are_in_other_orders_are_canonical(join: 
     }
     for genes in GENES.values():
         check_batches(opened, values, genes)
-
-
-def test_batches_of_a_sharded_store_of_several_are_canonical(tmp_path: Path) -> None:
-    parts = [untidy_atlas("float32", seed=seed) for seed in (0, 10)]
-    zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
-    for i, part in enumerate(parts):
-        WRITERS["sharded zarr v3"](part, tmp_path / str(i)).rename(tmp_path / "store" / f"dataset_{i}")
-    each = [untidy_values(part) for part in parts]
-    values = {name: np.concatenate([one[name] for one in each]) for name in each[0]}
-    for genes in GENES.values():
-        check_batches(dasksc.open(tmp_path / "store"), values, genes)
 
 
 def squared(block: Any) -> Any:

@@ -9,10 +9,7 @@ import os
 import pickle
 import shutil
 import tempfile
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,13 +28,9 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, GzipCodec, ZstdCode
 from dasksc.errors import CorruptDataError
 from dasksc.storage import RowBuffer, open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
-from dasksc.storage.file_identity import FileIdentity
-from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.files import can_map
 from dasksc.storage.hdf5 import layout as hdf5_layout
-from dasksc.storage.remote import known_objects as seen
-from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr import local as local_zarr
-from dasksc.storage.zarr import remote as remote_zarr
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -336,21 +329,6 @@ def test_uncompressed_zarr_is_gathered_from_where_it_lies(
     assert 0 < fetched.nbytes < sum(random.arrays[name].nbytes for name in ("data", "indices")) // 2
 
 
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_uncompressed_zarr_chunks_that_were_never_written_or_are_too_short(zarr_format: int, tmp_path: Path) -> None:
-    values = np.arange(90, dtype=np.float32).reshape(30, 3)
-    root = zarr.open_group(tmp_path / "x.zarr", mode="w", zarr_format=zarr_format)
-    stored = root.create_array("X", shape=(30, 3), chunks=(4, 3), dtype="f4", fill_value=-7, compressors=None)
-    stored[:4], stored[12:20] = values[:4], values[12:20]
-    fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(np.arange(30))
-    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), stored[...])
-    assert 0 < fetched.nbytes <= 4 * 3 * 4, "a chunk of what fills the gaps, and nothing else"
-    chunk = tmp_path / "x.zarr" / "X" / ("c/3/0" if zarr_format == 3 else "3.0")
-    chunk.write_bytes(chunk.read_bytes()[:-1])
-    with pytest.raises(CorruptDataError, match="rows 12 to 15"):
-        open_matrix(tmp_path / "x.zarr", "X").fetch(np.arange(30))
-
-
 def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_path: Path) -> None:
     values = np.arange(120, dtype=np.float32).reshape(40, 3)
     with h5py.File(tmp_path / "x.h5ad", "w") as file:
@@ -385,14 +363,6 @@ def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -
         shuffled = numcodecs.Shuffle(4).encode(random.arrays["data"][32:48])
         data.id.write_direct_chunk((32,), bytes(shuffled), filter_mask=0b10)
     check_same(tmp_path / "x.h5ad", random)
-
-
-def test_an_array_that_was_made_shorter_is_read(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "x.h5ad", "w") as file:
-        dataset = file.create_dataset("X", data=np.arange(90.0).reshape(30, 3), chunks=(4, 3), maxshape=(None, 3))
-        dataset.resize((10, 3))
-    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(10))
-    np.testing.assert_array_equal(gathered(fetched, np.dtype("float64")), np.arange(30.0).reshape(10, 3))
 
 
 def test_an_array_read_the_slow_way_is_named_once_with_the_reason(
@@ -509,34 +479,6 @@ def test_files_of_this_machine_are_mapped_and_those_of_others_are_not(tmp_path: 
         assert can_map("/mnt/data/fast disk/x.h5ad")
 
 
-def test_threads_that_open_a_file_at_once_use_one_descriptor(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"what belongs here")
-    file = LocalFile(FileIdentity.of(str(path)))
-    barrier = threading.Barrier(4)
-    opened = os.open
-
-    def opened_together(*args: Any) -> int:
-        number = opened(*args)
-        barrier.wait(10)
-        return number
-
-    def read(_: int) -> tuple[int, bytes]:
-        number = file._descriptor().number
-        barrier.wait(10)
-        # If the descriptor were closed by now, its number would belong to another file.
-        into = bytearray(17)
-        file.read(0, memoryview(into))
-        return number, bytes(into)
-
-    with mock.patch("os.open", opened_together), ThreadPoolExecutor(4) as threads:
-        results = set(threads.map(read, range(4)))
-    assert len(results) == 1
-    ((number, content),) = results
-    assert content == b"what belongs here"
-    assert os.path.samestat(os.fstat(number), path.stat())
-
-
 @pytest.mark.parametrize("options", [{}, {"chunks": (2**20,), "compression": "gzip"}, {"chunks": (2**20,)}], ids=str)
 @pytest.mark.parametrize("use_mmap", [True, False])
 def test_rows_beyond_2_to_the_31_elements_are_read(options: dict[str, Any], use_mmap: bool, tmp_path: Path) -> None:
@@ -564,13 +506,6 @@ def test_rows_of_more_than_2_to_the_16_nonzeros_are_read(filters: dict[str, Any]
     np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), random.dense[[0, 2]])
 
 
-def test_a_fetch_survives_the_matrix_it_came_from(random: Random, tmp_path: Path) -> None:
-    write_h5(tmp_path / "x.h5ad", random)
-    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.arange(60))
-    gc.collect()
-    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), random.dense)
-
-
 def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path) -> None:
     write_h5(tmp_path / "x.h5ad", random, chunks=16, compression="gzip")
     write_zarr(tmp_path / "x.zarr", random, chunk=16, shard=3, zarr_format=3)
@@ -583,33 +518,3 @@ def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path
             gc.collect()
             still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
             assert not [name for name in still_open if name.startswith(str(tmp_path))]
-
-
-@pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("shards", [None, (8,)], ids=["chunks", "shards"])
-def test_the_records_of_many_objects_stay_within_their_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: tuple[int] | None, is_remote: bool
-) -> None:
-    monkeypatch.setattr(seen, "LIMIT_BYTES", 20 * 1024)
-    monkeypatch.setattr(seen, "_kept", OrderedDict())
-    monkeypatch.setattr(seen, "_n_bytes", 0)
-    values = np.arange(1, 1601).reshape(400, 4)
-    array = zarr.create_array(
-        tmp_path / "array", shape=(1600,), dtype="int64", chunks=(4,), shards=shards, compressors=None
-    )
-    array[:1596] = values.ravel()[:1596]  # the last chunk, or half of the last shard, is never written
-    opened: Any
-    if is_remote:
-        opened = remote_zarr.direct_array(RemoteLocation.of_local(str(tmp_path / "array")), label="x", cache=None)
-    else:
-        opened = local_zarr.direct_array(str(tmp_path / "array"), label="x", use_mmap=False)
-    for numbers in (np.arange(200), np.arange(200, 400), np.arange(3, 7), np.arange(396, 400)):
-        read = [
-            None if data is None else np.frombuffer(data, "int64").tolist() for data, _ in opened._source.read(numbers)
-        ]
-        assert read == [None if number == 399 else values[number].tolist() for number in numbers]
-    assert 10 <= len(seen._kept) <= 40
-    assert seen._n_bytes == sum(n_bytes for _, n_bytes in seen._kept.values()) <= 20 * 1024
-    # The dicts, lists and sets of the source have not grown.
-    sizes = [len(value) for value in vars(opened._source).values() if isinstance(value, dict | list | set)]
-    assert max(sizes, default=0) <= 16

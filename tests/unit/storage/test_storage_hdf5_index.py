@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +14,9 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
-import scipy.sparse as sp
-from anndata import AnnData
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-import dasksc
 from dasksc.errors import CorruptDataError
 from dasksc.storage import open_matrix
 from dasksc.storage.arrays import UnknownLayoutError
@@ -34,7 +28,6 @@ from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
 from dasksc.storage.hdf5.layout import direct_array
 from dasksc.storage.hdf5.remote import open_remote
 from dasksc.storage.remote import remote_file as remote
-from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.uncompressed import PlainArray
@@ -163,11 +156,6 @@ def test_a_tree_of_three_levels_is_walked(deep: Path) -> None:
     assert ours(deep).skipped.sum() == 2_500
 
 
-def test_levels_that_are_read_in_parts_are_the_same(deep: Path) -> None:
-    with mock.patch.object(hdf5_index, "_BATCH_BYTES", 5 * NODE_BYTES):
-        same(ours(deep), theirs(deep))
-
-
 @pytest.mark.parametrize("libver", OLD, ids=str)
 @pytest.mark.parametrize("written", [[], [7], [0, 5, 99], range(20, 90)], ids=len)
 def test_chunks_that_were_never_written_are_nowhere(tmp_path: Path, written: Any, libver: Any) -> None:
@@ -181,19 +169,6 @@ def test_chunks_that_were_never_written_are_nowhere(tmp_path: Path, written: Any
     assert np.flatnonzero(ours(path).offsets >= 0).tolist() == list(written)
 
 
-@pytest.mark.parametrize("shape", [(0, 30), (200, 0), (4, 30), (101, 17), (500, 90)], ids=str)
-@pytest.mark.parametrize("libver", OLD, ids=str)
-def test_datasets_that_were_made_shorter_and_longer_keep_their_chunks(
-    tmp_path: Path, libver: Any, shape: tuple[int, int]
-) -> None:
-    path = tmp_path / "x.h5"
-    write(path, (200, 30), libver=libver, chunks=(3, 4), maxshape=(None, None), compression="gzip")
-    for size in [shape, (250, 33), shape]:
-        with h5py.File(path, "r+", libver=libver) as file:
-            file["X"].resize(size)
-        same(ours(path), theirs(path))
-
-
 def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.h5"
     write(path, (30, 8), libver="earliest", chunks=(3, 4))
@@ -202,56 +177,6 @@ def test_records_beyond_the_dataset_are_left_out(tmp_path: Path) -> None:
     same(ours(path), theirs(path))
     assert len(ours(path).offsets) == 4
     assert (ours(path).offsets >= 0).all()
-
-
-def hdf5_function(name: str, *types: Any) -> Any:
-    """Return a function of the HDF5 library that h5py does not expose."""
-    maps = Path("/proc/self/maps").read_text() if os.path.exists("/proc/self/maps") else ""
-    library = next((one for one in re.findall(r"/\S*libhdf5[-.\w]*\.so\S*", maps) if "_hl" not in one), None)
-    if library is None:
-        pytest.skip("the library of h5py is not found")
-    function = getattr(ctypes.CDLL(library), name)
-    function.argtypes = types
-    return function
-
-
-@pytest.mark.parametrize("libver", ["earliest", "v108"])
-@pytest.mark.parametrize("half", [2, 5, 32, 100])
-def test_nodes_are_as_large_as_the_file_says(tmp_path: Path, half: int, libver: str) -> None:
-    path = tmp_path / "x.h5"
-    plist = h5py.h5p.create(h5py.h5p.FILE_CREATE)
-    assert hdf5_function("H5Pset_istore_k", ctypes.c_int64, ctypes.c_uint)(plist.id, half) >= 0
-    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
-    access.set_libver_bounds(
-        h5py.h5f.LIBVER_EARLIEST if libver == "earliest" else h5py.h5f.LIBVER_V18, h5py.h5f.LIBVER_V18
-    )
-    h5py.h5f.create(os.fsencode(path), fcpl=plist, fapl=access).close()
-    write(path, (3000,), libver=("earliest", "v108"), chunks=(3,), compression="gzip")
-    with whose(by_hdf5=False):
-        same(ours(path), theirs(path))
-    with h5py.File(path) as file:
-        tree = hdf5_index._Tree.of(file["X"], LocalFile(FileIdentity.of(str(path))))
-    assert tree is not None
-    assert tree.half == half
-
-
-@pytest.mark.parametrize("track_order", [False, True])
-@pytest.mark.parametrize("libver", OLD, ids=str)
-def test_headers_in_many_pieces_are_read_to_their_end(tmp_path: Path, libver: Any, track_order: bool) -> None:
-    path = tmp_path / "x.h5"
-    write(path, (100,), libver=libver, chunks=(3,), track_order=track_order, track_times=track_order)
-    n_attributes = 8  # new files store more than eight attributes outside the header
-    for number in range(n_attributes):
-        with h5py.File(path, "r+", libver=libver) as file:
-            file["X"].attrs[f"attribute {number}"] = np.arange(40 * number)
-    with h5py.File(path) as file:
-        address = h5py.h5g.get_objinfo(file["X"].id).objno[0]
-    found = list(hdf5_index._messages(LocalFile(FileIdentity.of(str(path))), address, 0x0C))
-    assert sorted(name for one in found for name in re.findall(rb"attribute \d", one)) == [
-        b"attribute %d" % number for number in range(n_attributes)
-    ]
-    with whose(by_hdf5=False):
-        same(ours(path), theirs(path))
 
 
 def test_a_file_that_is_being_written_is_left_to_hdf5(tmp_path: Path) -> None:
@@ -474,11 +399,6 @@ def remotely(path: Path) -> Iterator[tuple[Any, RemoteFile, h5py.Dataset]]:
             yield server, file, dataset
 
 
-def test_behind_a_url_the_index_is_the_same(deep: Path) -> None:
-    with remotely(deep) as (_, file, dataset), whose(by_hdf5=False):
-        same(chunk_table(dataset, file), theirs(deep))
-
-
 def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> None:
     with (
         remotely(deep) as (server, file, dataset),
@@ -492,59 +412,6 @@ def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> 
             len(nodes_of(deep.read_bytes(), level)) for level in (1, 0)
         ]
     assert requests.call_count == len(server.faults.requests)
-
-
-def test_behind_a_url_nodes_of_a_level_are_asked_for_at_once(shallow: Path) -> None:
-    lock, waiting = threading.Lock(), [0]
-    together, alone = threading.Event(), threading.Event()
-
-    def wait_for_others(number: int) -> None:
-        with lock:
-            waiting[0] += 1
-            if waiting[0] == 8:
-                together.set()
-        if not alone.is_set() and not together.wait(10):
-            alone.set()
-        with lock:
-            waiting[0] -= 1
-
-    assert len(nodes_of(shallow.read_bytes(), 0)) >= 16
-    with remotely(shallow) as (server, file, dataset), mock.patch.object(remote, "GAP_BYTES", 0):
-        server.faults.status = wait_for_others
-        chunk_table(dataset, file)
-    assert together.is_set()
-    assert not alone.is_set()
-
-
-def test_an_atlas_of_small_chunks_opens_behind_a_url(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    path = tmp_path / "atlas.h5ad"
-    x = sp.random(5_000, 8, density=0.3, format="csr", dtype=np.float32, random_state=0)
-    AnnData(X=x).write_h5ad(path)
-    with h5py.File(path, "r+") as file:
-        for name in ("data", "indices"):
-            values = file[f"X/{name}"][:]
-            del file[f"X/{name}"]
-            file[f"X/{name}"] = file.create_dataset(None, data=values, chunks=(5,), compression="gzip")
-    with serving(tmp_path) as server, whose(by_hdf5=False):
-        adata = dasksc.open(f"{server.url}/atlas.h5ad")
-        np.testing.assert_array_equal(adata.X.compute().toarray(), x.toarray())
-
-
-def test_an_index_is_read_past_the_cache(tmp_path: Path) -> None:
-    pytest.importorskip("obstore")
-    path = tmp_path / "scattered.h5"
-    with h5py.File(path, "w", libver="earliest") as file:
-        dataset = file.create_dataset("X", (2**23,), chunks=(2**11,), dtype="f4", compression="gzip")
-        for number in range(2**12):
-            dataset.id.write_direct_chunk((number * 2**11,), bytes(2**13), filter_mask=1)
-    with serving(tmp_path) as server:
-        cache = Cache.of(str(tmp_path / "cache"))
-        remote_file = RemoteFile.of(RemoteLocation.of(f"{server.url}/scattered.h5", {}), cache=cache)
-        with open_remote(remote_file) as root:
-            same(chunk_table(root["X"], remote_file), theirs(path))
-    kept = sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file())
-    assert 0 < kept < path.stat().st_size / 2
 
 
 USER_BLOCKED: dict[str, dict[str, Any]] = {

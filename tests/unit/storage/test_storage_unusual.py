@@ -6,9 +6,7 @@ import ctypes
 import gzip
 import os
 import re
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +14,6 @@ from unittest import mock
 import h5py
 import numpy as np
 import pytest
-import scipy.sparse as sp
 import zarr
 from anndata import AnnData
 
@@ -46,16 +43,6 @@ def test_links_to_other_files_are_followed(tmp_path: Path, chunks: Any) -> None:
         file["soft"] = h5py.SoftLink("/X")
     np.testing.assert_array_equal(read(tmp_path / "linking.h5"), VALUES)
     np.testing.assert_array_equal(read(tmp_path / "linking.h5", "soft"), VALUES)
-
-
-def test_an_atlas_whose_x_is_a_link_opens(tmp_path: Path) -> None:
-    adata = AnnData(X=sp.csr_matrix(VALUES), obsm={"pca": VALUES[:, :3].copy()})
-    adata.write_h5ad(tmp_path / "whole.h5ad")
-    with h5py.File(tmp_path / "whole.h5ad", "r+") as file, h5py.File(tmp_path / "other.h5", "w") as other:
-        file.copy("X", other, "moved")
-        del file["X"]
-        file["X"] = h5py.ExternalLink("other.h5", "/moved")
-    np.testing.assert_array_equal(dasksc.open(tmp_path / "whole.h5ad").X.compute().toarray(), VALUES)
 
 
 def test_edge_chunks_stored_without_filters_are_read(tmp_path: Path) -> None:
@@ -97,33 +84,6 @@ def zarr_gzip() -> Any:
     import numcodecs
 
     return numcodecs.GZip(level=1)
-
-
-def sharded(path: Path) -> Path:
-    group = zarr.open_group(path, mode="w", zarr_format=3)
-    values = np.repeat(np.arange(400, dtype=np.float32), 8).reshape(400, 8)
-    group.create_array("X", shape=values.shape, chunks=(2, 8), shards=(4, 8), dtype="f4")[:] = values
-    return path
-
-
-def test_threads_that_read_more_shards_than_stay_open_do_not_meet(tmp_path: Path) -> None:
-    matrix = open_matrix(sharded(tmp_path / "store"), "X")
-    interval = sys.getswitchinterval()
-
-    def fetch_some(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(30):
-            rows = np.sort(rng.integers(0, 400, 30))
-            out = np.empty((30, 8), dtype=np.float32)
-            matrix.fetch(rows).gather(np.arange(30), out=out)
-            assert (out == rows[:, None]).all()
-
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(fetch_some, range(4)))
-    finally:
-        sys.setswitchinterval(interval)
 
 
 def wait_for_the_clock_of(folder: Path) -> None:

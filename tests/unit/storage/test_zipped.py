@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import struct
 import warnings
 import zipfile
@@ -14,19 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import anndata as ad
 import numpy as np
 import pytest
 import zarr
-from click.testing import CliRunner
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, ZstdCodec
 
 import dasksc
-from dasksc import cli
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.pushdown import matrix_of
 from dasksc.storage import open_matrix
-from dasksc.storage.zarr import reader, zipped
+from dasksc.storage.zarr import reader
 from tests.support.data import batches, dense, make_adata, same, write_store, zip_of
 from tests.support.hostile import bounded
 
@@ -112,24 +108,6 @@ def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
     assert (found[60:] == 7).all()
 
 
-@pytest.mark.parametrize("n", range(9))
-def test_values_lie_at_any_byte(tmp_path: Path, n: int) -> None:
-    """Check that uncompressed values are gathered from the memory map at any alignment."""
-    values = np.arange(4000.0).reshape(100, 40)
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    group.create_array("X", data=values, chunks=(10, 40), compressors=None)
-    archive = tmp_path / "a.zarr.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("x" * (n + 1), "")
-        for one in sorted((tmp_path / "a.zarr").rglob("*")):
-            if one.is_file():
-                file.write(one, one.relative_to(tmp_path / "a.zarr"))
-    matrix = open_matrix(archive, "X", use_mmap=True)
-    fetched = matrix.fetch(np.arange(100))
-    assert fetched.nbytes < values.nbytes // 2  # values are mapped, not copied
-    np.testing.assert_array_equal(values_at(archive), values)
-
-
 def test_compressed_members_are_read_through_zarr_python(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = write_store(make_adata(), tmp_path, "zarr3")
     caplog.set_level(logging.INFO, "dasksc.storage")
@@ -138,13 +116,6 @@ def test_compressed_members_are_read_through_zarr_python(tmp_path: Path, caplog:
     assert "X/data is read through zarr-python, which is slower: its members are compressed" in caplog.text
     for ours, theirs in zip(batches(archive), batches(store), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_compressed_metadata_cost_nothing(tmp_path: Path) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    archive = zip_of(store, metadata=zipfile.ZIP_DEFLATED)
-    with only_direct():
-        same(dasksc.open(archive), dasksc.open(store))
 
 
 def test_archives_that_zarr_and_anndata_write_are_read(tmp_path: Path) -> None:
@@ -173,43 +144,6 @@ def test_the_last_of_several_members_of_one_name_counts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense(dasksc.open(archive).X.compute()), before)
 
 
-def test_matrices_pickle(tmp_path: Path) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        opened = dasksc.open(zip_of(store, method=method))
-        matrix = pickle.loads(pickle.dumps(matrix_of(opened.X)))
-        out = np.empty((3, matrix.shape[1]), dtype=matrix.dtype)
-        matrix.fetch(np.array([0, 9, 30])).gather(np.arange(3), out=out)
-        np.testing.assert_array_equal(out, dense(dasksc.open(store).X.compute())[[0, 9, 30]])
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-def test_workers_yield_the_same(tmp_path: Path, context: str, method: int) -> None:
-    from torch.utils.data import DataLoader
-
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    dataset = dasksc.scDataset(zip_of(store, method=method), dasksc.BlockShuffling(4), batch_size=16, seed=1)
-    next(iter(dataset))  # children must not use files opened by the parent
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context=context)
-    found = sorted(tuple(row) for batch in loader for row in batch.numpy())
-    assert found == sorted(tuple(row) for row in dense(dasksc.open(store).X.compute()))
-
-
-def test_it_is_described_and_checked(tmp_path: Path) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    archive = zip_of(store)
-    found, expected = dasksc.describe(archive, seconds=0), dasksc.describe(store, seconds=0)
-    assert [one.key for one in found.matrices] == [one.key for one in expected.matrices]
-    for ours, theirs in zip(found.matrices, expected.matrices, strict=True):
-        assert (ours.codec, ours.nbytes, ours.chunks) == (theirs.codec, theirs.nbytes, theirs.chunks)
-        assert ours.stored_bytes == theirs.stored_bytes
-    for command in (["info", str(archive), "--seconds", "0"], ["check", str(archive), "--label-key", "cell_type"]):
-        result = CliRunner().invoke(cli.group, command)
-        assert result.exit_code == 0, result.output
-        assert "cell_type" in result.output
-
-
 def test_folders_and_patterns_take_archives(tmp_path: Path) -> None:
     store = write_store(make_adata(), tmp_path, "zarr3", name="first")
     (tmp_path / "zipped").mkdir()
@@ -219,43 +153,6 @@ def test_folders_and_patterns_take_archives(tmp_path: Path) -> None:
         both = dasksc.open(data, label="part", index_unique="-")
         assert both.obs["part"].unique().tolist() == ["first", "second"]
         assert both.n_obs == 2 * make_adata().n_obs
-
-
-def test_a_cache_is_of_no_use_and_does_no_harm(tmp_path: Path) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-    same(dasksc.open(zip_of(store), cache=tmp_path / "cache"), dasksc.open(store))
-    same(dasksc.open(f"file://{zip_of(store)}"), dasksc.open(store))
-
-
-def test_a_zipped_mudata_opens(tmp_path: Path) -> None:
-    rna, prot = make_adata(30), make_adata(30)
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ad.io.write_elem(group, "obs", rna.obs)
-        ad.io.write_elem(group, "mod", {"rna": rna, "prot": prot})
-    archive = zip_of(tmp_path / "a.zarr")
-    with only_direct():
-        opened = dasksc.Modalities(archive)
-        batch = next(iter(dasksc.scDataset(archive, dasksc.Streaming(), batch_size=30)))
-    assert list(opened.mod) == ["prot", "rna"]
-    np.testing.assert_array_equal(batch["rna"].X.numpy(), dense(rna.X))
-
-
-def test_it_is_converted(tmp_path: Path) -> None:
-    archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"))
-    dasksc.convert(archive, tmp_path / "new.zarr", order="keep", verify=True)
-    np.testing.assert_array_equal(dense(dasksc.open(tmp_path / "new.zarr").X.compute()), dense(make_adata().X))
-    with pytest.raises(dasksc.InputError, match="named like a file"):
-        dasksc.convert(archive, tmp_path / "new.zarr.zip")
-
-
-def test_large_tables_are_counted_in_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adata = make_adata()
-    adata.uns["large"] = np.random.default_rng(0).random(2**16)
-    archive = zip_of(write_store(adata, tmp_path, "zarr3"))
-    monkeypatch.setattr("dasksc.atlas.element_sizes._ROOM_BYTES", 2**10)
-    assert dasksc.open(archive).uns["large"].shape == (2**16,)
 
 
 # --- Damaged and hostile archives ---------------------------------------------------------------------
@@ -339,24 +236,6 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, a
         dasksc.open(tmp_path / "b.zarr.zip")
 
 
-def test_chunks_that_would_fill_memory_are_refused(tmp_path: Path, archive: Path) -> None:
-    name = _chunk(archive)
-    with zipfile.ZipFile(archive) as file, zipfile.ZipFile(tmp_path / "b.zarr.zip", "w", zipfile.ZIP_DEFLATED) as new:
-        for one in file.namelist():
-            new.writestr(one, bytes(2**27) if one == name else file.read(one))
-    with bounded(), pytest.raises(CorruptDataError, match=r"X/data/c/0' unpacks to 134217728 bytes, but at most"):
-        dasksc.open(tmp_path / "b.zarr.zip")
-
-
-def test_a_shape_that_no_archive_holds_is_left_alone(tmp_path: Path) -> None:
-    group = zarr.open_group(tmp_path / "a.zarr", mode="w")
-    group.create_array("X", shape=(2**50, 3), chunks=(1, 1), dtype="f4")
-    group.create_array("Y", shape=(2**40, 3), chunks=(1, 1), shards=(2**40, 3), dtype="f4")
-    for key in ("X", "Y"):
-        with bounded():
-            assert open_matrix(zip_of(tmp_path / "a.zarr"), key).shape[1] == 3
-
-
 def test_a_shard_index_that_lies_is_refused(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "a.zarr", mode="w")
     shards = {"shape": (40, 5), "index_location": "end"}
@@ -389,10 +268,3 @@ def test_a_chunk_that_is_too_short_is_named(tmp_path: Path) -> None:
     matrix.fetch(np.arange(20))
     with pytest.raises(CorruptDataError, match=r"a\.zarr\.zip:/X: rows? 2"):
         matrix.fetch(np.arange(40))
-
-
-def test_the_directory_is_read_once(archive: Path) -> None:
-    with mock.patch.object(zipped.zipfile, "ZipFile", wraps=zipfile.ZipFile) as opened:
-        dasksc.open(archive)
-        dasksc.open(archive)
-    assert opened.call_count == 1
