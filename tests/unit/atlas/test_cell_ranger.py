@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from anndata import AnnData
 
 import dasksc
 from dasksc.errors import CorruptDataError, FetchError, InputError, MissingKeyError, StorageError
-from dasksc.pushdown import matrix_of
 from tests.support.cell_ranger import make_counts, write_v2, write_v3
 
 pytestmark = pytest.mark.core
@@ -119,13 +116,6 @@ def test_features_are_chosen_as_scanpy_chooses_them(v3: Path, options: Any, of_s
     assert opened.n_vars == n_vars
 
 
-def test_several_feature_types_keep_the_order_of_the_file(v3: Path) -> None:
-    opened = dasksc.open(v3, feature_types=["CRISPR Guide Capture", PROTEINS])
-    expected = scanpys(v3, [kind != GENES for kind in TYPES])
-    same(opened, expected)
-    same(dasksc.open(v3, genome=("GRCh38", "mm10")), scanpys(v3, slice(14)))
-
-
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize("options", [{}, {"feature_types": PROTEINS}, {"genome": "mm10"}])
 @pytest.mark.parametrize("mmap", ["auto", False])
@@ -161,22 +151,6 @@ def test_counts_beyond_float32_stay_exact(tmp_path: Path) -> None:
     assert opened.X.compute()[0, 0] == 2**24 + 1
 
 
-def test_offsets_too_long_to_keep_are_read_in_part(v3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = scanpys(v3).X.toarray()
-    monkeypatch.setattr("dasksc.storage.matrices._INDPTR_KEPT_BYTES", 0)
-    opened = dasksc.open(v3)
-    np.testing.assert_array_equal(opened.X.compute().toarray(), expected)
-    assert np.array_equal(np.concatenate(batches(v3)), np.concatenate(batches(scanpys(v3))))
-
-
-@pytest.mark.parametrize("n_obs", [0, 1, 3])
-def test_files_without_counts_open(tmp_path: Path, n_obs: int) -> None:
-    path = write_v3(tmp_path / "a.h5", sp.csr_matrix((n_obs, 5), dtype=np.int32))
-    opened = dasksc.open(path)
-    assert opened.shape == (n_obs, 5)
-    assert opened.X.compute().nnz == 0
-
-
 def test_probes_have_their_own_names(tmp_path: Path) -> None:
     path = write_v3(
         tmp_path / "raw_probe_bc_matrix.h5",
@@ -194,11 +168,6 @@ def test_probes_have_their_own_names(tmp_path: Path) -> None:
     assert isinstance(only.obs.index, pd.RangeIndex)
     with pytest.raises(MissingKeyError, match="no column 'donor'"):
         dasksc.open(path, obs=["donor"])
-
-
-def test_names_beyond_ascii_are_read(tmp_path: Path) -> None:
-    path = write_v3(tmp_path / "a.h5", make_counts(5, 2), name=["IFN-β", "TGFβ1"])
-    assert list(dasksc.open(path).var_names) == ["IFN-β", "TGFβ1"]
 
 
 def test_repeated_names_are_said(v3: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -232,60 +201,6 @@ def test_several_files_are_one_atlas(tmp_path: Path) -> None:
     )
 
 
-def test_a_file_among_several_may_lack_a_feature_type(tmp_path: Path) -> None:
-    write_v3(tmp_path / "a.h5", make_counts(12, 20), feature_type=TYPES)
-    write_v3(tmp_path / "b.h5", make_counts(12, 20))
-    paths = [tmp_path / "a.h5", tmp_path / "b.h5"]
-    both = dasksc.open(paths, feature_types=[GENES, PROTEINS], join="outer", index_unique="-")
-    assert both.shape == (24, 20)
-    with pytest.raises(MissingKeyError, match=r"b\.h5.*no 'Antibody Capture'"):
-        dasksc.open(paths, feature_types=[PROTEINS], join="outer")
-
-
-@pytest.mark.filterwarnings("ignore:Variable names are not unique")
-@pytest.mark.parametrize("options", [{}, {"feature_types": GENES, "genome": "mm10"}])
-def test_it_is_read_through_a_cache(tmp_path: Path, v3: Path, options: Any) -> None:
-    same(dasksc.open(v3, cache=tmp_path / "cache", **options), dasksc.open(v3, **options).to_memory())
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_workers_yield_the_same(v3: Path, num_workers: int) -> None:
-    from torch.utils.data import DataLoader
-
-    opened = dasksc.open(v3, feature_types=[GENES, PROTEINS])
-    dataset = dasksc.scDataset(opened, dasksc.BlockShuffling(4), batch_size=16, seed=1)
-    loader = DataLoader(
-        dataset, batch_size=None, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
-    )
-    found = sorted(tuple(row) for batch in loader for row in batch.numpy())
-    assert found == sorted(tuple(row) for row in scanpys(v3, slice(18)).X.toarray())
-
-
-@pytest.mark.parametrize("options", [{}, {"feature_types": GENES}])
-def test_matrices_pickle(v3: Path, options: Any) -> None:
-    matrix = matrix_of(dasksc.open(v3, **options).X)
-    again = pickle.loads(pickle.dumps(matrix))
-    rows = np.array([0, 3, 59])
-    out, expected = np.empty((2, 3, matrix.shape[1]), dtype=np.float64)
-    again.fetch(rows).gather(np.arange(3), out=out)
-    matrix.fetch(rows).gather(np.arange(3), out=expected)
-    np.testing.assert_array_equal(out, expected)
-    np.testing.assert_array_equal(out, scanpys(v3).X.toarray()[rows, : matrix.shape[1]])
-
-
-def test_the_file_is_converted(tmp_path: Path, v3: Path) -> None:
-    dasksc.convert(dasksc.open(v3, feature_types=PROTEINS), tmp_path / "a.zarr", order="keep", verify=True)
-    np.testing.assert_array_equal(
-        dasksc.open(tmp_path / "a.zarr").X.compute().toarray(), scanpys(v3).X.toarray()[:, 14:18]
-    )
-
-
-def test_it_is_described(v3: Path) -> None:
-    found = dasksc.describe(v3, seconds=0)
-    assert (found.n_obs, found.n_vars) == (60, 20)
-    assert [(one.key, one.encoding, one.codec, one.dtype) for one in found.matrices] == [("X", "csr", "gzip", "int32")]
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -306,14 +221,6 @@ def test_features_that_are_not_there_are_refused(v3: Path, options: Any, error: 
         dasksc.open(v3, **options)
 
 
-def test_version_2_counts_genes_only(tmp_path: Path) -> None:
-    path = write_v2(tmp_path / "a.h5", {"GRCh38": make_counts(30, 12)})
-    with pytest.raises(MissingKeyError, match=r"no 'Antibody Capture'.*'?Gene Expression"):
-        dasksc.open(path, feature_types=PROTEINS)
-    with pytest.raises(MissingKeyError, match="no 'mm10'"):
-        dasksc.open(path, genome="mm10")
-
-
 def test_other_files_have_no_features_to_choose(tmp_path: Path, v3: Path) -> None:
     adata = scanpys(v3)
     adata.var_names_make_unique()
@@ -323,11 +230,6 @@ def test_other_files_have_no_features_to_choose(tmp_path: Path, v3: Path) -> Non
             dasksc.open(data, feature_types=GENES)
     with pytest.raises(InputError, match="genome= is for 10x"):
         dasksc.open([tmp_path / "a.h5ad"], genome="mm10")
-
-
-def test_there_is_no_raw(v3: Path) -> None:
-    with pytest.raises(MissingKeyError, match="no raw"):
-        dasksc.open(v3, raw=True)
 
 
 # --- Damaged and hostile files ------------------------------------------------------------------------
@@ -380,41 +282,11 @@ def test_rows_that_lie_nowhere_are_refused(v3: Path, change: str) -> None:
         batches(v3)
 
 
-def test_columns_that_are_not_there_are_refused(v3: Path) -> None:
-    with h5py.File(v3, "r+") as file:
-        file["matrix/indices"][5] = 20
-    for options in ({}, {"feature_types": GENES}):
-        with pytest.raises(CorruptDataError, match=r"column index outside \[0, 20\)"):
-            batches(dasksc.open(v3, **options))
-
-
 @pytest.mark.parametrize("kept", [0.95, 0.5, 0.1])
 def test_a_truncated_file_is_refused(v3: Path, kept: float) -> None:
     content = v3.read_bytes()
     v3.write_bytes(content[: int(len(content) * kept)])
     with pytest.raises(CorruptDataError, match="truncated"):
-        dasksc.open(v3)
-
-
-@pytest.mark.parametrize("name", ["barcodes", "features/name"])
-def test_names_that_would_fill_memory_are_refused(v3: Path, name: str) -> None:
-    with h5py.File(v3, "r+") as file:
-        del file[f"matrix/{name}"]
-        # Chunks that were never written occupy no space in the file.
-        file.create_dataset(f"matrix/{name}", shape=(2**33,), chunks=(2**20,), dtype="S18")
-    with pytest.raises((CorruptDataError, StorageError), match="bytes in the elements to read"):
-        dasksc.open(v3)
-
-
-def test_a_shape_in_a_chunk_that_would_fill_memory_is_refused(v3: Path) -> None:
-    with h5py.File(v3, "r+") as file:
-        del file["matrix/shape"]
-        shape = file.create_dataset(
-            "matrix/shape", (2,), dtype=np.int64, chunks=(2**28,), maxshape=(None,), compression="gzip"
-        )
-        # The chunk shape implies 2 GiB; the stored data are tiny.
-        shape.id.write_direct_chunk((0,), zlib.compress(np.array([20, 60]).tobytes()))
-    with pytest.raises(CorruptDataError, match="chunks of"):
         dasksc.open(v3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import warnings
 import zipfile
@@ -22,7 +21,6 @@ import zarr
 from anndata.io import sparse_dataset
 
 import dasksc
-from dasksc.atlas import cell_names
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.view import AnnDataView
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
@@ -157,24 +155,12 @@ def test_obs_columns_can_be_chosen_from_old_files(name: str) -> None:
     pd.testing.assert_frame_equal(dasksc.open(sample(name), obs=columns).obs, expected[columns])
 
 
-def test_obs_columns_can_be_chosen_from_an_anndata() -> None:
-    adata = make_adata()
-    opened = dasksc.open(adata, obs=["flag"])
-    assert list(opened.obs.columns) == ["flag"]
-    assert "text" in adata.obs
-
-
 @pytest.mark.parametrize("given", ["path", "memory"])
 def test_an_unknown_obs_column_is_refused_with_the_nearest_names(tmp_path: Path, given: str) -> None:
     adata = make_adata()
     data = adata if given == "memory" else write_store(adata, tmp_path, "h5ad")
     with pytest.raises(MissingKeyError, match=r"'cell_typ'.*did you mean 'cell_type'"):
         dasksc.open(data, obs=["flag", "cell_typ"])
-
-
-def test_one_obs_name_outside_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"obs=\['cell_type'\]"):
-        dasksc.open(make_adata(), obs="cell_type")
 
 
 def test_arrays_in_memory_are_shared_not_copied() -> None:
@@ -220,14 +206,6 @@ def test_a_view_of_a_backed_object_opens_with_its_rows_and_columns(tmp_path: Pat
     assert list(opened.obs_names) == list(expected.obs_names)
     np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(expected.layers["counts"]))
     backed.file.close()
-
-
-def test_a_view_in_memory_opens_with_its_rows() -> None:
-    adata = make_adata()
-    view = adata[adata.obs["cell_type"] == "B cell"]
-    opened = dasksc.open(view)
-    assert not opened.is_view
-    assert_same(opened, view.copy())
 
 
 def test_an_anndata_of_dask_arrays_keeps_them() -> None:
@@ -280,14 +258,6 @@ def test_obsm_entries_that_are_no_matrices_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(AnnDataView(opened)[[5, 6]].obsm["images"], adata.obsm["images"][[5, 6]])
 
 
-def test_x_and_layers_have_the_same_row_chunks() -> None:
-    with dask.config.set({"dasksc.chunk-bytes": 2000}):
-        opened = dasksc.open(make_adata())
-    chunks = [opened.X.chunks, opened.layers["counts"].chunks, opened.layers["scaled"].chunks]
-    assert chunks[0] == chunks[1] == chunks[2]
-    assert len(chunks[0][0]) > 1
-
-
 def test_a_file_can_be_opened_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adata = make_adata()
     write_store(adata, tmp_path, "h5ad")
@@ -305,34 +275,12 @@ def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
         dasksc.open(tmp_path / "nowhere" / "atlas.h5ad")
 
 
-def test_a_directory_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="neither a Zarr group"):
-        dasksc.open(tmp_path)
-
-
 def test_a_store_that_is_no_anndata_is_refused(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["matrix"] = np.zeros((3, 3))
     zarr.create_group(tmp_path / "other.zarr").create_array("matrix", shape=(3, 3), dtype="f4")
     for name in ("other.h5", "other.zarr"):
         with pytest.raises(StorageError, match="no obs and no var, and contains matrix"):
-            dasksc.open(tmp_path / name)
-
-
-@pytest.mark.parametrize("kept", [0.95, 0.5, 0.01])
-def test_a_truncated_h5ad_is_refused(tmp_path: Path, kept: float) -> None:
-    path = write_store(make_adata(), tmp_path, "h5ad")
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
-    with pytest.raises(CorruptDataError, match=r"atlas\.h5ad is truncated"):
-        dasksc.open(path)
-
-
-def test_a_file_that_is_no_hdf5_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cells.h5ad").write_text("gene1,gene2\n1,2\n")
-    (tmp_path / "empty.h5ad").write_bytes(b"")
-    for name, problem in (("cells.h5ad", r"\(16 bytes\) is not an HDF5 file"), ("empty.h5ad", r"is empty \(0 bytes\)")):
-        with pytest.raises(CorruptDataError, match=rf"{name} {problem}"):
             dasksc.open(tmp_path / name)
 
 
@@ -367,11 +315,6 @@ def test_parts_of_unequal_length_are_refused(tmp_path: Path) -> None:
 def test_other_types_are_refused_with_a_list_of_those_accepted(data: Any) -> None:
     with pytest.raises(InputError, match=r"cannot open an object of type .*expected the path of an \.h5ad"):
         dasksc.open(data)
-
-
-def test_a_url_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(InputError, match="supported are s3"):
-        dasksc.open("gopher://bucket/atlas.zarr")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -488,13 +431,6 @@ def test_dates_become_seconds_since_1970_and_durations_seconds(unit: str) -> Non
         np.testing.assert_array_equal(array, expected)
 
 
-def test_dates_come_in_batches() -> None:
-    adata = make_adata()
-    adata.obs["taken"] = pd.Timestamp("2024-01-01", tz="UTC") + pd.to_timedelta(np.arange(adata.n_obs), unit="D")
-    batch = next(iter(dasksc.scDataset(adata, dasksc.Streaming(), 4, obs=["taken"], seed=0)))
-    assert batch.obs["taken"].tolist() == [1704067200 + 86400 * i for i in range(4)]
-
-
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_raw_opens_as_an_atlas_of_its_own(tmp_path: Path, format: str, layout: str) -> None:
     full = make_adata(layout=layout)
@@ -522,14 +458,6 @@ def test_raw_of_several_is_joined_by_its_own_genes(tmp_path: Path) -> None:
     expected = ad.concat([ad.AnnData(full.X, full.obs, full.var) for full, _ in parts], join="outer", index_unique="-")
     assert list(raw.var_names) == list(expected.var_names)
     np.testing.assert_array_equal(dense(computed(raw.X)), dense(expected.X))
-
-
-def test_raw_that_is_not_there_is_told(tmp_path: Path) -> None:
-    path = write_store(make_adata(), tmp_path, "h5ad")
-    with pytest.raises(MissingKeyError, match="no raw"):
-        dasksc.open(path, raw=True)
-    with pytest.raises(MissingKeyError, match=f"{path.stem} has no raw"):
-        dasksc.open([path, path], raw=True)
 
 
 @pytest.mark.parametrize(
@@ -585,16 +513,6 @@ def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, for
     assert dict(got.uns) == {"source": "made up"}
 
 
-def test_rows_may_repeat_and_come_in_any_order_without_a_warning() -> None:
-    adata = make_adata()
-    rows = [40, 3, 3, 0, 40]
-    got = AnnDataView(dasksc.open(adata))[rows]
-    np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
-    assert list(got.obs_names) == [f"cell{row}" for row in rows]
-    assert list(got.obsm["table"].index) == [f"cell{row}" for row in rows]
-    np.testing.assert_array_equal(got.obs["int64"], adata.obs["int64"].iloc[rows])
-
-
 def test_a_view_reads_each_matrix_once(tmp_path: Path) -> None:
     opened = dasksc.open(write_store(make_adata(), tmp_path, "h5ad"))
     view = AnnDataView(opened)
@@ -630,13 +548,6 @@ def test_a_view_takes_every_kind_of_index(index: Any, rows: list[int]) -> None:
     np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
 
 
-def test_a_view_takes_a_second_index_for_columns() -> None:
-    adata = make_adata()
-    got = AnnDataView(dasksc.open(adata))[[4, 2], ["gene3", "gene0"]]
-    assert list(got.var_names) == ["gene3", "gene0"]
-    np.testing.assert_array_equal(dense(got.X), dense(adata.X)[[4, 2]][:, [3, 0]])
-
-
 @pytest.mark.parametrize(
     ("index", "error"),
     [
@@ -651,26 +562,6 @@ def test_a_view_takes_a_second_index_for_columns() -> None:
 def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         AnnDataView(dasksc.open(make_adata()))[index]
-
-
-def test_a_view_looks_like_its_anndata() -> None:
-    opened = dasksc.open(make_adata())
-    view = AnnDataView(opened)
-    assert len(view) == view.n_obs == 60
-    assert view.shape == (60, 17)
-    assert view.obs is opened.obs
-    assert list(view.var_names) == list(opened.var_names)
-    assert view.X.shape == opened.X.shape
-    assert view.adata is opened
-    with pytest.raises(AttributeError):
-        _ = view.nothing_of_the_kind
-
-
-def test_a_view_pickles(tmp_path: Path) -> None:
-    adata = make_adata()
-    view = AnnDataView(dasksc.open(write_store(adata, tmp_path, "h5ad")))
-    again = pickle.loads(pickle.dumps(view))
-    np.testing.assert_array_equal(dense(again[[3, 9]].X), dense(adata.X)[[3, 9]])
 
 
 def test_a_file_replaced_after_opening_is_noticed_when_it_is_read(tmp_path: Path) -> None:
@@ -697,16 +588,6 @@ def test_names_are_left_out_if_asked(tmp_path, format):
         dasksc.open([path, path], index_unique="-", names=False)
 
 
-def test_many_names_are_compared_by_their_hashes(monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(cell_names, "_FEW_NAMES", 0)
-    adata = make_adata(n_obs=37)
-    dasksc.open(write_store(adata, tmp_path, "h5ad"))
-    assert "obs_names repeat" not in caplog.text
-    adata.obs_names = [*adata.obs_names[:-1], adata.obs_names[0]]
-    dasksc.open(write_store(adata, tmp_path, "zarr3"))
-    assert "obs_names repeat" in caplog.text
-
-
 @pytest.mark.parametrize("n_atlases", [1, 2])
 @pytest.mark.parametrize("format", ["h5ad", "zarr3"])
 def test_opening_looks_for_repeated_names_at_most_once(
@@ -729,16 +610,3 @@ def test_opening_looks_for_repeated_names_at_most_once(
     opened = dasksc.open(paths[0] if n_atlases == 1 else paths)
     assert opened.obs_names[0] in scanned
     assert max(map(scanned.count, opened.obs_names)) == 1
-
-
-@pytest.mark.parametrize("names", [True, False])
-def test_names_of_an_open_atlas_are_used_without_opening_it_again(
-    names: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_store(make_adata(), tmp_path, "h5ad")
-    adata = dasksc.open(path, names=names)
-    expected = list(adata.obs_names) if names else None
-    view = dasksc.scDataset(adata, batch_size=4).collection
-    monkeypatch.setattr(ad.AnnData, "__init__", lambda *_, **__: pytest.fail("the atlas was opened again"))
-    pieces = view.name_pieces()
-    assert (None if pieces is None else [name for piece in pieces for name in piece]) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -17,12 +16,10 @@ import pytest
 import scipy.sparse as sp
 import torch
 from anndata import AnnData
-from anndata.experimental import AnnCollection
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas.concat import collecting_dropped
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import files
 from dasksc.storage.arrays import logical_dtype
@@ -260,12 +257,6 @@ def test_a_pattern_or_folder_may_be_one_of_a_list(tmp_path: Path, three: list[Pa
     assert dasksc.describe(given, seconds=0).n_files == len(names)
 
 
-def test_a_key_of_a_dict_names_one_atlas(three: list[Path]) -> None:
-    with pytest.raises(InputError, match="'all': .* contains 3 atlases"):
-        dasksc.open({"all": three[0].parent})
-    assert dasksc.open({"one": str(three[0].parent / "*0.h5ad")}).n_obs == dasksc.open(three[0]).n_obs
-
-
 def to_memory(adata: AnnData) -> AnnData:
     return adata.to_memory()
 
@@ -279,12 +270,6 @@ def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) ->
         write(part, tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
     got = dasksc.open(tmp_path / "store")
     assert_same(got, anndata.concat(parts))
-
-
-def test_an_anncollection_opens_as_what_it_is_of() -> None:
-    parts = {name: atlas(i, 25) for i, name in enumerate(["a", "b"])}
-    collection = AnnCollection(parts, join_vars="inner")
-    assert_same(dasksc.open(collection), anndata.concat(list(parts.values())))
 
 
 def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None:
@@ -317,21 +302,6 @@ def test_different_types_are_reported_and_promoted(tmp_path: Path) -> None:
     assert got.X.dtype == np.float64
 
 
-@pytest.mark.parametrize("join", ["inner", "outer"])
-def test_integers_that_become_floats_for_missing_values_are_reported(join: str) -> None:
-    parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], dtype="int32", layout="dense") for i in range(2)]
-    if join == "inner":
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            got = dasksc.open(parts, join="inner", index_unique="-")
-        assert got.X.dtype == np.int32
-        return
-    with pytest.warns(UserWarning, match=r"X has data type int32 and becomes float64, .*lack"):
-        got = dasksc.open(parts, join="outer")
-    assert got.X.dtype == np.float64
-    np.testing.assert_array_equal(dense(got.X), dense(anndata.concat(parts, join="outer").X))
-
-
 def test_an_inner_join_drops_and_reports_what_some_atlases_lack(caplog: pytest.LogCaptureFixture) -> None:
     parts = [atlas(0, 10, has=["layers/twice", "raw"]), atlas(1, 12, has=[])]
     got = dasksc.open(parts)
@@ -352,17 +322,6 @@ def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(
     with pytest.raises(InputError, match="no variable in common"):
         dasksc.convert([*of_symbols, other], tmp_path / "all.zarr")
     assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
-
-
-def test_a_raw_without_a_common_variable_is_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
-    of_raw = parts[1].raw.to_adata()
-    of_raw.var_names = [f"ENSG{i}" for i in range(of_raw.n_vars)]
-    parts[1].raw = of_raw
-    assert dasksc.open(parts).raw is None
-    assert "raw is left out: no variable is common to 0, 1" in caplog.text
-    with pytest.raises(InputError, match="no variable in common"):
-        dasksc.open(parts, raw=True)
 
 
 def test_filling_with_nan_causes_a_warning_on_opening_and_in_a_loader(
@@ -413,40 +372,6 @@ def test_types_stay_as_narrow_as_their_fill_values_allow(dtype: str, fill_value:
         assert next(iter(refused)).dtype == torch.uint8
 
 
-def test_a_table_and_a_matrix_of_one_name_are_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [atlas(i, 10 + i, has=[]) for i in range(2)]
-    parts[0].obsm["p"] = pd.DataFrame({"a": np.arange(10.0)}, index=parts[0].obs_names)
-    parts[1].obsm["p"] = np.zeros((11, 2))
-    for join in ("inner", "outer"):
-        with collecting_dropped() as noted:
-            assert "p" not in dasksc.open(parts, join=join).obsm
-        assert "obsm/p" in noted
-        assert "obsm['p'] is left out: it is not a numeric matrix" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:Variable names are not unique")
-def test_a_raw_with_repeated_genes_is_dropped_and_reported(caplog: pytest.LogCaptureFixture) -> None:
-    parts = [atlas(i, 10 + i, has=["raw"]) for i in range(2)]
-    of_raw = parts[1].raw.to_adata()
-    of_raw.var_names = ["gene0", *of_raw.var_names[1:-1], "gene0"]
-    parts[1].raw = of_raw
-    assert dasksc.open(parts).raw is None
-    assert "raw is left out: its variables repeat in 1" in caplog.text
-    with pytest.raises(InputError, match="repeat"):
-        dasksc.open(parts, raw=True)
-
-
-@pytest.mark.parametrize("merge", [None, "same", "first"])
-def test_what_describes_raw_is_kept_as_anndata_keeps_it(merge: str | None) -> None:
-    parts = [atlas(i, 10 + i, GENES, has=["raw"]) for i in range(2)]
-    with collecting_dropped() as noted:
-        got = dasksc.open(parts, merge=merge)
-    expected = anndata.concat(parts, merge=merge)
-    pd.testing.assert_frame_equal(got.raw.var, expected.raw.var)
-    pd.testing.assert_frame_equal(got.var, expected.var)
-    assert noted == [f"var/{name}" for name in parts[0].var if name not in expected.var]
-
-
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_batches_hold_zeros_or_nan_where_a_part_lacks_a_layer(layout: str, tmp_path: Path) -> None:
     parts = [atlas(0, 10, layout=layout), atlas(1, 12, layout=layout, has=["obsm/pca"])]
@@ -495,11 +420,6 @@ def test_a_damaged_row_is_named_with_its_own_file(tmp_path: Path) -> None:
     dataset = dasksc.scDataset(paths, dasksc.Streaming(), batch_size=8, rank=0, world_size=1)
     with pytest.raises(CorruptDataError, match=r"part1.h5ad:/X/indices: row 4 has a column index outside"):
         list(dataset)
-
-
-def test_scdataset_takes_several_paths(three: list[Path]) -> None:
-    dataset = dasksc.scDataset(three, dasksc.Streaming(), batch_size=16, obs=["cell_type"], rank=0, world_size=1)
-    assert sum(len(batch.index) for batch in dataset) == 93
 
 
 @pytest.mark.parametrize(
@@ -561,82 +481,6 @@ def test_many_files_are_opened_and_read_without_keeping_them_open(
     assert most <= before + 10 + 4
 
 
-def test_files_of_any_kind_stand_in_one_list(tmp_path: Path) -> None:
-    parts = [atlas(i, 9) for i in range(4)]
-    paths: list[Any] = [write(parts[i], tmp_path / str(i), kind) for i, kind in enumerate(("plain", "gzip", "zarr"))]
-    opened = dasksc.open([*paths, parts[3]], join="outer")
-    assert_same(opened, anndata.concat(parts, join="outer"))
-    batches = list(dasksc.scDataset([*paths, parts[3]], dasksc.BlockShuffling(2), 6, obs=["n"], seed=0))
-    inner = anndata.concat(parts)
-    for batch in batches:
-        rows = batch.index.numpy()
-        np.testing.assert_array_equal(batch.X, inner.X[rows].toarray())
-        np.testing.assert_array_equal(batch.obs["n"], inner.obs["n"].iloc[rows])
-
-
-@pytest.mark.filterwarnings("ignore:Variable names are not unique")
-class TestAnnCollection:
-    """Cells of an AnnCollection, compared with those of the atlas that `dasksc.open` returns."""
-
-    @pytest.mark.parametrize("join_obs", ["inner", "outer", None])
-    @pytest.mark.parametrize("backed", [False, True])
-    def test_obs_names_and_columns_are_those_of_the_collection(
-        self, tmp_path: Path, join_obs: str | None, backed: bool
-    ) -> None:
-        parts = [atlas(0, 12, GENES), atlas(1, 9, GENES, columns=("cell_type", "n"))]
-        if backed:
-            paths = [write(part, tmp_path / f"part{i}", "plain") for i, part in enumerate(parts)]
-            parts = [anndata.read_h5ad(path, backed="r") for path in paths]
-        made = AnnCollection(
-            parts, join_obs=join_obs, join_vars="inner", label="batch", keys=["p", "q"], index_unique="-"
-        )
-        made.obs["score"] = np.arange(21.0)
-        opened = dasksc.open(made)
-        assert opened.obs_names.equals(made.obs_names)
-        assert set(opened.obs) == set(made.obs) | set(made.attrs_keys["obs"])
-        for name in made.obs:
-            assert opened.obs[name].tolist() == made.obs[name].tolist()
-        assert isinstance(opened.obs["cell_type"].dtype, pd.CategoricalDtype)
-        assert opened.obs["n"].tolist() == [n for part in parts for n in part.obs["n"]]
-        np.testing.assert_array_equal(dense(opened.X), np.vstack([dense(part.to_memory().X) for part in parts]))
-        some = dasksc.open(made, obs=["score"])
-        assert (list(some.obs), some.obs["score"].tolist()) == (["score"], list(range(21)))
-        with pytest.raises(MissingKeyError, match=r"'scor'; did you mean 'score'"):
-            dasksc.open(made, obs=["scor"])
-
-    def test_parts_are_called_as_the_collection_calls_them(self) -> None:
-        parts = [atlas(0, 12, GENES), atlas(1, 9, GENES)]
-        made = AnnCollection(parts, label="batch", keys=["p", "q"])
-        opened = dasksc.open(made, label="batch", index_unique="_")
-        assert opened.obs["batch"].tolist() == ["p"] * 12 + ["q"] * 9
-        assert opened.obs_names.tolist() == [f"cell0-{i}_p" for i in range(12)] + [f"cell1-{i}_q" for i in range(9)]
-        assert dasksc.open(made, label="other", keys=["r", "s"]).obs["other"].tolist() == ["r"] * 12 + ["s"] * 9
-        assert dasksc.open(AnnCollection(parts), label="part").obs["part"].tolist() == ["0"] * 12 + ["1"] * 9
-
-    def test_a_collection_may_be_one_of_a_list(self, tmp_path: Path) -> None:
-        parts = [atlas(i, 8, GENES) for i in range(3)]
-        made = AnnCollection(parts[:2], label="batch", keys=["p", "q"], index_unique="-")
-        path = write(parts[2], tmp_path / "last", "plain")
-        opened = dasksc.open([made, path], join="outer", label="part")
-        assert opened.obs["part"].cat.categories.tolist() == ["p", "q", "last"]
-        assert opened.obs["batch"].tolist()[:16] == made.obs["batch"].tolist()
-        assert opened.obs_names[:16].equals(made.obs_names)
-        assert dasksc.scDataset([made, path], dasksc.Streaming(), 8, obs=["n"], seed=0).collection.n_obs == 24
-
-    def test_rows_of_a_collection_are_refused_with_what_to_do(self) -> None:
-        view = AnnCollection([atlas(0, 12, GENES), atlas(1, 9, GENES)])[[3, 1, 20]]
-        with pytest.raises(InputError, match=r"AnnCollectionView.*dasksc\.open\(view\.reference\)\[view\.oidx\]"):
-            dasksc.open(view)
-        with pytest.raises(InputError, match="AnnCollectionView"):
-            dasksc.open([view])
-        chosen = dasksc.open(view.reference)[view.oidx]
-        np.testing.assert_array_equal(dense(chosen.X), dense(view.X))
-
-    def test_converters_that_are_not_applied_are_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        dasksc.open(AnnCollection([atlas(0, 5, GENES)], convert={"X": lambda array: array}))
-        assert "convert= of the AnnCollection is ignored" in caplog.text
-
-
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Atlases at three depths, a hidden atlas, and a Zarr store that contains a file named like an atlas."""
@@ -684,12 +528,6 @@ def test_matches_of_a_pattern_that_are_not_atlases_are_named(tree: Path) -> None
         dasksc.open(f"{tree}/empty/**")
 
 
-def test_stars_follow_no_link_that_leads_back(tree: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(tree, tmp_path / "tree")
-    (copy / "sub" / "back").symlink_to(copy)
-    assert dasksc.open(f"{copy}/**/*.h5ad", label="part").obs["part"].nunique() == 3
-
-
 @pytest.mark.parametrize(
     ("names", "keys"),
     [
@@ -705,11 +543,6 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, names
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         paths.append(write(atlas(i, 3, GENES), tmp_path / name, "plain"))
     assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == keys
-
-
-def test_a_file_and_a_store_of_one_name_are_told_apart_by_their_endings(tmp_path: Path) -> None:
-    paths = [write(atlas(i, 3, GENES), tmp_path / "part", kind) for i, kind in enumerate(["plain", "zarr"])]
-    assert dasksc.open(paths, label="part").obs["part"].cat.categories.tolist() == ["part.h5ad", "part.zarr"]
 
 
 def test_a_file_given_twice_gets_numbered_names_and_is_reported(
@@ -742,14 +575,6 @@ def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Pat
         dasksc.open(f"{tmp_path}/{what}", obs=["cell_typ"])
 
 
-def test_a_missing_path_is_reported_whatever_else_is_given(tmp_path: Path) -> None:
-    write(atlas(0, 3), tmp_path / "A", "plain")
-    with pytest.raises(MissingPathError, match="there is nothing at"):
-        dasksc.open(tmp_path / "A.H5AD", label="batch")
-    with pytest.raises(InputError, match=r"label= applies only to several atlases, but .*A.h5ad.* is a single atlas"):
-        dasksc.open(tmp_path / "A.h5ad", label="batch")
-
-
 def test_a_column_that_joining_drops_is_refused_with_the_atlases_that_lack_it(tmp_path: Path) -> None:
     parts = {"A": ("cell_type", "n"), "B": ("cell_type",)}
     paths = [
@@ -779,18 +604,6 @@ def test_repeated_cell_names_are_reported_once_with_the_remedy(
         warnings.filterwarnings("error", "Observation names")
         dasksc.open(paths, index_unique="-")
     assert not caplog.records
-
-
-def test_repeated_cell_names_in_one_file_are_reported_with_another_remedy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    adata = atlas(0, 5, GENES)
-    adata.obs_names = ["a", "a", "b", "c", "d"]
-    path = write(adata, tmp_path / "part", "plain")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Observation names")
-        dasksc.open(path)
-    assert "obs_names_make_unique()" in caplog.text
 
 
 def labelled(folder: Path, *columns: Any) -> list[Path]:

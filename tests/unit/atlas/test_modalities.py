@@ -21,10 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.errors import InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.errors import InputError, MissingKeyError, MissingPathError
 from dasksc.storage import as_matrix
 from dasksc.storage.reordered import ReorderedMatrix
-from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
 
@@ -217,17 +216,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         dasksc.scDataset(path, dasksc.Streaming(), 8, batch_transform=lambda batch: batch)
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_rows_in_another_order_are_not_copied(layout):
-    values = np.arange(600, dtype=np.float32).reshape(60, 10)
-    matrix = as_matrix(sp.csr_matrix(values) if layout == "csr" else values, "x")
-    in_order, reordered = matrix.fetch(np.arange(60)), ReorderedMatrix(matrix, np.arange(60)[::-1]).fetch(np.arange(60))
-    assert reordered.nbytes == in_order.nbytes
-    out = np.empty((60, 10), dtype=np.float32)
-    reordered.gather(np.arange(60), out=out)
-    np.testing.assert_array_equal(out, values[::-1])
-
-
 @given(
     rows=st.lists(st.integers(0, 19), max_size=30),
     wanted=st.lists(st.integers(0, 29), min_size=1, max_size=20),
@@ -253,28 +241,6 @@ def test_batches_of_modalities_are_pinned_and_moved_part_by_part() -> None:
     dataset = dasksc.scDataset(dasksc.Modalities(parts()), dasksc.Streaming(), 8, device="meta", seed=0)
     batch = next(iter(dataset))
     assert batch.rna.X.device == batch.prot.X.device == batch.index.device == torch.device("meta")
-
-
-@pytest.mark.parametrize("kind", ["h5mu", "zarr"])
-def test_describe_lists_modalities_and_how_each_is_stored(tmp_path: Path, kind: str) -> None:
-    found = dasksc.describe(store(tmp_path, kind), seconds=0.01)
-    assert [(one.name, one.n_vars) for one in found.modalities] == [("rna", 12), ("prot", 5), ("atac", 9)]
-    assert (found.n_obs, found.n_vars) == (len(COMMON), 26)
-    encodings = {matrix.key: matrix.encoding for matrix in found.matrices}
-    assert encodings["rna/X"] == "csr"
-    assert encodings["prot/X"] == encodings["atac/obsm/pca"] == "dense"
-    assert {column.name for column in found.obs} >= {"site", "rna:score", "prot:kind"}
-    assert [(rate.layout, rate.block_size) for rate in found.rates] == [
-        ("dense", 64), ("dense", 1), ("csr", 64), ("csr", 1)
-    ]  # fmt: skip
-    assert all(rate.rows_per_s > 0 for rate in found.rates)
-    assert "rna (12 variables), prot (5 variables), atac (9 variables)" in repr(found)
-
-
-def test_describe_takes_modalities_that_are_open() -> None:
-    found = dasksc.describe(dasksc.Modalities(parts()), seconds=0)
-    assert [one.name for one in found.modalities] == ["rna", "prot", "atac"]
-    assert (found.n_obs, found.matrices, found.rates) == (len(COMMON), (), ())
 
 
 @pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
@@ -305,62 +271,6 @@ def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kin
     assert batch.rna.obsm["X_mofa"].tolist() == expected[:8]
 
 
-@pytest.mark.parametrize("kind", ["h5mu", "zarr"])
-@pytest.mark.parametrize("scheme", ["file", "http"])
-@pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_a_mudata_behind_a_url_is_known_and_opens(tmp_path: Path, kind: str, scheme: str) -> None:
-    pytest.importorskip("obstore")
-    path = store(tmp_path, kind)
-    if kind == "zarr":
-        zarr.consolidate_metadata(path)
-    with serving(tmp_path) as server:
-        url = path.as_uri() if scheme == "file" else f"{server.url}/{path.name}"
-        with pytest.raises(InputError, match=r"contains several modalities\. Open it with dasksc\.Modalities"):
-            dasksc.open(url)
-        opened = dasksc.Modalities(url, obs=["site", "rna:kind"], storage_options={}, cache=tmp_path / "cache")
-        assert list(opened.obs) == ["site", "rna:kind"]
-        for name, adata in parts().items():
-            there = adata[opened.obs_names].X
-            got = opened[name].X.compute()
-            np.testing.assert_array_equal(
-                got.toarray() if sp.issparse(got) else got, there.toarray() if sp.issparse(there) else there
-            )
-        if scheme == "file" or kind == "h5mu":
-            check_batches(dasksc.scDataset(url, dasksc.Streaming(), 8, seed=0), parts(), list(opened.obs_names))
-
-
-def test_a_file_that_is_no_mudata_is_refused_by_modalities(tmp_path: Path) -> None:
-    parts()["rna"].write_h5ad(tmp_path / "rna.h5ad")
-    with pytest.raises(StorageError, match=r"rna\.h5ad is not a MuData"):
-        dasksc.Modalities(tmp_path / "rna.h5ad")
-    with pytest.raises(InputError, match=r"obs=\['site'\]"):
-        dasksc.Modalities(tmp_path / "rna.h5ad", obs="site")
-
-
-@pytest.mark.parametrize("kind", ["dict", "h5mu"])
-def test_modalities_open_the_raw_of_each(tmp_path: Path, kind: str) -> None:
-    mod = parts()
-    for adata in mod.values():
-        adata.raw = AnnData(
-            adata.X * 3, obs=adata.obs, var=adata.var.set_axis([f"raw-{name}" for name in adata.var_names])
-        )
-    given: Any = mod
-    if kind == "h5mu":
-        given = store(tmp_path, "h5mu")
-        with pytest.raises(MissingKeyError, match="rna has no raw"):
-            dasksc.Modalities(given, raw=True)
-        with h5py.File(given, "r+") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, adata in mod.items():
-                del file["mod"][name]
-                write_elem(file["mod"], name, adata)
-    opened = dasksc.Modalities(given, raw=True)
-    for name, adata in mod.items():
-        got, expected = opened[name].X.compute(), adata[opened.obs_names].X * 3
-        assert (got != expected).sum() == 0
-        assert opened[name].var_names[0].startswith("raw-")
-
-
 # --- Passes and predictions -----------------------------------------------------------------------------
 
 
@@ -383,18 +293,3 @@ def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Pa
     # A single modality, opened as an atlas, has the same cells as `data`, so the predictions can be attached to it.
     rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
     np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
-
-
-def test_passes_over_several_modalities_are_refused_with_how_to_take_one(tmp_path: Path) -> None:
-    data = dasksc.Modalities(store(tmp_path, "dict"))
-    for act in (
-        dasksc.statistics,
-        dasksc.normalize,
-        lambda of: dasksc.highly_variable_genes(of, 3, "seurat_v3"),
-        dasksc.open,
-    ):
-        with pytest.raises(InputError, match=r"several modalities \(rna, prot, atac\).* one of them: data\['rna'\]"):
-            act(data)
-        with pytest.raises(InputError, match=r"atlas\.h5mu contains several modalities\. Open it with dasksc\.Modal"):
-            act(store(tmp_path, "h5mu"))
-    assert dasksc.statistics(data["rna"]).genes["sum"].iloc[0] == sum(int(name[4:]) + 1 for name in COMMON)

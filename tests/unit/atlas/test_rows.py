@@ -22,7 +22,7 @@ from dasksc.conversion import rows as order_of_rows
 from dasksc.planning import rank_sequence
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
-from dasksc.sampling.binding import bind, restricted
+from dasksc.sampling.binding import bind
 from dasksc.storage import matrices
 from dasksc.storage.hdf5 import strings as hdf5_strings
 
@@ -193,46 +193,6 @@ def table(n: int = 5000) -> pd.DataFrame:
     )
 
 
-def splits() -> str:
-    obs, rng = table(), np.random.default_rng(1)
-    every: list[dict[str, Any]] = [{}, {"stratify": "kind"}, {"stratify": ["sex", "kind", "plate"]}, {"by": "donor"}]
-    every += [{"groups": "plate", "stratify": "kind"}, {"by": "donor", "groups": "plate", "stratify": "sex"}]
-    mask = obs["n_genes"].to_numpy() > 300
-    which = [None, slice(100, 4000), mask, rng.permutation(5000)[:3000], rng.permutation(5000)]
-    found = [dasksc.split(obs, **how, indices=rows, seed=7) for how in every for rows in which]
-    return digest(*(part for parts in found for part in parts.values()))
-
-
-def filters() -> str:
-    obs, rng = table(), np.random.default_rng(2)
-    keep = filtering.holds("n_genes > 300 and kind != 'c'", obs)
-    which = [None, slice(50, 4900), slice(10, 4000, 3), rng.permutation(5000), rng.permutation(5000)[:2500]]
-    drawn = [dasksc.rows_where(obs, "kind in ['a', 'b'] or n_genes < 20")]
-    for rows in which:
-        n = len(np.arange(5000)[slice(None) if rows is None else rows])
-        weights = 1 + np.arange(n) % 5
-        for strategy in (
-            dasksc.Streaming(indices=rows),
-            dasksc.BlockShuffling(8, indices=rows),
-            dasksc.BlockWeightedSampling(8, indices=rows, weights=weights),
-            dasksc.ClassBalancedSampling(label_key="kind", indices=rows, replace=False),
-        ):
-            sampler = bind(restricted(strategy, keep, "it"), obs, len(obs), obs.__getitem__)
-            epoch = EpochPlan(sampler=sampler, batch_size=50, seed=3)
-            drawn += [epoch.fetch(k).rows for k in range(epoch.n_fetches)]
-    return digest(*drawn)
-
-
-def orders() -> str:
-    obs = table()
-    found = []
-    for order in ("shuffle", "keep"):
-        for group_by in ([], ["kind"], ["donor"]):
-            found.append(np.empty(len(obs), dtype=np.int64))
-            order_of_rows.row_order(obs, order=order, group_by=group_by, seed=5, out=found[-1])
-    return digest(*found)
-
-
 def continued(*, drop_last: bool) -> str:
     found = []
     for strategy in (dasksc.Streaming(), dasksc.Streaming(shuffle=True), dasksc.BlockShuffling(16)):
@@ -251,32 +211,6 @@ def continued(*, drop_last: bool) -> str:
             )
             found += [epoch.batch_rows(i) for i in range(epoch.n_batches)]
     return digest(*found)
-
-
-def shares() -> str:
-    obs = table()
-    data = AnnData(X=sp.csr_matrix((len(obs), 3), dtype=np.float32), obs=obs.set_axis(obs.index.astype(str)))
-    found = dasksc.check(dataset(data, dasksc.BlockShuffling(8, indices=slice(0, 3000)), obs=["kind"])).classes
-    return digest([[ord(one.name), one.drawn * 3000, one.stored * 3000] for one in found])
-
-
-RECORDED: Mapping[Callable[[], str], str] = {
-    splits: "103057b694cb2660",
-    filters: "2a3e6eb4273e39aa",
-    orders: "58d71740af2d9200",
-    functools.partial(continued, drop_last=False): "fcfdb48a51df08ff",
-    functools.partial(continued, drop_last=True): "9d7e1e48c968e068",
-    shares: "19969daa175a5421",
-}
-
-
-@pytest.mark.parametrize("piece", [97, 2**20])
-@pytest.mark.parametrize("what", RECORDED)
-def test_results_are_those_of_earlier_versions(
-    what: Callable[[], str], piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_pieces_of(piece, monkeypatch)
-    assert what() == RECORDED[what]
 
 
 def test_tables_written_in_pieces_are_those_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

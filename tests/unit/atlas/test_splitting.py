@@ -148,17 +148,6 @@ def test_a_seed_gives_one_split_and_others_give_others() -> None:
         assert len(np.intersect1d(first["test"], other["test"])) < 200
 
 
-def test_every_row_is_as_likely_to_be_in_a_part() -> None:
-    counts = np.zeros(40)
-    obs = pd.DataFrame({"kind": [0] * 15 + [1] * 25})
-    n_seeds = 2000
-    for seed in range(n_seeds):
-        counts[dasksc.split(obs, fractions=(0.75, 0.25), stratify="kind", seed=seed)["test"]] += 1
-    # Each count follows Binomial(2000, 1/4) and must lie within five standard deviations of its mean. With 40 rows, the
-    # test fails by chance with a probability of 1/40,000.
-    assert np.abs(counts - n_seeds / 4).max() < 5 * np.sqrt(n_seeds * 3 / 16)
-
-
 def test_only_the_rows_asked_for_are_split() -> None:
     obs = pd.DataFrame({"donor": np.arange(1000) // 10})
     rows = np.flatnonzero(np.arange(1000) % 3 == 0)
@@ -231,9 +220,3 @@ class _Untouched:
 def test_an_invalid_argument_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
         dasksc.split(_Untouched(), **wrong)
-
-
-def test_a_seed_of_numpy_is_that_number() -> None:
-    obs = pd.DataFrame(index=range(50))
-    first, again = dasksc.split(obs, seed=7), dasksc.split(obs, seed=np.uint64(7))
-    assert all(np.array_equal(first[name], again[name]) for name in first)

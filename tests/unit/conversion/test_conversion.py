@@ -6,12 +6,6 @@ import errno
 import json
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +21,13 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc import cli
-from dasksc.conversion import converting, scanning, staging, writing
+from dasksc.conversion import converting, scanning, staging
 from dasksc.conversion.converting import needs_runs
 from dasksc.conversion.inputs import matrices_of
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
-from dasksc.executor import schedulers
 from dasksc.output import shards
-from dasksc.output.work_folder import StoreWorkFolder, mapped_array
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
-from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
@@ -212,15 +203,6 @@ def test_duplicates_are_summed_before_they_are_narrowed(tmp_path, stored, values
     np.testing.assert_array_equal(got.X.toarray().astype(object), expected)
 
 
-def test_sums_of_duplicates_that_their_type_cannot_hold_are_refused(tmp_path):
-    for stored, values in (("int8", [-100, -100]), ("float32", [3e38, 3e38])):
-        X = sp.csr_matrix((np.array(values, dtype=stored), np.array([1, 1]), np.array([0, 2])), shape=(1, 3))
-        source = ad.AnnData(X=X, obs=pd.DataFrame(index=["a"]))
-        with pytest.raises(InputError, match=f"a sum of duplicate entries cannot be represented in {stored}.*astype"):
-            dasksc.convert(source, tmp_path / f"{stored}.zarr")
-        assert not (tmp_path / f"{stored}.zarr").exists()
-
-
 @pytest.mark.usefixtures("small_parts")
 def test_types_are_kept_if_asked_for_and_scipy_may_then_work_in_place(tmp_path):
     source = make_adata(60, 17)
@@ -374,12 +356,6 @@ def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_
     assert os.listdir(tmp_path) == []
 
 
-def test_categories_of_objects_that_are_numbers_are_stored_as_numbers(tmp_path):
-    source = small(3, n=pd.Categorical([2, 1, 2], categories=pd.Index([1, 2], dtype=object)))
-    dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
-    assert read(tmp_path / "out.zarr").obs["n"].tolist() == [2, 1, 2]
-
-
 def test_raw_that_all_have_is_joined(tmp_path):
     parts = [make_adata(30, 17), make_adata(20, 17)]
     for i, part in enumerate(parts):
@@ -434,75 +410,6 @@ def test_lazy_array_code_is_computed_on_the_way(tmp_path):
     assert np.array_equal(dense(written.X), np.log1p(dense(source.X))[order_of(written, source)])
 
 
-def test_a_conversion_runs_on_a_cluster(tmp_path, in_process_client):
-    source = few_columns(60, 17)
-    path = write_store(source, tmp_path, "h5ad")
-    dasksc.convert(path, tmp_path / "threads.zarr", scheduler="threads")
-    with in_process_client.as_current():
-        dasksc.convert(path, tmp_path / "cluster.zarr", verify=True)
-    assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "cluster.zarr")
-    dasksc.convert(path, tmp_path / "here.zarr", scheduler="synchronous")
-    assert contents(tmp_path / "threads.zarr") == contents(tmp_path / "here.zarr")
-
-
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_conversion_runs_on_workers_in_other_processes(tmp_path, monkeypatch, two_process_client, compression):
-    # Small values of `_SCAN_ROWS` and `memory_limit` create many tasks of each kind, including those of `Staging`.
-    monkeypatch.setattr(converting, "_SCAN_ROWS", 7)
-    source = few_columns(60, 17)
-    path = tmp_path / "atlas.h5ad"
-    source.write_h5ad(path, compression=compression)
-    options = {"memory_limit": "20kB", "seed": 3}
-    dasksc.convert(path, tmp_path / "threads.zarr", scheduler="threads", **options)
-    with two_process_client.as_current():
-        report = dasksc.convert(path, tmp_path / "active.zarr", verify=True, **options)
-    assert report.is_verified
-    assert contents(tmp_path / "active.zarr") == contents(tmp_path / "threads.zarr")
-    same(read(tmp_path / "active.zarr"), source)
-    address = two_process_client.scheduler.address
-    command = ["convert", str(path), str(tmp_path / "cli.zarr"), "--scheduler", address, "--verify"]
-    result = CliRunner().invoke(cli.group, [*command, "--seed", "3", "--memory-limit", "20kB"])
-    schedulers._close_clients()
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "threads.zarr")
-
-
-def test_threads_resume_what_a_cluster_began(tmp_path, monkeypatch, two_process_client, gzipped):
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler=two_process_client)
-    for copy in (writing.CSRCopy, writing.DenseCopy):
-        monkeypatch.setattr(copy, "__call__", lambda *args: pytest.fail("a shard was written again"))
-    dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="threads", verify=True)
-    same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
-
-
-@pytest.mark.parametrize("with_cache", [False, True])
-def test_atlases_at_urls_are_read_in_runs(tmp_path, monkeypatch, with_cache, s3):
-    pytest.importorskip("obstore", reason="URLs are read through obstore")
-    source = few_columns(60, 17)
-    write_store(source, tmp_path, "h5ad")
-    staged: list[Any] = []
-    monkeypatch.setattr(staging.Staging, "staged", _recording(staging.Staging.staged, staged))
-    cache = {"cache": tmp_path / "cache"} if with_cache else {}
-    bucket = s3("conversion")
-    bucket.put(tmp_path / "atlas.h5ad")
-    url = f"s3://{bucket.name}/atlas.h5ad"
-    dasksc.convert(url, tmp_path / "out.zarr", storage_options=bucket.options, verify=True, **cache)
-    assert len(staged) == len(matrices_of(dasksc.open(tmp_path / "out.zarr")))
-    several = [dasksc.open(url, storage_options=bucket.options), source]
-    matrix = matrices_of(dasksc.open(several, index_unique="-"))["X"]
-    assert needs_runs(matrix)
-    if not with_cache:
-        options = [f"--storage-option={name}={value}" for name, value in bucket.options.items()]
-        result = CliRunner().invoke(cli.group, ["convert", url, str(tmp_path / "cli.zarr"), *options])
-        assert result.exit_code == 0, result.output
-        assert contents(tmp_path / "cli.zarr") == contents(tmp_path / "out.zarr")
-    same(read(tmp_path / "out.zarr"), source)
-    assert (tmp_path / "cache").exists() == with_cache
-
-
 # --- Failures ---------------------------------------------------------------------------------------
 
 
@@ -541,50 +448,6 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
 
 
-def test_ctrl_c_says_how_to_resume(tmp_path, gzipped, monkeypatch):
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", interrupted)
-        result = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
-    assert result.exit_code == 130
-    assert "out.zarr.partial. Run the same command again to resume." in result.stderr
-    result = CliRunner().invoke(cli.group, ["convert", str(gzipped), str(tmp_path / "out.zarr")])
-    assert result.exit_code == 0
-    same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
-
-
-def test_a_killed_conversion_can_be_resumed_once_its_process_has_ended(tmp_path, gzipped, monkeypatch):
-    program = (
-        "import sys, time, dasksc; from dasksc.conversion import converting\n"
-        "def stay(*args):\n    print('shards are written', flush=True); time.sleep(600)\n"
-        "converting.write_tables = stay\n"
-        "dasksc.convert(sys.argv[1], sys.argv[2])"
-    )
-    target = tmp_path / "out.zarr"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(gzipped), str(target)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "shards are written\n"
-        with pytest.raises(StorageError, match=f"out.zarr is being written by process {other.pid} on"):
-            dasksc.convert(gzipped, target)
-        other.send_signal(signal.SIGKILL)
-    assert not target.exists()
-    with monkeypatch.context() as patched:
-        for copy in (writing.CSRCopy, writing.DenseCopy):
-            patched.setattr(copy, "__call__", lambda *args: pytest.fail("a shard was written again"))
-        dasksc.convert(gzipped, target, verify=True)
-    same(read(target), ad.read_h5ad(gzipped))
-    dasksc.convert(gzipped, tmp_path / "straight.zarr")
-    assert contents(target) == contents(tmp_path / "straight.zarr")
-    assert sorted(os.listdir(tmp_path)) == ["out.zarr", "straight.zarr"]
-
-
 def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     target = tmp_path / "out.zarr"
     dasksc.convert(gzipped, target, order="keep")
@@ -598,49 +461,6 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     with pytest.raises(InputError, match="is not a Zarr store, so it is not overwritten"):
         dasksc.convert(gzipped, folder, overwrite=True)
     assert folder.exists()
-
-
-def test_a_target_that_is_a_link_is_replaced_and_not_followed(tmp_path, gzipped):
-    elsewhere, target = tmp_path / "elsewhere.zarr", tmp_path / "out.zarr"
-    dasksc.convert(gzipped, elsewhere, order="keep")
-    before = contents(elsewhere)
-    target.symlink_to(elsewhere, target_is_directory=True)
-    dasksc.convert(gzipped, target, overwrite=True)
-    assert not target.is_symlink()
-    assert contents(elsewhere) == before != contents(target)
-    assert sorted(os.listdir(tmp_path)) == ["elsewhere.zarr", "out.zarr"]
-    dangling = tmp_path / "dangling.zarr"
-    dangling.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="dangling.zarr exists"):
-        dasksc.convert(gzipped, dangling)
-
-
-def test_a_target_created_meanwhile_is_not_replaced_unasked(tmp_path, gzipped, monkeypatch):
-    target, other = tmp_path / "out.zarr", tmp_path / "other.zarr"
-    dasksc.convert(gzipped, other, order="keep")
-    before = contents(other)
-    write_tables = converting.write_tables
-
-    def meanwhile(*args: Any) -> None:
-        write_tables(*args)
-        if not target.exists():
-            shutil.copytree(other, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", meanwhile)
-        with pytest.raises(InputError, match=r"created by another process .*out.zarr.partial. Move .*overwrite=True"):
-            dasksc.convert(gzipped, target)
-    assert contents(target) == before
-    # The store at out.zarr.partial is already complete. The next conversion moves it into place and writes no shard
-    # again.
-    monkeypatch.setattr(shards.ShardWriter, "append", lambda *args: 1 / 0)
-    with pytest.raises(InputError, match="exists"):
-        dasksc.convert(gzipped, target)
-    monkeypatch.setattr(writing.CSRCopy, "finish", lambda self: None)
-    monkeypatch.setattr(writing.DenseCopy, "finish", lambda self: None)
-    dasksc.convert(gzipped, target, overwrite=True)
-    same(read(target), ad.read_h5ad(gzipped))
-    assert sorted(os.listdir(tmp_path)) == ["other.zarr", "out.zarr"]
 
 
 def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(tmp_path, gzipped, monkeypatch):
@@ -684,16 +504,6 @@ def test_an_unfinished_conversion_is_not_resumed_with_other_arguments(tmp_path, 
     assert set(read(target).obs["of"]) == {"one", "two"}
 
 
-def test_the_keys_of_a_dict_are_an_argument_too(tmp_path, monkeypatch):
-    parts = [small(3), small(2)]
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dasksc.convert(dict(zip("ab", parts, strict=True)), tmp_path / "out.zarr", index_unique="-")
-    with pytest.raises(InputError, match="differs from this one in keys"):
-        dasksc.convert(dict(zip("cd", parts, strict=True)), tmp_path / "out.zarr", index_unique="-")
-
-
 def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypatch):
     source = few_columns(60, 17)
     path = write_store(source, tmp_path, "h5ad")
@@ -725,59 +535,6 @@ def plates(tmp_path, monkeypatch):
         path = write_store(part, folder, kind, name=f"plate{i}")
         path.rename(folder / f"plate{i}{path.suffix}")
     return folder
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        "plates",
-        "plates/*",
-        "file://{}/plates",
-        "file://{}/plates/plate1.zarr",
-        ["plates/plate0.h5ad", "link.zarr"],
-        {"a": "file://{}/plates/plate1.zarr"},
-    ],
-)
-def test_a_target_may_not_be_one_of_several_inputs_however_they_are_named(tmp_path, plates, data):
-    (tmp_path / "link.zarr").symlink_to(plates / "plate1.zarr")
-
-    def named(one: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: named(value) for key, value in one.items()}
-        return list(map(named, one)) if isinstance(one, list) else one.format(tmp_path)
-
-    before = contents(tmp_path)
-    for target in (plates / "plate1.zarr", plates / "plate1.zarr" / "sub.zarr"):
-        with pytest.raises(InputError, match="is, or lies in, the input .*plate1.zarr"):
-            dasksc.convert(named(data), target, overwrite=True)
-    dasksc.convert(named(data), plates / "new.zarr")
-    shutil.rmtree(plates / "new.zarr")
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.filterwarnings("ignore:Observation names are not unique")
-def test_a_target_may_not_be_the_file_of_an_open_atlas(tmp_path, plates):
-    import dask.array as da
-
-    store = plates / "plate1.zarr"
-    code = dasksc.open(store)
-    code.X = da.log1p(code.X)
-    view = dasksc.open(store)[:2]
-    several = dasksc.open([plates / "plate0.h5ad", store])
-    for data in (dasksc.open(store), code, view, several, [small(3), dasksc.open(f"file://{store}")]):
-        with pytest.raises(InputError, match="is, or lies in, the input .*plate1.zarr"):
-            dasksc.convert(data, store, overwrite=True)
-    # Data in memory no longer depend on the store that they were read from.
-    dasksc.convert(read(store), store, overwrite=True)
-
-
-def test_an_input_may_not_lie_inside_the_target(tmp_path):
-    collection = tmp_path / "all.zarr"
-    zarr.open_group(collection, mode="w", zarr_format=3)
-    write_store(small(3), tmp_path, "zarr3", name="one").rename(collection / "dataset_0")
-    for data in (collection, collection / "dataset_0"):
-        with pytest.raises(InputError, match="all.zarr contains the input .*dataset_0"):
-            dasksc.convert(data, collection, overwrite=True)
 
 
 @pytest.mark.parametrize("order", ["shuffle", "keep"])
@@ -857,33 +614,6 @@ def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypat
     assert sorted(os.listdir(tmp_path)) == ["a.h5ad", "b.h5ad"]
 
 
-@pytest.mark.parametrize("target", [3, None, b"out.zarr", "/"])
-def test_a_target_that_is_not_the_path_of_a_directory_is_refused(target):
-    with pytest.raises(InputError, match="target=.*give the path of the directory to write"):
-        dasksc.convert(small(3), target)
-
-
-def test_a_target_that_is_named_like_a_file_is_refused(tmp_path):
-    with pytest.raises(InputError, match="named like a file; a Zarr store is a directory"):
-        dasksc.convert(small(3), tmp_path / "out.h5ad")
-    assert not list(tmp_path.iterdir())
-
-
-def test_progress_without_tqdm_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(InputError, match="progress=True needs tqdm: pip install tqdm"):
-        dasksc.convert(small(3), tmp_path / "out.zarr", progress=True)
-    assert os.listdir(tmp_path) == []
-
-
-def test_numbers_of_numpy_are_seeds_too(tmp_path):
-    source = few_columns(60, 17)
-    for name, seed in (("one", np.int64(5)), ("two", 5)):
-        dasksc.convert(source, tmp_path / f"{name}.zarr", seed=seed, narrow=np.bool_(True))
-    assert contents(tmp_path / "one.zarr") == contents(tmp_path / "two.zarr")
-
-
 @pytest.mark.parametrize("name", ["indices", "data"])
 def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     append = shards.ShardWriter.append
@@ -900,48 +630,6 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     ):
         dasksc.convert(few_columns(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
-
-
-# The kind of damage does not interact with `verify` of the second run, so not all combinations are tested.
-@pytest.mark.parametrize(("what", "verify"), [("shard", True), ("scan", False), ("table", True)])
-def test_the_same_call_starts_over_after_a_failed_verification(tmp_path, gzipped, monkeypatch, verify, what):
-    from dasksc.conversion import tables
-
-    append, describe = shards.ShardWriter.append, scanning.described
-
-    def wrong(self: shards.ShardWriter, rows: NDArray[Any]) -> None:
-        append(self, rows + 1 if self._path.parent.parent.name == "data" else rows)
-
-    def forgotten(*args: Any, **options: Any) -> NDArray[Any]:
-        rows = describe(*args, **options)
-        rows["digest"] += 1
-        return rows
-
-    with monkeypatch.context() as patched:
-        if what == "shard":
-            patched.setattr(shards.ShardWriter, "append", wrong)
-        elif what == "scan":
-            # Only the first pass computes wrong digests; the verification later compares the store with them.
-            patched.setattr(scanning.Scan, "__call__", _with(scanning, "described", forgotten, scanning.Scan.__call__))
-        else:
-            # Damage that causes an unexpected exception in a library.
-            patched.setattr(tables, "read_elem", lambda stored: stored["none"])
-        with pytest.raises(CorruptDataError, match="The written data are removed; convert again"):
-            dasksc.convert(gzipped, tmp_path / "out.zarr", scheduler="synchronous", verify=True)
-    assert os.listdir(tmp_path) == []
-    dasksc.convert(gzipped, tmp_path / "out.zarr", verify=verify)
-    same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
-
-
-def _with(module: Any, name: str, value: Any, function: Any) -> Any:
-    """Return a function that calls `function` while attribute `name` of `module` is replaced by `value`."""
-
-    def call(*args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(module, name, value)
-            return function(*args)
-
-    return call
 
 
 def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp_path, monkeypatch):
@@ -1045,14 +733,6 @@ def test_digests_tell_rows_apart_and_not_the_types_or_order_they_are_held_in():
     assert len(digests) == 1 + len(others)
 
 
-def test_the_lock_is_taken_anew_when_its_folder_is_gone(tmp_path):
-    place = StoreWorkFolder(tmp_path / "out.zarr")
-    with place.locked():
-        place.remove()
-        with place.locked():
-            pass
-
-
 # --- The command ------------------------------------------------------------------------------------
 
 
@@ -1066,97 +746,3 @@ def test_the_command_converts_and_reports_as_json(tmp_path):
     assert (report["n_obs"], report["n_vars"], report["is_verified"]) == (60, 17, True)
     assert report["n_bytes"] == sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     same(read(target), source)
-
-
-def test_the_command_shows_progress_and_says_what_it_left_out(tmp_path):
-    pytest.importorskip("tqdm")
-    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    result = CliRunner().invoke(cli.group, ["convert", str(path), str(tmp_path / "out.zarr"), "--progress"])
-    assert result.exit_code == 0, result.output
-    assert "writing" in result.stderr
-    assert "100%" in result.stderr
-    assert "60 cells x 17 genes" in result.stdout
-    assert "left out: obsp/neighbours" in result.stdout
-
-
-def test_the_command_keeps_what_describes_genes_as_merge_says(tmp_path):
-    parts = [small(3), small(2)]
-    for i, part in enumerate(parts):
-        part.obs_names = [f"part{i}-{name}" for name in part.obs_names]
-        part.var["symbol"] = ["A", "B"]
-        part.var["mean"] = float(i)
-        part.write_h5ad(tmp_path / f"part{i}.h5ad")
-    for merge, kept in ((None, []), ("same", ["symbol"]), ("first", ["symbol", "mean"])):
-        target = tmp_path / f"{merge}.zarr"
-        more = [] if merge is None else ["--merge", merge]
-        result = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), *more])
-        assert result.exit_code == 0, result.output
-        assert list(read(target).var) == kept
-        assert [name for name in ("symbol", "mean") if f"var/{name}" in result.stdout] == [
-            name for name in ("symbol", "mean") if name not in kept
-        ]
-    result = CliRunner().invoke(cli.group, ["convert", str(tmp_path / "part*.h5ad"), str(target), "--merge", "all"])
-    assert result.exit_code == 2
-
-
-@pytest.mark.parametrize("pattern", ["plates", "plates/*.h5ad"])
-def test_a_folder_or_pattern_of_one_file_is_that_file(tmp_path, pattern):
-    (tmp_path / "plates").mkdir()
-    source = small(3)
-    source.var["symbol"] = ["A", "B"]
-    source.uns["source"] = "here"
-    source.write_h5ad(tmp_path / "plates" / "one.h5ad")
-    report = dasksc.convert(str(tmp_path / pattern), tmp_path / "out.zarr", verify=True)
-    assert report.left_out == ()
-    written = read(tmp_path / "out.zarr")
-    assert list(written.var["symbol"]) == ["A", "B"]
-    assert dict(written.uns) == {"source": "here"}
-
-
-def test_the_command_refuses_an_invalid_seed_and_leaves_nothing_behind(tmp_path):
-    small(3).write_h5ad(tmp_path / "a.h5ad")
-    command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "out.zarr")]
-    result = CliRunner().invoke(cli.group, [*command, "--seed", "-1"])
-    assert result.exit_code == 2
-    assert "--seed" in result.stderr
-    assert os.listdir(tmp_path) == ["a.h5ad"]
-    assert CliRunner().invoke(cli.group, [*command, "--seed", "1"]).exit_code == 0
-
-
-def test_the_command_names_inputs_and_refuses_options_without_a_value(tmp_path):
-    for name in "ab":
-        small(3).write_h5ad(tmp_path / f"{name}.h5ad")
-    command = ["convert", str(tmp_path / "a.h5ad"), str(tmp_path / "b.h5ad"), str(tmp_path / "out.zarr")]
-    named = ["--label", "of", "--keys", "one,two", "--index-unique", "_"]
-    result = CliRunner().invoke(cli.group, [*command, *named])
-    assert result.exit_code == 0, result.output
-    obs = read(tmp_path / "out.zarr").obs
-    assert set(obs.index) == {f"c{i}_{key}" for i in range(3) for key in ("one", "two")}
-    assert set(obs["of"]) == {"one", "two"}
-    result = CliRunner().invoke(cli.group, [*command, "--storage-option", "region"])
-    assert result.exit_code == 2
-    assert "--storage-option region has no value; give it as NAME=VALUE" in result.stderr
-
-
-def test_headers_of_arrays_are_parsed_one_at_a_time(tmp_path, monkeypatch):
-    path = tmp_path / "numbers.npy"
-    np.save(path, np.arange(7))
-    load, parsing, together = np.load, threading.Lock(), []
-
-    def watched(*args: Any, **options: Any) -> Any:
-        alone = parsing.acquire(blocking=False)
-        together.append(not alone)
-        try:
-            both.wait(0.2)  # a second thread would arrive here if it were admitted
-        except threading.BrokenBarrierError:
-            both.reset()
-        if alone:
-            parsing.release()
-        return load(*args, **options)
-
-    both = threading.Barrier(2)
-    monkeypatch.setattr(np, "load", watched)
-    with ThreadPoolExecutor(2) as threads:
-        arrays = list(threads.map(lambda _: mapped_array(path), range(2)))
-    assert together == [False, False]
-    assert all(np.array_equal(array, np.arange(7)) for array in arrays)

@@ -19,7 +19,6 @@ from dask.utils import parse_bytes
 
 import dasksc
 from dasksc.errors import StorageError
-from dasksc.output.work_folder import atomic_array
 from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
 from tests.support.programs import PROGRAMS, ROOT, ended
 
@@ -75,28 +74,6 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
     dasksc.convert(gzipped, tmp_path / "elsewhere.zarr")
     assert contents(out) == contents(tmp_path / "elsewhere.zarr")
     assert os.listdir(disk) == ["out.zarr"]
-
-
-@pytest.mark.parametrize("how", ["given", "refused", "missing"])
-def test_space_is_reserved_before_a_file_is_mapped(small_disk, monkeypatch, how):
-    disk, _ = small_disk
-
-    def refused(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    if how == "refused":
-        monkeypatch.setattr(os, "posix_fallocate", refused)
-    elif how == "missing":
-        monkeypatch.delattr(os, "posix_fallocate")
-    with pytest.raises(OSError, match="No space left") as caught, atomic_array(disk / "large.npy", np.int64, 30_000):
-        pytest.fail("an array was mapped for which there is no space")
-    assert caught.value.errno == errno.ENOSPC
-    assert os.listdir(disk) == []
-    before = shutil.disk_usage(disk).free
-    with atomic_array(disk / "small.npy", np.int64, 10_000) as out:
-        assert shutil.disk_usage(disk).free <= before - 80_000
-        out[:] = np.arange(10_000)
-    assert np.array_equal(np.load(disk / "small.npy"), np.arange(10_000))
 
 
 SMALL_DISK_PROGRAM = """

@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import anndata as ad
-import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -100,14 +99,6 @@ def _of_genes(stored: Any, *rest: Any) -> Any:
     return _read_names(stored, *rest)
 
 
-def test_repeated_names_are_named_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = written(tmp_path / "atlas.h5ad", ["a", "b", "c", "d"])
-    dasksc.convert(path, tmp_path / "once.zarr")
-    assert "obs_names repeat" not in caplog.text
-    dasksc.convert([path, path], tmp_path / "twice.zarr")
-    assert "obs_names repeat in 2 atlases; with index_unique='-'" in caplog.text
-
-
 def test_names_in_memory_with_keys_or_of_several_types_are_written_as_before(tmp_path: Path) -> None:
     names = ["a", "b", "c", "d"]
     path = written(tmp_path / "atlas.h5ad", names)
@@ -136,14 +127,6 @@ def test_verifying_finds_names_that_went_wrong_in_the_temporary_file(
     monkeypatch.setattr(StagedNames, "write", damaged)
     with pytest.raises(CorruptDataError, match="differs from the input in the names of the cells"):
         dasksc.convert(path, tmp_path / "out.zarr", verify=True)
-
-
-def test_attributes_of_nullable_names_that_others_have_added_are_ignored(tmp_path: Path) -> None:
-    path = written(tmp_path / "atlas.h5ad", ["a", "b", "c", "d"], dtype="string")
-    with h5py.File(path, "r+") as file:
-        file["obs"][file["obs"].attrs["_index"]].attrs["written"] = np.arange(3)
-    dasksc.convert(path, tmp_path / "out.zarr", order="keep")
-    assert dasksc.open(tmp_path / "out.zarr").obs_names.dtype == dasksc.open(path).obs_names.dtype
 
 
 @pytest.mark.parametrize("n_atlases", [1, 2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from click.testing import CliRunner
 
 import dasksc
-from dasksc import cli
-from dasksc.conversion.inputs import leaves_read
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.pushdown import matrix_of
-from dasksc.storage import SummedMatrix, open_matrix
-from dasksc.storage.matrix import Columns
 from tests.support.conversions import read
 from tests.support.data import dense, make_adata, write_store
 
@@ -223,56 +215,4 @@ def _killed(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_the_target_may_not_be_the_input_of_a_subset(tmp_path: Path, adata: ad.AnnData) -> None:
-    store = write_store(adata, tmp_path, "zarr3")
-    with pytest.raises(InputError, match="is, or lies in, the input"):
-        dasksc.convert(dasksc.open(store), store, filter="int64 > 0", genes=["gene1"], overwrite=True)
-    matrix = matrix_of(dasksc.open(store).X)
-    summed = SummedMatrix(matrix, Columns(np.array([1, 2]), 17, np.array([0, 0]), 1))
-    assert list(leaves_read(summed)) == [matrix]
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_summed_rows_take_the_memory_that_their_matrix_states(tmp_path: Path, adata: ad.AnnData, layout: str) -> None:
-    adata.X = adata.X if layout == "csr" else adata.X.toarray()
-    path = write_store(adata, tmp_path, "h5ad")
-    columns = Columns(np.array([1, 2, 8]), 17, np.array([1, 0, 0]), 3)
-    matrix = SummedMatrix(open_matrix(path, "X"), columns)
-    rows = np.array([0, 3, 3, 59])
-    fetched = matrix.fetch(rows)
-    out = np.empty((4, 3), dtype=matrix.dtype)
-    fetched.gather(np.arange(4), out=out)
-    x = dense(adata.X)[rows]
-    np.testing.assert_array_equal(out, np.stack([x[:, 2] + x[:, 8], x[:, 1], 0 * x[:, 0]], axis=1))
-    assert fetched.nbytes <= matrix.cost.held * 4
-
-
 # --- On the command line ------------------------------------------------------------------------------
-
-
-def test_the_command_takes_a_subset(tmp_path: Path, adata: ad.AnnData) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    (tmp_path / "genes.txt").write_text("gene3\nnew\ngene1\n")
-    (tmp_path / "genes.json").write_text(json.dumps({"<pad>": 0, "gene1": 2, "gene3": 1}))
-    for genes, columns in (
-        (["--genes", str(tmp_path / "genes.txt"), "--genes-missing", "zero"], [3, None, 1]),
-        (["--genes", str(tmp_path / "genes.json")], [3, 1]),
-        (["--genes", "S3,twice", "--genes-key", "symbol", "--genes-repeated", "sum"], [3, (2, 9)]),
-    ):
-        command = ["convert", str(path), str(tmp_path / "a.zarr"), "--order", "keep", "--filter", NEEDED, *genes]
-        result = CliRunner().invoke(cli.group, [*command, "--overwrite", "--verify"])
-        assert result.exit_code == 0, result.output
-        assert f"of {len(columns)} genes matched" in result.output
-        rows = dasksc.rows_where(path, NEEDED)
-        x = dense(adata.X)[rows]
-        expected = [
-            np.zeros(len(rows)) if one is None else x[:, list(np.atleast_1d(one))].sum(axis=1) for one in columns
-        ]
-        np.testing.assert_array_equal(dense(read(tmp_path / "a.zarr").X), np.stack(expected, axis=1))
-
-
-def test_few_matches_are_warned_of(tmp_path: Path, adata: ad.AnnData, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    caplog.set_level(logging.WARNING, "dasksc.dataset")
-    dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "b", "c", "d"], genes_missing="drop")
-    assert "1 of 4 genes matched" in caplog.text

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
-import itertools
-import json
-import os
-import re
 import shutil
-import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-import zarr
 from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.atlas import view
-from dasksc.atlas.cell_names import stored_names
-from dasksc.inference import Predictions, targets
+from dasksc.inference import Predictions
 from dasksc.inference.digests import model_digest
-from dasksc.inference.work import Work, runs_of, unit_rows_for
+from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
 from tests.support import cell_ranger
 from tests.support.data import make_adata
-from tests.support.programs import ended, run
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.core
@@ -196,15 +185,6 @@ def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp
     assert (model.training, model.linear.training) == (True, False)
 
 
-def test_a_progress_bar_shows_the_cells_and_their_rate(atlas, tmp_path, capfd):
-    pytest.importorskip("tqdm")
-    predict(first_columns, atlas, tmp_path / "silent.zarr")
-    assert "predicting" not in capfd.readouterr().err
-    predict(first_columns, atlas, tmp_path / "emb.zarr", progress=True)
-    last = capfd.readouterr().err.rpartition("\r")[2]
-    assert re.search(r"^predicting: 100%\|.*\| 203/203 \[.*cell/s\]", last), last
-
-
 # --- Ranks and resuming -----------------------------------------------------------------------------------
 
 
@@ -342,60 +322,12 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
     assert np.array_equal(read(store).obsm["X_emb"], plain(Embedder(seed=1), store))
 
 
-# The two runs are threads here, so one may undo the warning filters of the other; real runs are processes.
-@pytest.mark.filterwarnings("ignore:Consolidated metadata")
-def test_two_runs_that_publish_into_a_store_at_the_same_time_keep_both_columns(store, tmp_path, monkeypatch):
-    model, replace_json, others = Embedder(), targets.replace_json, []
-
-    def predicting(name: str) -> None:
-        predict(lambda batch: {name: model(batch)[:, 0]}, store, store, key=name)
-
-    def after_another_run(path: Path, value: Any) -> None:
-        if not others:
-            others.append(threading.Thread(target=predicting, args=["second"]))
-            others[0].start()
-            others[0].join(timeout=2)
-        replace_json(path, value)
-
-    monkeypatch.setattr(targets, "replace_json", after_another_run)
-    predicting("first")
-    others[0].join()
-    assert list(read(store).obs.columns)[-2:] == ["first", "second"]
-    assert not list(tmp_path.glob("*.publishing"))
-
-
 def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
     with pytest.raises(InputError, match="but their names or their order differ"):
         predict(Embedder(), atlas, store)
     make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
     with pytest.raises(InputError, match="has 203 cells, but the atlas has 50"):
         predict(Embedder(), tmp_path / "few.h5ad", store)
-
-
-@pytest.mark.parametrize("ending", ["h5ad", "zarr"])
-def test_names_may_be_stored_as_nullable_strings(ending, tmp_path):
-    # AnnData 0.13 writes the index of pandas 3 as nullable strings.
-    adata = ad.AnnData(make_adata(50, N_VARS).X)
-    adata.obs.index = adata.obs.index.astype("string")
-    path = tmp_path / f"nullable.{ending}"
-    with (
-        warnings.catch_warnings(action="ignore"),
-        ad.settings.override(allow_write_nullable_strings=True, zarr_write_format=3),
-    ):
-        adata.write_h5ad(path) if ending == "h5ad" else adata.write_zarr(path)
-    with h5py.File(path) if ending == "h5ad" else contextlib.nullcontext(zarr.open(path, mode="r")) as root:
-        assert root["obs/_index"].attrs["encoding-type"] == "nullable-string-array"
-        assert [*itertools.chain(*stored_names(root["obs"], path))] == list(adata.obs_names)
-    predict(Embedder(), path, path, in_place=ending == "h5ad")
-    written = read(path)
-    assert np.array_equal(written.obsm["X_emb"], plain(Embedder(), path))
-    assert list(written.obs_names) == list(adata.obs_names)
-
-
-def test_a_store_of_predictions_gets_those_of_another_model(atlas, tmp_path):
-    predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    predict(Embedder(seed=1), atlas, tmp_path / "emb.zarr", key="X_second")
-    assert set(read(tmp_path / "emb.zarr").obsm) == {"X_emb", "X_second"}
 
 
 def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
@@ -415,147 +347,6 @@ def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
     predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
     assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(seed=1), atlas))
     assert sorted(path.name for path in atlas.parent.iterdir()) == ["atlas.h5ad", "link.h5ad"]
-
-
-@pytest.mark.parametrize("shares_blocks", [True, False])
-def test_a_file_is_copied_by_sharing_its_blocks_where_the_file_system_can(tmp_path, monkeypatch, shares_blocks):
-    fcntl = pytest.importorskip("fcntl")
-    source, copy = tmp_path / "source", tmp_path / "copy"
-    source.write_bytes(bytes(range(256)) * 10)
-    source.chmod(0o640)
-    requests, copied, copyfile = [], [], shutil.copyfile
-
-    def ioctl(target: int, request: int, descriptor: int) -> None:
-        requests.append(request)
-        if not shares_blocks:
-            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        os.write(target, os.pread(descriptor, 10_000, 0))
-
-    def copying(*paths: Path) -> None:
-        copied.append(paths)
-        copyfile(*paths)
-
-    monkeypatch.setattr(fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(shutil, "copyfile", copying)
-    targets.copy_file(source, copy)
-    assert requests == [0x40049409]
-    assert len(copied) == (0 if shares_blocks else 1)
-    assert copy.read_bytes() == source.read_bytes()
-    assert copy.stat().st_mode == source.stat().st_mode
-
-
-def test_an_h5ad_that_changes_meanwhile_is_not_replaced(atlas):
-    run = Predictions(Embedder(), atlas, atlas, in_place=True, options={"batch_size": BATCH})
-    share = run.begin()
-    for batch in share.batches():
-        run.write_batch(share, run.predictor.function(batch).detach())
-    share.flush()
-    share.abandon()
-    with h5py.File(atlas, "r+") as file:
-        file.attrs["edited"] = "by somebody else"
-    with pytest.raises(StorageError, match="replaced or changed"):
-        run.publish()
-    assert "X_emb" not in read(atlas).obsm
-
-
-def test_repeating_an_in_place_prediction_does_nothing(atlas):
-    model = Embedder()
-    first = predict(model, atlas, atlas, in_place=True)
-    predict(model.both, atlas, atlas, in_place=True, overwrite=True)
-    assert predict(model, atlas, atlas, in_place=True, overwrite=True).n_predicted == N_OBS
-    predict(Embedder(seed=1), atlas, atlas, in_place=True, key="X_second")
-    before = atlas.stat()
-    again = predict(Embedder(), atlas, atlas, in_place=True)
-    assert (again.n_predicted, again.is_complete, again.keys) == (0, True, first.keys)
-    reports = [predict(model, atlas, atlas, in_place=True, rank=rank, world_size=3) for rank in range(3)]
-    assert [(report.n_predicted, report.is_complete) for report in reports] == [(0, True)] * 3
-    assert (atlas.stat().st_ino, atlas.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert [path.name for path in atlas.parent.iterdir()] == ["atlas.h5ad"]
-
-
-def test_an_in_place_prediction_of_another_kind_is_refused_when_the_key_is_there(atlas):
-    genes = [f"gene{i}" for i in range(16, -1, -1)]
-    predict(Embedder(), atlas, atlas, in_place=True)
-    for model, options in [(Embedder(seed=1), {}), (Embedder(), {"genes": genes}), (Embedder(), {"batch_size": 4})]:
-        with pytest.raises(InputError, match="already has 'obsm/X_emb'"):
-            predict(model, atlas, atlas, in_place=True, **options)
-    with h5py.File(atlas, "r+") as file:
-        file["X/data"][:] += 1
-    with pytest.raises(InputError, match="already has 'obsm/X_emb'"):
-        predict(Embedder(), atlas, atlas, in_place=True)
-    predict(Embedder(), atlas, atlas, in_place=True, overwrite=True)
-    assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(), atlas))
-
-
-def test_predictions_from_a_key_that_was_replaced_in_place_are_not_taken_for_current_ones(atlas):
-    def scaled(batch: Any) -> Any:
-        return batch.obsm["X_emb"][:, :2] * 2
-
-    predict(Embedder(), atlas, atlas, in_place=True)
-    options = {"key": "X_scaled", "obsm": ["X_emb"], "in_place": True}
-    predict(scaled, atlas, atlas, **options)
-    assert predict(scaled, atlas, atlas, **options).n_predicted == 0
-    predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
-    assert predict(scaled, atlas, atlas, overwrite=True, **options).n_predicted == N_OBS
-    written = read(atlas).obsm
-    assert np.array_equal(written["X_scaled"], written["X_emb"][:, :2] * 2)
-
-
-KILLED = """
-import os, sys, dasksc
-from dasksc.inference.work import Work
-
-def first(batch):
-    return batch[:, :2]
-
-source, out, how = sys.argv[1:]
-predict = lambda: dasksc.predict(first, source, out, in_place=how != "new", batch_size=8, scheduler="synchronous")
-if how == "again":
-    report = predict()
-    print(report.n_predicted, report.is_complete, report.keys)
-else:
-    Work.remove = lambda self: os._exit(9)
-    predict()
-"""
-
-
-@pytest.mark.parametrize("how", ["new", "store", "file"])
-def test_a_run_killed_after_an_h5ad_was_replaced_is_complete(atlas, tmp_path, how):
-    """Test a new store, an extended store, and an h5ad file that was replaced."""
-    source = out = atlas
-    if how == "store":
-        source = out = tmp_path / "store.zarr"
-        dasksc.convert(atlas, out)
-    if how == "new":
-        out = tmp_path / "emb.zarr"
-    program = tmp_path / "program.py"
-    program.write_text(KILLED)
-    before = {path.name for path in tmp_path.iterdir()} | {out.name}
-    done = ended([sys.executable, program, source, out, how])
-    assert done.returncode == 9, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} - before
-    printed = run([sys.executable, program, source, out, "again"])
-    assert printed == f"0 True {{'obsm/X_emb': '({N_OBS}, 2) float32'}}\n"
-    assert {path.name for path in tmp_path.iterdir()} == before
-    assert np.array_equal(read(out).obsm["X_emb"], read(source).X[:, :2].toarray())
-
-
-@pytest.mark.parametrize("kind", ["store", "file"])
-def test_a_run_killed_while_its_work_was_removed_is_complete(atlas, store, tmp_path, monkeypatch, kind):
-    path, model, original = store if kind == "store" else atlas, Embedder(), Work.remove
-
-    def remove(work: Work) -> None:
-        for k in range(3):
-            work._marker(k).unlink()
-        raise Killed
-
-    monkeypatch.setattr(Work, "remove", remove)
-    with pytest.raises(Killed):
-        predict(model, path, path, in_place=True)
-    monkeypatch.setattr(Work, "remove", original)
-    assert predict(model, path, path, in_place=True).is_complete
-    assert np.array_equal(read(path).obsm["X_emb"], plain(model, path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
 
 
 @pytest.mark.parametrize(
@@ -626,23 +417,6 @@ def test_nan_is_refused_by_the_name_of_the_cell_or_reported(atlas, tmp_path):
     assert np.flatnonzero(np.isnan(read(tmp_path / "emb.zarr").obsm["X_emb"]).any(1)).tolist() == [21, 22, 190]
 
 
-def test_ranks_with_different_outputs_are_refused_at_the_end(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-
-    def columns(batch: Any) -> Any:
-        return batch[:, : WIDTH["of"]]
-
-    WIDTH["of"] = 2
-    predict(columns, atlas, out, rank=0, world_size=2)
-    WIDTH["of"] = 3
-    with pytest.raises(InputError, match="same names, widths and types"):
-        predict(columns, atlas, out, rank=1, world_size=2)
-    assert not out.exists()
-
-
-WIDTH: dict[str, int] = {}
-
-
 def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypatch):
     n_written = 0
     original = shards.ShardWriter._finish
@@ -659,31 +433,6 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
     monkeypatch.setattr(shards.ShardWriter, "_finish", original)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
-
-
-@pytest.mark.parametrize("after", ["X_emb", "predicted"])
-def test_publishing_goes_on_between_two_keys_of_a_store(atlas, tmp_path, monkeypatch, after):
-    store, model, original = tmp_path / "store.zarr", Embedder(), targets.write_metadata
-    dasksc.convert(atlas, store)
-    seen = []
-
-    def write_metadata(work: Any, one: Any, nan: Any) -> None:
-        if seen and seen[-1] == after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        original(work, one, nan)
-        seen.append(one.name)
-
-    monkeypatch.setattr(targets, "write_metadata", write_metadata)
-    options = {"categories": {"predicted": LABELS}, "in_place": True}
-    with pytest.raises(StorageError, match="run the same prediction again to resume it"):
-        predict(model.both, store, store, **options)
-    monkeypatch.setattr(targets, "write_metadata", original)
-    assert predict(model.both, store, store, **options).n_predicted == 0
-    written, expected = read(store), plain(model, store)
-    assert np.array_equal(written.obsm["X_emb"], expected)
-    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
-    assert np.array_equal(written.obs["score"], expected.max(1))
-    assert not list(tmp_path.glob("*.partial"))
 
 
 # --- Attaching --------------------------------------------------------------------------------------------
@@ -766,12 +515,3 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
     before = model_digest(scaled)
     scale = 3.0
     assert model_digest(scaled) != before
-
-
-def test_a_marker_holds_plain_json(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-    unfinished(Embedder().eval(), atlas, out)
-    markers = sorted((tmp_path / "emb.zarr.partial").glob("*/done/*.json"))
-    assert [marker.name for marker in markers] == ["0.json", "1.json"]
-    assert json.loads(markers[0].read_text()) == {"outputs": [["X_emb", 5, "float32"]], "nan": {}}
-    shutil.rmtree(tmp_path / "emb.zarr.partial")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc import InputError, StorageError, WrongTypeError
+from dasksc import InputError, WrongTypeError
 from dasksc.inference import _WITHOUT_EFFECT
 from tests.support.data import make_adata
 
@@ -119,25 +117,6 @@ def test_labels_that_cannot_be_categories_are_refused(atlas, tmp_path, labels, e
     assert entries(tmp_path) == ["atlas.h5ad"]
 
 
-@pytest.mark.parametrize("labels", [["A"], np.array(["A", "B"]), [7, 8], [True, False], [0.5, 1.5]])
-def test_labels_are_text_or_numbers(atlas, tmp_path, labels):
-    predict(coded, atlas, tmp_path / "emb.zarr", categories={"predicted": labels})
-    assert list(read(tmp_path / "emb.zarr").obs["predicted"].cat.categories) == list(labels)
-
-
-def test_a_model_that_expects_a_batch_where_it_gets_a_tensor_learns_what_to_request(atlas, tmp_path):
-    with pytest.raises(AttributeError, match="'X'") as found:
-        predict(lambda batch: batch.X[:, :2], atlas, tmp_path / "emb.zarr")
-    assert found.value.__notes__[0].endswith(
-        f"a tensor of shape ({BATCH}, {ad.read_h5ad(atlas, backed='r').n_vars}), which has no 'X'. Use the tensor "
-        "itself, or pass a data set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns "
-        "that the model reads."
-    )
-    with pytest.raises(AttributeError, match="'Y'") as found:
-        predict(lambda batch: torch.nn.Linear(2, 2).Y, atlas, tmp_path / "emb.zarr")
-    assert not getattr(found.value, "__notes__", [])
-
-
 def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
     n_called = 0
 
@@ -150,13 +129,6 @@ def test_a_dict_may_change_its_order_but_not_its_keys(atlas, tmp_path):
     predict(both, atlas, tmp_path / "emb.zarr")
     written = read(tmp_path / "emb.zarr")
     assert np.array_equal(written.obsm["b"], written.obsm["a"] + 1)
-
-
-def test_numbers_of_more_than_64_bits_and_invalid_devices_are_refused(atlas, tmp_path):
-    with pytest.raises(InputError, match="at most 64 bits"):
-        predict(lambda batch: two(batch).numpy().astype(np.longdouble), atlas, tmp_path / "emb.zarr")
-    with pytest.raises(InputError, match="device='cud' is not a device"):
-        predict(two, atlas, tmp_path / "emb.zarr", device="cud")
 
 
 # --- Output locations -----------------------------------------------------------------------------------
@@ -175,124 +147,7 @@ def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
 # --- Two runs at once -----------------------------------------------------------------------------------
 
 
-def test_a_second_run_for_the_same_cells_is_refused_while_the_first_is_at_work(atlas, tmp_path):
-    out, is_inside, may_end = tmp_path / "emb.zarr", threading.Event(), threading.Event()
-
-    def slow(batch: Any) -> Any:
-        is_inside.set()
-        assert may_end.wait(60)
-        return two(batch)
-
-    adata = dasksc.open(atlas)
-    first = threading.Thread(target=predict, args=(slow, adata, out), kwargs={"scheduler": "synchronous"})
-    first.start()
-    try:
-        assert is_inside.wait(60)
-        again = {"rank": 1, "world_size": 2}
-        for options in ({}, again, {"overwrite": True}):
-            with pytest.raises(
-                StorageError, match=f"written by process {os.getpid()} on .*Wait for that process or stop it"
-            ):
-                predict(slow, adata, out, **options)
-        for overwrite in (False, True):
-            with pytest.raises(StorageError, match="Wait for that process or stop it"):
-                predict(two, adata, out, overwrite=overwrite)
-    finally:
-        may_end.set()
-        first.join()
-    assert np.array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].todense())
-    assert entries(tmp_path) == ["atlas.h5ad", "emb.zarr"]
-
-
-def test_a_second_key_for_a_file_is_refused_while_the_first_is_predicted(atlas, tmp_path):
-    before, is_inside, may_end = atlas.read_bytes(), threading.Event(), threading.Event()
-    n_called, refused = 0, []
-
-    def slow(batch: Any) -> Any:
-        nonlocal n_called
-        n_called += 1
-        if n_called > 8:  # two units of two batches are complete, and others have begun
-            is_inside.set()
-            assert may_end.wait(60)
-        return two(batch)
-
-    options = {"key": "X_first", "in_place": True, "scheduler": "synchronous"}
-    first = threading.Thread(target=predict, args=(slow, atlas, atlas), kwargs=options)
-    first.start()
-    try:
-        assert is_inside.wait(60)
-        for overwrite in (False, True):
-            with pytest.raises(
-                StorageError, match=rf"atlas\.h5ad is being written by process {os.getpid()} on "
-            ) as error:
-                predict(two, atlas, atlas, key="X_second", in_place=True, overwrite=overwrite)
-            refused.append(str(error.value))
-        assert atlas.read_bytes() == before
-    finally:
-        may_end.set()
-        first.join()
-    assert len(refused) == 2
-    assert all("Wait for that process or stop it" in one for one in refused)
-    predict(two, atlas, atlas, key="X_second", in_place=True)
-    assert {"X_first", "X_second"} <= set(read(atlas).obsm)
-    assert entries(tmp_path) == ["atlas.h5ad"]
-
-
-def test_a_second_key_for_a_file_is_refused_while_the_first_is_unfinished(atlas, tmp_path):
-    model = torch.nn.Linear(17, 2)
-    hook = model.register_forward_hook(stopped(8))
-    with pytest.raises(Stopped):
-        predict(model, atlas, atlas, key="X_first", in_place=True)
-    hook.remove()
-    with pytest.raises(InputError, match=r"atlas\.h5ad\.partial holds an unfinished prediction .*differs .* in .*key"):
-        predict(two, atlas, atlas, key="X_second", in_place=True)
-    predict(model, atlas, atlas, key="X_first", in_place=True)
-    predict(two, atlas, atlas, key="X_second", in_place=True)
-    assert {"X_first", "X_second"} <= set(read(atlas).obsm)
-    assert entries(tmp_path) == ["atlas.h5ad"]
-
-
-def test_a_run_without_a_complete_unit_does_not_block_others(atlas, tmp_path):
-    model = torch.nn.Linear(17, 2)
-    model.register_forward_hook(stopped(1))
-    with pytest.raises(Stopped):
-        predict(model, atlas, tmp_path / "emb.zarr")
-    assert predict(two, atlas, tmp_path / "emb.zarr").n_predicted == 203
-
-
 # --- Damaged notes --------------------------------------------------------------------------------------
-
-
-class Stopped(BaseException):
-    pass
-
-
-def stopped(after: int) -> Any:
-    n_called = 0
-
-    def hook(*_: Any) -> None:
-        nonlocal n_called
-        n_called += 1
-        if n_called > after:
-            raise Stopped
-
-    return hook
-
-
-@pytest.mark.parametrize(("note", "n_left"), [("plan.json", 203), ("*/done/1.json", 203 - 3 * 16)])
-def test_a_note_that_a_power_failure_emptied_counts_as_missing(atlas, tmp_path, note, n_left):
-    out = tmp_path / "emb.zarr"
-    torch.manual_seed(0)
-    model = torch.nn.Linear(17, 2)
-    hook = model.register_forward_hook(stopped(8))
-    with pytest.raises(Stopped):
-        predict(model, atlas, out)
-    hook.remove()
-    (emptied,) = (tmp_path / "emb.zarr.partial").glob(note)
-    emptied.write_text("")
-    assert predict(model, atlas, out).n_predicted == n_left
-    predict(model, atlas, tmp_path / "whole.zarr")
-    assert np.array_equal(read(out).obsm["X_emb"], read(tmp_path / "whole.zarr").obsm["X_emb"])
 
 
 def test_a_shard_that_is_gone_is_named(atlas, tmp_path):

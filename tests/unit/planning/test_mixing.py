@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import anndata as ad
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import dasksc
 from dasksc.planning import label_entropy as mixing
 from dasksc.sampling.binding import bind
-from dasksc.sampling.labels import encode_labels
 
 pytestmark = pytest.mark.core
 
@@ -41,12 +39,6 @@ def test_single_rows_mix_ideally_and_large_blocks_do_not() -> None:
     assert blocks.mean < longer.mean <= longer.ideal_mean + 0.05
 
 
-def test_the_ideal_of_one_label_is_no_entropy() -> None:
-    measured = plan_of(dasksc.BlockShuffling(8), 1000).diversity(np.zeros(1000, dtype=int))
-    assert (measured.mean, measured.ideal_mean, measured.share) == (0, 0, 1)
-    assert plan_of(dasksc.BlockShuffling(8), 0).diversity(np.zeros(0, dtype=int)).n_batches == 0
-
-
 def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
     plates = pd.Categorical.from_codes(np.arange(2000) // 200, list("abcdefghij"))
     obs = pd.DataFrame({"plate": plates}, index=[str(i) for i in range(2000)])
@@ -55,21 +47,3 @@ def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
     measured = dasksc.diversity(dataset, "plate")
     assert measured == dataset.plan().diversity(plates)
     assert 0 < measured.mean < measured.ideal_mean
-
-
-@pytest.mark.parametrize("chunks", [1, 3, 100])
-def test_lazy_labels_are_encoded_a_chunk_at_a_time(chunks: int) -> None:
-    words = np.array(["b", "a", None, "b", "c", "a"] * 3, dtype=object)
-    held: list[int] = []
-
-    def seen(chunk: np.ndarray) -> np.ndarray:
-        held.append(len(chunk))
-        return chunk
-
-    lazy = da.from_array(words, chunks=chunks).map_blocks(seen, dtype=object, meta=np.empty(0, dtype=object))
-    codes, names = encode_labels(lazy)
-    assert max(held) <= chunks
-    assert codes.dtype == np.int8
-    assert [None if code < 0 else names[code] for code in codes] == words.tolist()
-    codes, names = encode_labels(da.from_array(np.array([7, -1, 300, 7]), chunks=chunks))
-    assert [None if code < 0 else names[code] for code in codes] == [7, None, 300, 7]

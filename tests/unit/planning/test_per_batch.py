@@ -146,17 +146,6 @@ def test_any_fetch_computed_alone_is_the_same(batch_size: int, fetch_factor: int
         np.testing.assert_array_equal(one.order, other.order)
 
 
-@pytest.mark.parametrize("replace", [True, False])
-def test_rows_of_a_class_are_drawn_as_often_as_each_other(replace: bool) -> None:
-    total = 960 if replace else None
-    plan = plan_of(options={"smoothing": 0.5, "replace": replace, "total_size": total}, batch_size=8)
-    drawn = np.bincount(plan._draw.rows(np.arange(plan.n_rows)), minlength=N)
-    for c in range(6):
-        own = drawn[c == LABELS]
-        assert not len(own) or own.max() - own.min() <= 1
-    assert drawn.max() == (1 if not replace else 33)  # 97 draws from the three rows of the rarest class
-
-
 def test_no_row_is_favoured_by_its_place() -> None:
     # Each of 2000 epochs draws some of the 37 rows of a class. Over all epochs, the rows are drawn equally often, to
     # within five standard deviations.
@@ -236,13 +225,6 @@ def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any],
 def test_rounds_beside_whole_batches_are_refused() -> None:
     with pytest.raises(InputError, match="sampling_size= would have no effect; omit it"):
         ClassBalancedSampling([1, 2], per_batch=True, replace=False, sampling_size=2)
-
-
-def test_a_strategy_by_itself_says_how_many_rows_and_which() -> None:
-    strategy = ClassBalancedSampling(LABELS, per_batch=True, replace=False, smoothing=1.0)
-    rows = strategy.get_indices(np.zeros(N), seed=0)
-    assert len(rows) == strategy.get_len(np.zeros(N)) == N
-    np.testing.assert_array_equal(np.sort(rows), np.arange(N))
 
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:

@@ -8,7 +8,6 @@ from collections import Counter
 from itertools import chain, islice
 from threading import Barrier
 
-import dask.array as da
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,21 +83,6 @@ def test_ranks_that_read_different_data_stop_before_the_first_batch_and_say_whic
         )
     if "strategy" not in differing:  # different strategies also differ in other arguments
         assert text.count(" on rank 0") == len(differing)
-
-
-def test_a_rank_that_selects_no_genes_is_said_to_read_all():
-    def act(rank, store):
-        return list(rank_of(rank, 2, store, data=da.ones((N_OBS, 3)), **({"genes": [1]} if rank else {})))
-
-    text = str(raised(on_ranks(2, act)))
-    assert "genes of X: all on rank 0 and 1 on rank 1" in text or "genes of X: 1 on rank 1 and all on rank 0" in text
-
-
-def test_ranks_whose_arrays_differ_in_values_alone_are_pointed_to_the_arrays():
-    def act(rank, store):
-        return list(rank_of(rank, 2, store, strategy=Streaming(indices=np.arange(10) + rank)))
-
-    assert "array values" in str(raised(on_ranks(2, act)))
 
 
 def test_ranks_in_different_epochs_stop_before_the_first_batch():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 
 from dasksc import InputError, RankMismatchError, World
 from dasksc.planning.agreement import Agreement
-from dasksc.planning.process_groups import leave_group
 
 pytestmark = pytest.mark.core
 
@@ -176,23 +173,6 @@ def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
     assert World.detect().world_size == 9
 
 
-def test_a_contradictory_source_is_logged_once_and_not_used(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "dasksc.world")
-    for name, value in {**SLURM, "RANK": "5", "WORLD_SIZE": "7", "PMI_RANK": "5", "PMI_SIZE": "7"}.items():
-        monkeypatch.setenv(name, value)
-    for _ in range(2):
-        assert World.detect().source == "RANK/WORLD_SIZE"
-    assert [record.getMessage() for record in caplog.records] == [
-        "using rank 5 of 7 from RANK/WORLD_SIZE; SLURM_PROCID/SLURM_NTASKS says rank 3 of 4, which is ignored"
-    ]
-
-
-def test_unused_variables_may_be_invalid(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "PMI_RANK": "first", "PMI_SIZE": "?"}.items():
-        monkeypatch.setenv(name, value)
-    assert World.detect().world_size == 2
-
-
 def test_a_group_without_torch_distributed_is_refused():
     with pytest.raises(InputError, match="call init_process_group or init_device_mesh first"):
         World.detect(group=object())
@@ -217,31 +197,6 @@ def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
         agreement(1).begin(0, epoch=4, fingerprint="same")
     # A seed may persist across restarts, because it is equal on all ranks.
     assert agreement(0).seed(5) == agreement(1).seed(6) == 5
-
-
-def test_the_process_group_is_destroyed_after_its_threads_had_the_gil():
-    distributed = pytest.importorskip("torch.distributed")
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    work_is_done, group_was_up = threading.Event(), []
-
-    def drop_work() -> None:
-        work_is_done.wait()
-        group_was_up.append(distributed.is_initialized())
-
-    thread = threading.Thread(target=drop_work)
-    thread.start()
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(10)
-    try:
-        work_is_done.set()
-        leave_group()
-    finally:
-        sys.setswitchinterval(interval_s)
-    thread.join()
-    assert group_was_up == [True]
-    assert not distributed.is_initialized()
-    # Without a process group, the call has no effect.
-    leave_group()
 
 
 def test_a_rank_without_a_world_size_is_refused_with_the_detected_size(monkeypatch):

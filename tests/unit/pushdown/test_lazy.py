@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 from dataclasses import dataclass, field
@@ -15,13 +14,12 @@ import dask.array as da
 import numpy as np
 import pytest
 import scipy.sparse as sp
-from dask.callbacks import Callback
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.pushdown import DaskMatrix, chunk_rows_for, gather_block, matrix_of, to_dask
+from dasksc.pushdown import DaskMatrix, gather_block, matrix_of, to_dask
 from dasksc.storage import Matrix, RowBuffer, as_matrix, open_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 
@@ -135,14 +133,6 @@ def test_chunks_are_as_large_as_configured() -> None:
     assert to_dask(layer).chunks[0] == (100,)
 
 
-def test_sparse_chunks_are_sized_by_the_values_stored() -> None:
-    sparse = as_matrix(make_values(200, 50, layout="csr", density=0.02), "X")
-    full = as_matrix(make_values(200, 50, layout="csr", density=1), "X")
-    with dask.config.set({"dasksc.chunk-bytes": 2000}):
-        assert chunk_rows_for(sparse) > 5 * chunk_rows_for(full)
-        assert chunk_rows_for(sparse, full) == chunk_rows_for(full)
-
-
 def test_an_empty_matrix_has_one_empty_chunk() -> None:
     for empty in (sp.csr_matrix((0, 5)), np.empty((0, 5))):
         array = to_dask(as_matrix(empty, "X"))
@@ -155,26 +145,12 @@ def test_a_chunk_of_no_rows_is_refused() -> None:
         to_dask(recorded("csr")[0], chunk_rows=0)
 
 
-@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
-def test_the_same_file_opened_twice_gives_the_same_keys(tmp_path: Path, format: str) -> None:
-    path = write_store(make_adata(), tmp_path, format)
-    names = [to_dask(open_matrix(path, key)).name for key in ("X", "X", "layers/counts")]
-    assert names[0] == names[1] != names[2]
-    assert names[0].startswith(f"dasksc-{path.name}:X-")
-
-
 def test_a_file_that_was_replaced_gives_other_keys(tmp_path: Path) -> None:
     path = write_store(make_adata(), tmp_path, "h5ad")
     before = to_dask(open_matrix(path, "X")).name
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert to_dask(open_matrix(path, "X")).name != before
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_matrix_of_our_array_is_the_one_it_was_made_of(layout: str) -> None:
-    matrix, _ = recorded(layout)
-    assert matrix_of(to_dask(matrix)) is matrix
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
@@ -237,13 +213,6 @@ def test_a_dask_matrix_computes_only_the_chunks_that_the_rows_touch() -> None:
     assert sorted(blocks) == [0] * 4 + [2] * 4
 
 
-def test_a_dask_matrix_trusts_the_values_more_than_the_meta() -> None:
-    array, values = computed_array("dense")
-    # The meta is wrong: it says that blocks are dense.
-    lying = array.map_blocks(sp.csr_matrix, meta=np.empty((0, 0)))
-    np.testing.assert_array_equal(read(DaskMatrix(lying), np.arange(N_OBS)), values)
-
-
 def test_a_dask_matrix_pickles_with_the_lambdas_in_it() -> None:
     array, values = computed_array("dense")
     matrix = DaskMatrix(array.map_blocks(lambda block: block + 1))
@@ -253,34 +222,10 @@ def test_a_dask_matrix_pickles_with_the_lambdas_in_it() -> None:
     assert again.label == matrix.label
 
 
-def test_a_dask_matrix_reports_nothing_to_the_callbacks_of_the_computation_around_it() -> None:
-    array, _ = computed_array("dense")
-    matrix = DaskMatrix(array)
-    started = []
-    with Callback(start=started.append):
-        matrix.fetch(np.arange(10))
-    assert started == []
-
-
 @pytest.mark.parametrize("rows", [[-1, 3], [3, N_OBS], [5, 4]])
 def test_a_dask_matrix_refuses_rows_out_of_range_or_order(rows: list[int]) -> None:
     with pytest.raises(InputError, match="rows"):
         DaskMatrix(computed_array("dense")[0]).fetch(np.array(rows))
-
-
-def test_what_computing_whole_chunks_costs_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    array, _ = computed_array("dense")
-    with caplog.at_level(logging.WARNING, logger="dasksc"):
-        assert isinstance(matrix_of(array), DaskMatrix)
-        matrix_of(array)
-    (record,) = caplog.records
-    assert array.name in record.getMessage()
-    assert "5 chunks, of up to 13 rows" in record.getMessage()
-
-
-def test_our_own_array_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    matrix_of(to_dask(recorded("csr")[0]))
-    assert caplog.records == []
 
 
 def test_unknown_chunk_sizes_are_refused_by_name() -> None:

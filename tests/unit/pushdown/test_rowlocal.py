@@ -18,18 +18,14 @@ import scanpy as sc
 import scipy.sparse as sp
 import scipy.special
 import scipy.stats
-from dask.task_spec import Task, TaskRef
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc._compat import unsupported
 from dasksc._compat.dask import concatenation_functions, shuffle_functions
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
-from dasksc.pushdown import computed_once as shared
-from dasksc.pushdown.rowlocal.graph import NotRowLocalError
 from dasksc.storage import as_matrix
 from tests.support.data import LAYOUTS, dense, make_adata, make_values, write_store
 from tests.support.recorders import recorded_reads
@@ -429,19 +425,6 @@ def test_an_unknown_value_of_array_code_is_refused() -> None:
         matrix_of(da.log1p(leaf("csr")))
 
 
-def test_the_warning_names_the_layer_and_the_way_out(caplog: pytest.LogCaptureFixture) -> None:
-    array = leaf("csr").map_blocks(doubled)
-    assert type(matrix_of(array)) is DaskMatrix
-    (record,) = caplog.records
-    assert f"layer {array.name!r} applies 'doubled'" in record.getMessage()
-    assert "dasksc.row_local" in record.getMessage()
-
-
-def test_nothing_is_warned_of_when_code_is_row_local(caplog: pytest.LogCaptureFixture) -> None:
-    rows_of(matrix_of(normalized(leaf("csr"))), np.arange(5))
-    assert caplog.records == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_the_rows_needed_are_read_and_each_matrix_once(tmp_path: Path, layout: str) -> None:
     with dask.config.set({"dasksc.chunk-bytes": 2000}):
@@ -500,15 +483,6 @@ def test_no_rows_give_no_rows() -> None:
         assert fetched.shape == (0, N_VARS)
 
 
-def test_row_local_leaves_the_function_as_it_is() -> None:
-    marked = row_local(doubled)
-    assert marked(3) == 6
-    assert marked.__name__ == "doubled"
-    assert leaf("csr").map_blocks(marked).name == leaf("csr").map_blocks(row_local(doubled)).name
-    assert pickle.loads(pickle.dumps(marked))(4) == 8
-    assert isinstance(leaf("csr").map_blocks(marked).compute(), sp.csr_matrix)
-
-
 def test_blocks_of_different_types_are_put_together_right() -> None:
     def widened(block: sp.csr_matrix) -> sp.csr_matrix:
         block = block.copy()
@@ -551,40 +525,6 @@ def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str,
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
     assert sum(CALLS) == 30
     assert max(CALLS) <= 7 + 2  # a chunk is not split, so its 2 rows may exceed the limit of 7
-
-
-def test_chunks_that_are_computed_in_other_ways_are_not_computed_as_one() -> None:
-    x = leaf("dense", chunk_rows=10)
-    factors = da.concatenate([da.from_array(np.full((10, 1), 2.0)), da.from_array(np.full((1, 1), 3.0))])
-    ways = [x[:10] * 2, x[10:20] * 3, x[20:30] * 2.0, x[30:40] * np.float32(2), x[40:50] + x[:10], x[50:] * 2]
-    array = da.concatenate([*ways, x[:11].rechunk(((10, 1), N_VARS)) * factors])
-    matrix = matrix_of(array)
-    assert type(matrix) is RowLocalMatrix
-    assert matrix._kinds[:5] == [0, 1, 2, 3, 4]
-    assert matrix._kinds[6] == matrix._kinds[7]
-    rows = np.arange(len(array))
-    np.testing.assert_allclose(rows_of(matrix, rows), array.compute(scheduler="synchronous"))
-
-
-def test_code_with_inputs_in_other_positions_is_not_computed_alike() -> None:
-    x = leaf("dense", chunk_rows=10) + 1
-    row = da.from_array(np.arange(1.0, N_VARS + 1), chunks=N_VARS)
-    factors = da.from_array(SIZES[:, None], chunks=(10, 1))
-    ways = [
-        x[:10] / row,
-        row / x[10:20],
-        x[20:30] / factors[20:30],
-        factors[30:40] / x[30:40],
-        x[40:50] * 0.0,
-        x[50:] * -0.0,
-    ]
-    array = 1 / da.concatenate(ways)
-    matrix = matrix_of(array)
-    assert type(matrix) is RowLocalMatrix
-    with np.errstate(divide="ignore"):
-        expected = array.compute(scheduler="synchronous")
-        np.testing.assert_array_equal(rows_of(matrix, np.arange(N_OBS)), expected)
-    assert len(set(matrix._kinds)) == 6
 
 
 def test_columns_that_do_not_ascend_are_scaled_and_logged() -> None:
@@ -747,25 +687,6 @@ def test_what_all_row_chunks_need_is_computed_once(
     assert "fewer rows per chunk" not in record.getMessage()
 
 
-def test_what_neighbours_share_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    array = leaf("dense", 5).rechunk((7, N_VARS)).map_blocks(doubled)
-    matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
-    assert matrix.shared == set()
-    assert max(counts) <= 3 * 15
-
-
-@pytest.mark.parametrize("limit", [1000, 2**26])
-def test_what_all_row_chunks_need_is_not_kept_where_it_is_large(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # After a permutation of the rows, every chunk depends on all chunks of the original array.
-    monkeypatch.setattr(shared, "_KEPT_BYTES", limit)
-    array = leaf("dense", 20).map_blocks(doubled)[np.random.default_rng(0).permutation(60)]
-    matrix, counts = read_rows(array, np.array([1, 17, 40]), monkeypatch)
-    assert len(matrix.shared) == 3
-    # One chunk of 20 rows is computed to measure the size. If chunks are not kept, each of the two requested chunks
-    # reads all 60 rows.
-    assert counts == ([20 + 2 * 60, 2 * 60, 2 * 60] if limit == 1000 else [60, 0, 0])
-
-
 def test_a_statistic_computed_first_pushes_down(caplog: pytest.LogCaptureFixture) -> None:
     x = leaf("dense", 5)
     means = x.mean(axis=0).compute()
@@ -783,57 +704,3 @@ def test_values_beside_the_blocks_that_are_no_names_lead_to_whole_chunks(literal
     assert f"has an argument of type {type(literal).__name__} among its blocks" in caplog.text
     rows = np.array([3, 40])
     np.testing.assert_allclose(rows_of(matrix, rows), array.compute()[rows] + np.asarray(literal))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        (concatenate_shaped, 3),
-        (concatenate_arrays, [1, 2], (1, [0, 1]), 0),
-        (concatenate_arrays, [1, 2]),
-        (shuffle_getitem,),
-    ],
-)
-def test_functions_of_dask_that_are_called_in_another_way_lead_to_whole_chunks(call: tuple[Any, ...]) -> None:
-    array = leaf("dense")
-    key = (array.name, 0, 0)
-    function, *rest = call
-    graph = {("odd", 0, 0): (function, key, *rest), **array.dask}
-    odd = da.Array(graph, "odd", chunks=((array.chunks[0][0],), (N_VARS,)), dtype=array.dtype)
-    with pytest.raises(NotRowLocalError, match="passes unexpected arguments to an internal function of Dask"):
-        RowLocalMatrix(odd)
-
-
-def test_a_key_that_is_not_there_is_told_of() -> None:
-    array = leaf("dense")
-    graph = {("odd", 0, 0): Task(("odd", 0, 0), np.log1p, TaskRef("nowhere")), **array.dask}
-    odd = da.Array(graph, "odd", chunks=((5,), (N_VARS,)), dtype=array.dtype)
-    with pytest.raises(NotRowLocalError, match="its graph has no task 'nowhere'"):
-        RowLocalMatrix(odd)
-
-
-@pytest.mark.parametrize("error", [AttributeError("a mistake"), TypeError("a mistake"), KeyError("a mistake")])
-def test_bugs_of_the_compiler_are_not_taken_for_unsupported_graphs(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def mistaken(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.Compiler._applied", mistaken)
-    with pytest.raises(type(error), match="a mistake"):
-        matrix_of(da.log1p(leaf("dense")))
-
-
-def test_a_dask_whose_layers_lack_a_field_computes_whole_chunks_and_says_so_once(
-    caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lacking(layer: Any) -> Any:
-        return unsupported.attribute(layer, "axes_of_another_version", library="dask")
-
-    monkeypatch.setattr(unsupported, "_warned", set())
-    monkeypatch.setattr("dasksc.pushdown.rowlocal.compiler.output_indices", lacking)
-    for _ in range(2):
-        assert type(matrix_of(da.log1p(leaf("dense")))) is DaskMatrix
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "dasksc.compat"]
-    assert warning.startswith("dask 2")
-    assert "Blockwise.axes_of_another_version" in warning

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from dasksc import CellSets, EpochPlan
+from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.sampling.set_sampler import SetSampler
@@ -130,14 +130,6 @@ def test_groups_are_drawn_by_cells_alike_or_by_weight() -> None:
     assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 2000).pvalue > ERROR
 
 
-def test_weights_of_combinations_have_tuples_as_keys() -> None:
-    obs = screen()
-    every = bound(obs, ["line", "gene"], 4).table.itertuples(index=False, name=None)
-    weights = {key: float(key == ("RPE1", "B")) for key in every}
-    sampler = bound(obs, ["line", "gene"], 4, weights=weights, n_sets=10)
-    assert {tuple(sampler.table.iloc[group]) for group, _, _ in sets_of(plan_of(sampler))} == {("RPE1", "B")}
-
-
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted: bool, block_size: int) -> None:
@@ -166,13 +158,6 @@ def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> N
     # A trend along storage order would reveal a favored position.
     blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
     assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
-
-
-def test_sets_of_two_epochs_and_seeds_differ() -> None:
-    sampler = bound(screen(), "gene", 8, control=CONTROL)
-    drawn = {tuple(sets_of(plan_of(sampler, seed=seed, epoch=epoch))) for seed in (0, 1) for epoch in (0, 1)}
-    assert len(drawn) == 4
-    assert tuple(sets_of(plan_of(sampler, seed=1))) in drawn
 
 
 # --- Ranks, coverage and resuming -------------------------------------------------------------------
@@ -251,22 +236,6 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
         # With equal_ranks=True, each of the two segments repeats at most one set per rank.
         assert n_twice <= ((world_size - 1) + (n_ranks - 1) if equal_ranks else 0)
         assert rest.n_rows + rest.n_padded >= set_size * later.total()
-
-
-def test_the_same_ranks_resume_with_the_very_next_batch() -> None:
-    sampler = bound(screen(), "gene", 8, control=CONTROL)
-    plan = plan_of(sampler, world_size=2, rank=1)
-    everything = list(sets_of(plan))
-    for i in range(0, plan.n_batches, 7):
-        assert list(sets_of(plan, first_batch=i)) == everything[2 * i :]
-
-
-def test_batches_hold_whole_sets() -> None:
-    sampler = bound(screen(), "gene", 8)
-    with pytest.raises(
-        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set. .* such as 24"
-    ):
-        EpochPlan(sampler=sampler, batch_size=20)
 
 
 def test_digests_tell_samplers_and_draws_apart() -> None:
@@ -383,18 +352,6 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
     for _, rows, controls in sets_of(plan_of(sampler)):
         assert set(rows) <= allowed
         assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
-
-
-def test_many_combinations_are_numbered_without_gaps() -> None:
-    rng = np.random.default_rng(0)
-    n = 3000
-    obs = pd.DataFrame({name: pd.Categorical(rng.integers(0, 2500, n), categories=range(2500)) for name in "abc"})
-    sampler = bound(obs, ["a", "b", "c"], 2, replace=False)
-    assert len(sampler.table) == len(obs.drop_duplicates())
-    expected = obs.astype(int).drop_duplicates().sort_values(["a", "b", "c"]).reset_index(drop=True)
-    pd.testing.assert_frame_equal(sampler.table.astype(int), expected)
-    for group, rows, _ in sets_of(plan_of(sampler, 50)):
-        assert (obs.iloc[list(rows)].astype(int) == expected.iloc[group]).all(axis=None)
 
 
 # --- Bad arguments ----------------------------------------------------------------------------------

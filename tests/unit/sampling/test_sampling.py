@@ -100,15 +100,6 @@ def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: in
     assert_drawn_by(counts_of(strategy, len(weights)), weights)
 
 
-@pytest.mark.parametrize("block_size", [1, 8])
-def test_a_small_epoch_is_drawn_by_weight_too(block_size: int) -> None:
-    # An epoch has fewer draws than the sampler has segments of rows. Over many epochs, rows are drawn in proportion to
-    # their weights.
-    weights = np.arange(1000) % 7
-    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=5)
-    assert_drawn_by(counts_of(strategy, 1000, n_epochs=4000), weights)
-
-
 def test_draws_with_replacement_are_independent() -> None:
     # In epochs of two draws, the probability of each pair of rows is the product of their weights.
     weights = np.array([1.0, 2.0, 3.0, 4.0])
@@ -120,30 +111,6 @@ def test_draws_with_replacement_are_independent() -> None:
     unordered = np.triu(chance, 1) * 2 + np.diag(np.diag(chance))
     upper = np.triu_indices(4)
     assert stats.chisquare(pairs[upper], unordered[upper] * 6000).pvalue > ERROR
-
-
-def test_draws_of_epochs_are_independent() -> None:
-    # Draws of a row in consecutive epochs show no association.
-    weights = np.ones(200)
-    drawn = [
-        np.bincount(rows_of(BlockWeightedSampling(8, weights=weights), 200, epoch=epoch), minlength=200) > 0
-        for epoch in range(200)
-    ]
-    before, after = np.concatenate(drawn[:-1]), np.concatenate(drawn[1:])
-    table = np.bincount(before * 2 + after, minlength=4).reshape(2, 2)
-    assert stats.chi2_contingency(table).pvalue > ERROR
-
-
-def test_draws_stand_in_storage_order_when_they_are_read_in_blocks() -> None:
-    for strategy in (
-        BlockWeightedSampling(8, weights=np.arange(1000.0)),
-        BlockWeightedSampling(8, weights=np.where(np.arange(1000) == 5, 1e4, 1.0), total_size=5000),
-        BlockWeightedSampling(8, weights=np.arange(1000.0), total_size=300, replace=False),
-        BlockWeightedSampling(8, weights=np.arange(1000.0), total_size=300, replace=False, sampling_size=50),
-        ClassBalancedSampling(np.arange(1000) % 3, 8),
-        ClassBalancedSampling(np.arange(1000) % 3, 8, replace=False),
-    ):
-        assert np.all(np.diff(rows_of(strategy, 1000)) >= 0)
 
 
 @given(
@@ -312,36 +279,6 @@ def test_classes_are_drawn_by_the_formula(smoothing: float, block_size: int) -> 
     assert_drawn_by(counts, weights)
 
 
-def test_class_weights_scale_their_classes() -> None:
-    labels = np.array(["B", "T", "NK", "mast"])[LABELS]
-    strategy = ClassBalancedSampling(
-        labels, 8, total_size=40_000, smoothing=0.2, class_weights={"T": 2.0, "mast": 0.5, "NK": 0}
-    )
-    expected = shares(0.2, np.array([1.0, 2.0, 0.0, 0.5]))
-    assert_drawn_by(np.bincount(LABELS, counts_of(strategy, len(LABELS))), expected)
-
-
-@pytest.mark.parametrize("n_classes", [100_000, 1_000_000])
-def test_very_many_classes_are_balanced(n_classes: int) -> None:
-    labels = np.repeat(np.arange(n_classes), 1 + np.arange(n_classes) % 3)
-    strategy = ClassBalancedSampling(labels, 8, total_size=5 * n_classes)
-    per_class = np.bincount(labels, counts_of(strategy, len(labels)), minlength=n_classes)
-    assert_drawn_by(per_class, np.ones(n_classes))
-
-
-def test_every_rank_draws_the_same_mix() -> None:
-    strategy = ClassBalancedSampling(LABELS, 4, total_size=40_000)
-    plan = dasksc.EpochPlan(sampler=sampler_of(strategy, len(LABELS)), batch_size=50, world_size=4)
-    table = []
-    for rank in range(4):
-        of_rank = plan.of_rank(rank)
-        rows = np.concatenate([of_rank.fetch(k).rows for k in range(of_rank.n_fetches)])
-        table.append(np.bincount(LABELS[rows], minlength=4))
-        assert table[-1].min() > 0
-    # Ranks receive blocks of four rows, mostly of one class, so the test compares counts of blocks.
-    assert stats.chi2_contingency(np.array(table) // 4).pvalue > ERROR
-
-
 def test_without_replacement_each_class_gives_its_exact_share() -> None:
     rows = rows_of(ClassBalancedSampling(LABELS, 8, replace=False), len(LABELS))
     assert np.bincount(LABELS[rows]).tolist() == [3, 3, 3, 3]
@@ -350,15 +287,6 @@ def test_without_replacement_each_class_gives_its_exact_share() -> None:
     assert sorted(np.bincount(LABELS[rows])) == [2, 2, 3, 3]
     rows = rows_of(ClassBalancedSampling(LABELS, 8, replace=False, smoothing=1.0), len(LABELS))
     assert np.bincount(LABELS[rows]).tolist() == CLASS_SIZES.tolist()
-
-
-def test_without_replacement_every_row_of_a_class_is_as_likely() -> None:
-    labels = np.repeat([0, 1], [20, 5])
-    counts = counts_of(ClassBalancedSampling(labels, 8, replace=False, total_size=6), 25, n_epochs=4000)
-    # Inclusion probabilities are 3/20 and 3/5, with negative correlation, so chi-square on the counts is conservative.
-    assert stats.chisquare(counts[:20]).pvalue > ERROR
-    assert stats.chisquare(counts[20:]).pvalue > ERROR
-    assert counts[:20].sum() == counts[20:].sum() == 3 * 4000
 
 
 @pytest.mark.parametrize(
@@ -465,29 +393,6 @@ def test_a_continuous_column_is_no_label(n: int) -> None:
     assert len(encode_labels(np.repeat(values[:10], 20))[1]) == 10
 
 
-WEIGHT_TYPES = ["?", "i1", "i2", "i8", "u1", "u8", ">i2", ">u4", ">i8", "f2", ">f2", "f4", ">f4", "f8", ">f8", "g"]
-
-
-@pytest.mark.parametrize("dtype", WEIGHT_TYPES)
-def test_weights_of_any_number_draw_the_same_rows(dtype: str) -> None:
-    weights = (np.arange(40) % 2 if dtype == "?" else np.arange(40) % 7).astype(dtype)
-    expected = rows_of(BlockWeightedSampling(1, weights=weights.astype(np.float64)), 40)
-    unaligned = np.zeros(40, dtype=[("before", "i1"), ("weight", dtype)])
-    unaligned["weight"] = weights
-    fixed = weights.copy()
-    fixed.flags.writeable = False
-    for same in (weights, fixed, np.repeat(weights, 2)[::2], unaligned["weight"], weights.tolist(), list(weights)):
-        np.testing.assert_array_equal(rows_of(BlockWeightedSampling(1, weights=same), 40), expected)
-
-
-@pytest.mark.parametrize("dtype", ["i1", "u8", ">i2", ">i8", ">u4"])
-def test_indices_of_any_integer_are_rows(dtype: str) -> None:
-    indices = np.array([9, 3, 4, 28]).astype(dtype)
-    for strategy in (Streaming(indices), Streaming(pd.Series(indices, index=[5, 6, 7, 8]))):
-        assert rows_of(strategy, 30).tolist() == [3, 4, 9, 28]
-    assert rows_of(Own(indices), 30).tolist() == [9, 3, 4, 28]
-
-
 def hidden(values: Any) -> Any:
     return np.ma.masked_array(values, mask=np.arange(len(values)) == 1)
 
@@ -537,10 +442,6 @@ def test_labels_shorter_than_indices_are_refused_when_the_strategy_is_made(indic
         BlockWeightedSampling(weights=[0, 1, 0], indices=indices)
     # Repeated indices may outnumber the rows.
     assert set(rows_of(ClassBalancedSampling([0, 1], indices=[0, 0, 1, 1]), 2).tolist()) <= {0, 1}
-
-
-def test_sizes_of_narrow_integers_do_not_overflow() -> None:
-    assert len(rows_of(BlockShuffling(np.int8(100), drop_last=True), 1000)) == 1000  # type: ignore[arg-type]
 
 
 def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
@@ -607,12 +508,6 @@ def test_weights_and_labels_may_be_given_for_all_rows_or_for_those_drawn_from(na
         assert_drawn_by(counts_of(strategy_, 30), wanted)
 
 
-def test_contiguous_rows_are_kept_as_a_range() -> None:
-    for indices in (None, slice(5, 500), np.arange(5, 500), range(5, 500), np.arange(1000) > 400):
-        sampler: Any = sampler_of(BlockShuffling(8, indices=indices), 1000)
-        assert sampler.candidates.array is None
-
-
 # --- Orders and keys --------------------------------------------------------------------------------
 
 
@@ -620,13 +515,6 @@ def test_orders_up_to_65536_blocks_are_tables_and_larger_ones_need_no_memory() -
     assert len(BlockOrder.shuffled(65_536, 0, 0).table) == 65_536
     assert len(BlockOrder.shuffled(65_537, 0, 0).table) == 0
     assert len(BlockOrder.shuffled(10**15, 0, 0).table) == 0
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 1023, 1025, 65_535, 65_536, 65_537, 131_073])
-def test_an_order_holds_every_block_once(n: int) -> None:
-    positions = np.arange(n, dtype=np.int64)
-    np.testing.assert_array_equal(np.sort(BlockOrder.shuffled(n, 1, 2).at(positions)), positions)
-    np.testing.assert_array_equal(BlockOrder.storage(n).at(positions), positions)
 
 
 def test_no_two_seeds_and_epochs_share_a_key() -> None:
@@ -662,10 +550,6 @@ def test_a_users_strategy_needs_two_methods_only() -> None:
     assert rows_of(Own([]), 5).tolist() == []
     with pytest.raises(NotImplementedError, match="SamplingStrategy must define get_len"):
         sampler_of(dasksc.SamplingStrategy(), 5)
-
-
-def test_a_users_indices_are_kept_sorted() -> None:
-    assert dasksc.SamplingStrategy([3, 1, 2])._indices.tolist() == [1, 2, 3]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -800,30 +684,7 @@ def test_what_is_no_strategy_is_refused() -> None:
     assert isinstance(caught.value, TypeError)
 
 
-def test_sampling_size_without_effect_is_said(caplog: Any) -> None:
-    with caplog.at_level(logging.WARNING, "dasksc.sampling"):
-        BlockWeightedSampling(sampling_size=5)
-    assert "sampling_size=5 is ignored, because it has no effect with replace=True" in caplog.text
-
-
 # --- Digests ----------------------------------------------------------------------------------------
-
-
-def test_digests_of_weighted_samplers_tell_in_which_way_rows_are_drawn(monkeypatch: Any) -> None:
-    def digests() -> list[str]:
-        return [
-            sampler_of(strategy, 100).digest()
-            for strategy in (
-                BlockWeightedSampling(8),
-                BlockWeightedSampling(8, total_size=10, replace=False),
-                ClassBalancedSampling(np.arange(100) % 3, 8),
-                BlockShuffling(8),
-            )
-        ]
-
-    here = digests()
-    monkeypatch.setattr(weighted, "_fingerprint_of_draws", lambda: "that of another library's logarithms")
-    assert [a == b for a, b in zip(here, digests(), strict=True)] == [False, False, False, True]
 
 
 def test_digests_tell_samplers_apart() -> None:

@@ -65,16 +65,6 @@ def test_groups_are_in_the_order_of_their_labels(labels: list[Any]) -> None:
     assert labels_of(backward, "gene") == sorted(set(labels))
 
 
-def test_labels_without_an_order_are_groups() -> None:
-    sampler = bound(pd.DataFrame({"gene": pd.Series(["b", 1, "a", 0] * 3, dtype=object)}), "gene", 2)
-    assert labels_of(sampler, "gene") == [0, 1, "a", "b"]
-
-
-def test_categories_keep_their_order() -> None:
-    doses = pd.Categorical(["low", "high", "mid"] * 4, categories=["low", "mid", "high"], ordered=True)
-    assert labels_of(bound(pd.DataFrame({"dose": doses}), "dose", 2), "dose") == ["low", "mid", "high"]
-
-
 # --- Given labels -----------------------------------------------------------------------------------
 
 
@@ -183,12 +173,6 @@ def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exceptio
         bound(screen(), **({"by": "gene", "set_size": 8} | options))
 
 
-def test_flags_of_numpy_are_flags() -> None:
-    sampler = bound(screen(), "gene", 8, replace=np.False_, control=CONTROL, include_control=np.True_)
-    assert not sampler.is_shuffled
-    assert "ctrl" in labels_of(sampler, "gene")
-
-
 def test_a_continuous_column_is_refused_by_name() -> None:
     obs = screen().assign(dose=np.random.default_rng(0).random(2000))
     for options in ({"by": "dose"}, {"by": "gene", "control": CONTROL, "match": "dose"}):
@@ -217,18 +201,3 @@ def test_all_cells_are_controls() -> None:
         with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*without the control cells"):
             bound(obs, ["line", "gene"], 8, control=CONTROL, indices=only, **options)
     assert bound(obs, "gene", 8, control=CONTROL, indices=only, include_control=True).n_sets > 0
-
-
-def test_all_cells_are_unmatched() -> None:
-    obs = pd.DataFrame({"gene": ["ctrl"] * 8 + ["A"] * 8, "line": ["x"] * 8 + ["y"] * 8})
-    for by in (["line", "gene"], ["gene"]):
-        with pytest.raises(InputError, match="no set can be drawn: .* unmatched='drop' leaves out 8 cells"):
-            bound(obs, by, 4, control=CONTROL, match="line", unmatched="drop")
-
-
-def test_unmatched_examples_differ() -> None:
-    obs = screen()
-    obs.loc[(obs.gene == "ctrl") & (obs.line != "K562"), "gene"] = "A"
-    with pytest.raises(InputError) as caught:
-        bound(obs, ["line", "gene"], 8, control=CONTROL)
-    assert "examples are the cells of line='HepG2'; line='RPE1'. Leave" in str(caught.value)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dasksc import CellSets
 from dasksc.kernels import sets as kernels
 from tests.support import twins
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
@@ -101,22 +100,3 @@ def test_a_control_that_is_a_target_may_be_its_own_control() -> None:
     sampler = bound(obs, "gene", 3, control=CONTROL, include_control=True, n_sets=50)
     pairs = [pair for _, rows, controls in sets_of(plan_of(sampler)) for pair in zip(rows, controls, strict=True)]
     assert set(pairs) == {(i, j) for i in range(3) for j in range(3)}
-
-
-def test_draws_of_targets_alone_equal_those_beside_controls() -> None:
-    sampler = bound(screen(), "gene", 8, control=CONTROL, n_controls=2)
-    draw = sampler.draw(3, 1)
-    numbers = np.array([5, 0, 17], dtype=np.int64)
-    positions = (numbers[:, None] * 8 + np.arange(8)).ravel()
-    np.testing.assert_array_equal(draw.rows(positions), draw.sets(numbers).rows)
-
-
-def test_an_expression_is_shown_in_errors() -> None:
-    strategy = CellSets("gene", 8, control="gene == 'ctrl'", control_indices=[0, 1]).with_control(
-        np.arange(2000) > 10, ["gene"]
-    )
-    assert "gene == 'ctrl'" in repr(strategy)
-    with pytest.raises(ValueError, match=r"""none of the 2 rows .* matches control="gene == 'ctrl'";"""):
-        strategy.bind(2000, screen().__getitem__)
-    with pytest.raises(ValueError, match="none of the 2 rows to draw controls from matches control=a mask"):
-        bound(screen(), "gene", 8, control=np.arange(2000) > 10, control_indices=[0, 1], match=[])
