@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import inspect
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +13,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc.displays import brief, changed_arguments, constructor, html_table, with_options_of
-from dasksc.planning.consumed_segments import ConsumedSegment
+from dasksc.displays import brief, changed_arguments, constructor, html_table
 
 pytestmark = pytest.mark.core
 
@@ -131,43 +127,12 @@ def test_plans_are_displayed_without_their_rows() -> None:
     )
 
 
-def cells_of(html: str) -> list[str]:
-    return re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", html)
-
-
-def test_notebooks_show_every_argument_of_a_strategy() -> None:
-    assert cells_of(dasksc.BlockShuffling(16, indices=np.arange(100))._repr_html_() or "") == [
-        *("block_size", "16"),
-        *("indices", "ndarray(shape=(100,), dtype=int64)"),
-        *("drop_last", "False"),
-    ]
-    assert ">ManualStrategy<" in (ManualStrategy()._repr_html_() or "")
-    assert cells_of(ManualStrategy([3, 1])._repr_html_() or "") == ["indices", "ndarray(shape=(2,), dtype=int64)"]
-
-
 def test_notebooks_show_the_repr_that_a_strategy_of_the_user_defines() -> None:
     class Named(ManualStrategy):
         def __repr__(self) -> str:
             return "mine"
 
     assert Named()._repr_html_() is None
-
-
-def test_notebooks_show_the_sizes_of_a_plan_without_a_draw() -> None:
-    sampler = dasksc.BlockShuffling(4, indices=np.arange(90)).bind(100, lambda name: None)
-    plan = dasksc.EpochPlan(sampler=sampler, batch_size=10, world_size=4, drop_last=True)
-    assert cells_of(plan._repr_html_()) == [
-        *("epoch", "0: 90 rows over all ranks"),
-        *("fetch", "160 rows in 16 batches of 10"),
-        *("rank", "0 of 4"),
-        *("this rank", "rows 20; batches 2; fetches 1"),
-        *("all ranks", "rows padded 0; dropped 10"),
-    ]
-    assert "_draw" not in vars(plan)
-    segment = ConsumedSegment(world_size=1, batch_size=10, fetch_factor=16, n_batches=2)
-    resumed = dataclasses.replace(plan, consumed=(segment,))
-    assert cells_of(resumed._repr_html_())[-2:] == ["rank", "0 of 4"]
-    assert "_deal" not in vars(resumed)
 
 
 def test_html_escapes_what_it_is_given() -> None:
@@ -179,18 +144,3 @@ def test_html_escapes_what_it_is_given() -> None:
 
 def read(path: str, n: int = 1, *, quick: bool = False, hidden: int = 0) -> tuple[str, int, bool, int]:
     return path, n, quick, hidden
-
-
-@with_options_of(read, without=("hidden",), n=7)
-def opened(name: str, quick: bool = True, **options: Any) -> tuple[str, int, bool, int]:
-    return read(name, quick=quick, **options)
-
-
-def test_options_are_shown_as_the_arguments_of_the_function_that_receives_them():
-    assert (
-        str(inspect.signature(opened))
-        == "(name: 'str', quick: 'bool' = True, *, n: 'int' = 7) -> 'tuple[str, int, bool, int]'"
-    )
-    assert opened("a", hidden=3) == ("a", 1, True, 3)  # the decorator does not affect calls
-    with pytest.raises(TypeError, match="unexpected keyword argument 'm'"):
-        opened("a", m=3)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from dasksc.batches.prefetch import _close_all, _ThreadPool, run_ahead
+from dasksc.batches.prefetch import run_ahead
 
 pytestmark = pytest.mark.core
 
@@ -110,30 +106,6 @@ def test_jobs_are_run_by_the_threads_alone(n_threads: int) -> None:
     assert most <= n_threads
 
 
-def test_without_its_threads_the_consumer_runs_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ThreadPool, "exiting", False)
-    names: list[str] = []
-
-    def job() -> None:
-        names.append(threading.current_thread().name)
-
-    results = run_ahead(iter([job] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2)
-    next(results)
-    # The interpreter calls this when the main thread has ended.
-    _close_all()
-    for thread in gather_threads():
-        thread.join(timeout=10)
-    assert not gather_threads()
-    names.clear()
-    assert len(list(results)) == 19
-    assert len(names) >= 15
-    assert set(names) == {threading.current_thread().name}
-    # An iteration that begins at interpreter exit runs all jobs in the calling thread.
-    names.clear()
-    assert len(list(run_ahead(iter([job] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2))) == 20
-    assert set(names) == {threading.current_thread().name}
-
-
 def test_closing_ends_the_threads_and_drops_what_has_not_begun() -> None:
     begun = 0
 
@@ -147,73 +119,3 @@ def test_closing_ends_the_threads_and_drops_what_has_not_begun() -> None:
     results.close()  # type: ignore[attr-defined]
     assert begun < 100
     assert not gather_threads()
-
-
-def test_consumed_results_are_not_referenced() -> None:
-    class Result:
-        pass
-
-    held: list[weakref.ref[Result]] = []
-    for result in run_ahead(iter([Result] * 20), is_ready=lambda: True, n_ahead=4, n_threads=2):
-        held.append(weakref.ref(result))
-        del result
-    gc.collect()
-    assert len(held) == 20
-    assert not any(one() for one in held)
-
-
-def test_an_error_that_is_never_raised_holds_no_reference() -> None:
-    class Held:
-        pass
-
-    held = Held()
-    seen = weakref.ref(held)
-
-    has_begun = threading.Event()
-
-    def fail(held: Held = held) -> None:
-        has_begun.set()
-        raise OSError("nobody takes this")
-
-    gc.disable()
-    try:
-        results = run_ahead(iter([lambda: None, fail]), is_ready=lambda: True, n_ahead=2, n_threads=1)
-        next(results)
-        assert has_begun.wait(30)
-        results.close()  # type: ignore[attr-defined]
-        fail.__defaults__ = None
-        del results, fail, held
-        assert seen() is None
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("where", ["main", "thread", "late"])
-def test_the_interpreter_can_exit_while_jobs_run(where: str) -> None:
-    script = f"""
-import threading, time
-from dasksc.batches.prefetch import _ThreadPool, run_ahead
-
-begun = threading.Event()
-def job():
-    begun.set()
-    time.sleep(0.001)
-
-results = run_ahead(iter([job] * 300), is_ready=lambda: True, n_ahead=10, n_threads=2)
-if {where!r} == "main":
-    next(results)
-else:
-    def consume():
-        while {where!r} == "late" and not _ThreadPool.exiting:
-            time.sleep(0.001)
-        print(len(list(results)), flush=True)
-    threading.Thread(target=consume).start()
-    if {where!r} == "thread":
-        begun.wait()
-print("main ends", flush=True)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    # A thread that outlives the main thread receives all results.
-    assert done.stdout.split("\n")[:-1] == ["main ends", *["300"] * (where != "main")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -119,33 +118,6 @@ def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch)
     parts = scatter(make_batch(), [0, 1])
     assert [type(part) for part in parts] == [Batch, Batch]
     assert torch.equal(torch.cat([part.X for part in parts]), make_batch().X)
-
-
-def test_a_batch_prints_names_shapes_types_and_classes_without_values() -> None:
-    X = torch.eye(4)
-    obs = NamedTensors(cell_type=torch.arange(4), n_counts=torch.zeros(4, dtype=torch.float64))
-    obs.n_classes = {"cell_type": 12}
-    batch = Batch(X=X.to_sparse_csr(), obs=obs, layers={"raw counts": X}, obsm={}, index=torch.arange(4), sets="s")
-    expected = """\
-Batch
-  X                     (4, 4) float32, sparse CSR with 4 values
-  obs['cell_type']      (4,) int64, 12 classes
-  obs['n_counts']       (4,) float64
-  layers['raw counts']  (4, 4) float32
-  index                 (4,) int64
-  sets                  's'"""
-    assert repr(batch) == str(batch) == expected
-    for other in (batch.to("cpu"), pickle.loads(pickle.dumps(batch)), copy.copy(batch)):
-        assert repr(other) == expected
-    html = batch._repr_html_()
-    for text in ("obs[&#x27;cell_type&#x27;]", "(4,) int64, 12 classes", "sparse CSR with 4 values"):
-        assert text in html
-    nested = Batch(rna=Batch(X=X, obsm={"X_pca": X}), obs=NamedTensors())
-    assert repr(nested) == "Batch\n  rna.X              (4, 4) float32\n  rna.obsm['X_pca']  (4, 4) float32"
-    assert repr(Batch(X=X.to("meta"), coo=X.to_sparse())) == (
-        "Batch\n  X    (4, 4) float32, on meta\n  coo  (4, 4) float32, sparse_coo"
-    )
-    assert repr(Batch()) == "Batch"
 
 
 def test_names_that_are_not_strings_do_not_change_the_error() -> None:

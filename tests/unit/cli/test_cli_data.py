@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +14,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-import torch
 from anndata import AnnData
 from anndata.io import write_elem
 
@@ -24,12 +21,9 @@ import dasksc
 from dasksc import InputError, cli
 from dasksc.cli import bench, suggest
 from dasksc.cli._shared import aligned
-from dasksc.inspection import reading_rates
 from dasksc.inspection.description import Rate
-from dasksc.inspection.reading_rates import rate_of
-from dasksc.memory.limits import recommended_bytes
 from tests.support.cell_ranger import make_counts, write_v2, write_v3
-from tests.support.servers import SECRET, Bucket, serving
+from tests.support.servers import SECRET, Bucket
 
 pytestmark = pytest.mark.core
 
@@ -101,66 +95,6 @@ def test_info_tells_what_is_in_a_file_and_how_it_is_stored(folder: Path) -> None
     assert "uncompressed" in text
 
 
-def test_info_names_codecs_and_says_what_to_do(folder: Path) -> None:
-    gzip = matrices(run_json("info", folder / "gzip.h5ad", "--seconds", 0))["X"]
-    assert gzip["codec"] == "gzip"
-    assert gzip["stored_bytes"] < gzip["nbytes"]
-    assert matrices(run_json("info", folder / "third.zarr", "--seconds", 0))["X"]["codec"] is not None
-    by_columns = run_json("info", folder / "other", "--seconds", 0)
-    assert matrices(by_columns)["X"]["encoding"] == "csc"
-    assert any("stored by columns" in advice for advice in by_columns["advice"])
-
-
-@pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
-def test_info_shows_the_same_for_a_file_url_and_its_path(folder: Path, name: str) -> None:
-    path = run_json("info", folder / name, "--seconds", 0)
-    url = run_json("info", f"file://{folder / name}", "--seconds", 0)
-    assert matrices(path)
-    assert matrices(url) == matrices(path)
-    assert matrices(run_json("info", f"file://{folder}/*.h5ad", "--seconds", 0)) == matrices(
-        run_json("info", folder / "*.h5ad", "--seconds", 0)
-    )
-
-
-@pytest.mark.parametrize("name", ["plain.h5ad", "gzip.h5ad", "third.zarr"])
-def test_info_shows_what_can_be_known_of_an_atlas_on_a_web_server(folder: Path, name: str) -> None:
-    pytest.importorskip("obstore")
-    expected = matrices(run_json("info", folder / name, "--seconds", 0))
-    with serving(folder) as server:
-        found = matrices(run_json("info", f"{server.url}/{name}", "--seconds", 0))
-        text = run("info", f"{server.url}/{name}", "--seconds", 0).output
-    if name.endswith(".zarr"):
-        # A web server lists neither its files nor their sizes.
-        assert {one["stored_bytes"] for one in found.values()} == {None}
-        assert "uncompressed, stored size unknown" in text
-        assert {key: {**one, "stored_bytes": expected[key]["stored_bytes"]} for key, one in found.items()} == expected
-    else:
-        assert found == expected
-
-
-def shows_slow_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = [
-        Rate(layout="csr", block_size=size, rows_per_s=rate, first_batch_s=1.0)
-        for size, rate in ((64, 1000.0), (1, 10.0))
-    ]
-    monkeypatch.setattr(reading_rates, "read_rates", lambda *args: rates)
-
-
-@pytest.mark.parametrize("how", [[], ["--group-by", "cell_type"], ["--order", "keep"]])
-def test_info_recommends_shuffling_unless_cells_are_shuffled(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
-) -> None:
-    run("convert", folder / "plain.h5ad", tmp_path / "out.zarr", *how)
-    shows_slow_single_rows(monkeypatch)
-    (before,) = run_json("info", folder / "plain.h5ad", "--seconds", 1)["advice"]
-    assert "dasksc convert" in before
-    advice = run_json("info", tmp_path / "out.zarr", "--seconds", 1)["advice"]
-    (rows,) = (one for one in advice if one.startswith("single rows are read 100.0 times slower"))
-    assert "BlockShuffling(block_size=64) with a large fetch_factor" in rows
-    assert ("dasksc convert" in rows) == bool(how)
-    assert ("the cells were shuffled on conversion" in rows) == (not how)
-
-
 def test_info_reads_what_it_says_it_reads(folder: Path) -> None:
     report = run_json("info", folder / "plain.h5ad", "--seconds", 0.01)
     assert [(rate["layout"], rate["block_size"]) for rate in report["rates"]] == [
@@ -171,20 +105,6 @@ def test_info_reads_what_it_says_it_reads(folder: Path) -> None:
     ]
     assert all(rate["rows_per_s"] > 0 for rate in report["rates"])
     assert "cells/s" in run("info", folder / "plain.h5ad", "--seconds", 0.01).output
-
-
-@pytest.mark.parametrize("join", ["inner", "outer"])
-def test_several_files_a_pattern_and_a_directory_are_one_atlas(folder: Path, join: str) -> None:
-    n_vars = GENES - 5 if join == "inner" else GENES
-    both = [folder / "gzip.h5ad", folder / "plain.h5ad"]
-    for paths in (both, [folder / "*.h5ad"]):
-        report = run_json("info", *paths, "--join", join, "--seconds", 0)
-        assert (report["n_obs"], report["n_vars"], report["n_files"]) == (2 * N, n_vars, 2)
-        assert sorted(str(one["codec"]) for one in report["matrices"] if one["key"] == "X") == ["None", "gzip"]
-    everything = run_json("info", folder, "--join", join, "--seconds", 0)
-    assert (everything["n_obs"], everything["n_files"]) == (3 * N, 3)
-    check = run_json("check", folder, "--join", join)
-    assert check["n_obs"] == 3 * N
 
 
 def test_an_anndata_in_memory_is_described_too() -> None:
@@ -294,34 +214,6 @@ def test_bench_prints_the_median_of_its_rounds(folder: Path, monkeypatch: pytest
     }
 
 
-def test_bench_reads_batches_as_they_are_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    monkeypatch.setattr(
-        bench, "rate_of", lambda dataset, **named: made.append(next(iter(dataset))) or rate_of(dataset, **named)
-    )
-    paths = [folder / "plain.h5ad", folder / "gzip.h5ad"]
-    report = run_json("bench", *paths, *small("--layout", "csr", "--join", "outer"))
-    assert report["rows_per_s"] == report["rates"][0] > 0
-    assert report["first_batch_s"] > 0
-    assert made[0].layout == torch.sparse_csr
-    assert len(made[0]) == 16
-
-
-def test_no_command_prints_secrets_of_a_url(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("obstore")
-    monkeypatch.setattr(bench, "rate_of", lambda _, seconds, **named: Rate(rows_per_s=1.0, first_batch_s=1.0, **named))
-    with serving(folder) as server:
-        host = server.url.partition("://")[2]
-        urls = [f"http://user:SECRET@{host}/{name}.h5ad?token=SECRET" for name in ("plain", "gzip")]
-        for paths in (urls[:1], urls):
-            for command in (["info", *paths, "--seconds", "0"], ["bench", *paths]):
-                for more in ([], ["--json"]):
-                    assert "SECRET" not in run(*command, *more).output
-        assert run("info", urls[0], "--seconds", "0").output.startswith(f"http://{host}/plain.h5ad: 300 cells")
-        assert run("info", *urls, "--seconds", "0").output.startswith("plain.h5ad, gzip.h5ad: 600 cells")
-        assert run_json("bench", urls[0])["paths"] == f"http://{host}/plain.h5ad"
-
-
 @pytest.fixture(scope="module")
 def cite(folder: Path) -> Path:
     """Write an .h5mu file in which each modality lacks some of the cells."""
@@ -350,19 +242,6 @@ def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     assert run_json("bench", cite, *small())["rows_per_s"] > 0
 
 
-def test_unsupported_options_for_several_modalities_are_reported_without_python_code(cite: Path, folder: Path) -> None:
-    for arguments, says in (
-        (["suggest", cite], "a single matrix.*dasksc check"),
-        (["check", cite, folder / "plain.h5ad"], "cite.h5mu contains several modalities.*Give only this path"),
-        (["suggest", folder / "plain.h5ad", cite], "cite.h5mu contains several modalities.*Give only this path"),
-        (["check", "s3://a/b.h5mu", "--storage-option", "region=x"], "s3://a/b.h5mu .*environment"),
-    ):
-        failed = click.testing.CliRunner().invoke(cli.group, [str(one) for one in arguments])
-        assert isinstance(failed.exception, dasksc.InputError), failed.output
-        assert re.search(says, str(failed.exception)), failed.exception
-        assert "dasksc." not in str(failed.exception)
-
-
 @pytest.fixture(scope="module")
 def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
     pytest.importorskip("obstore")
@@ -372,60 +251,8 @@ def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
     return bucket
 
 
-def flags(bucket: Bucket) -> list[str]:
-    return [part for name, value in bucket.options.items() for part in ("--storage-option", f"{name}={value}")]
-
-
-def test_every_command_reads_buckets_by_storage_options_and_keeps_their_blocks(
-    bucket: Bucket, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The bucket can be reached only with the endpoint in --storage-option.
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    one, every = f"s3://{bucket.name}/plates/plain.h5ad", f"s3://{bucket.name}/plates"
-    for number, (arguments, local) in enumerate(
-        (
-            (["info", one, "--seconds", "0.01"], N),
-            (["info", every, "--seconds", "0"], 2 * N),
-            (["check", one, "--label-key", "cell_type"], N),
-            (["suggest", one, "--label-key", "cell_type", "--batch-size", "8"], None),
-            (["bench", one, *small()], None),
-        )
-    ):
-        cache = tmp_path / str(number)
-        done = run(*arguments, *flags(bucket), "--cache", cache, "--json")
-        assert SECRET not in done.output
-        assert local is None or json.loads(done.stdout)["n_obs"] == local
-        assert [path for path in cache.rglob("*") if path.is_file()], f"{arguments} kept nothing"
-    report = run_json("info", every, "--seconds", 0, *flags(bucket))
-    assert (report["name"], report["n_files"]) == (every, 2)
-    both = run_json("info", one, folder / "gzip.h5ad", "--seconds", 0, *flags(bucket))
-    assert (both["name"], both["n_files"]) == ("plain.h5ad, gzip.h5ad", 2)
-    assert "has no value" in run("check", one, "--storage-option", "region", exit_code=2).stderr
-
-
-def test_denied_reads_are_reported_with_command_line_options(folder: Path) -> None:
-    pytest.importorskip("obstore")
-    with serving(folder) as server:
-        server.faults.status = lambda number: 403
-        for arguments in (["info"], ["check"], ["suggest"], ["bench", *small()]):
-            failed = click.testing.CliRunner().invoke(cli.group, [*arguments, f"{server.url}/plain.h5ad"])
-            assert isinstance(failed.exception, dasksc.DaskscError), failed.output
-            assert "--storage-option skip_signature=true" in str(failed.exception)
-            assert "storage_options" not in str(failed.exception)
-
-
 def test_tables_are_aligned() -> None:
     assert aligned([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"
-
-
-@pytest.mark.filterwarnings("ignore:Variable names are not unique")
-def test_info_says_once_that_names_repeat(tmp_path, caplog):
-    repeated = AnnData(sp.csr_matrix(np.ones((30, 3), dtype=np.float32)), var=pd.DataFrame(index=["a", "a", "b"]))
-    repeated.write_h5ad(tmp_path / "repeated.h5ad")
-    dasksc.describe(str(tmp_path / "*.h5ad"), seconds=0.001)
-    assert [record.getMessage() for record in caplog.records if "repeat" in record.getMessage()] == [
-        "var_names repeat; adata.var_names_make_unique() makes them unique"
-    ]
 
 
 def test_conversion_is_recommended_for_matrices_stored_by_columns(tmp_path, caplog):
@@ -436,33 +263,11 @@ def test_conversion_is_recommended_for_matrices_stored_by_columns(tmp_path, capl
     assert any("dasksc convert writes it by rows" in one for one in found.advice)
 
 
-def test_check_names_the_file_and_what_to_request_from_a_scheduler(folder: Path) -> None:
-    path = folder / "plain.h5ad"
-    output = run("check", path, "--world-size", 3, "--batch-size", 16).output
-    assert output.startswith(f"{path} by BlockShuffling, epoch 0, 3 ranks\n")
-    mebibytes = recommended_bytes(run_json("check", path, "--world-size", 3, "--batch-size", 16)["job_bytes"]) // 2**20
-    assert f"  Slurm    --ntasks=3 --cpus-per-task=1 --mem-per-cpu={mebibytes}M" in output
-    assert f"  k8s      3 pods with resources.limits.memory: {mebibytes}Mi" in output
-    assert "--cpus-per-task=5 " in run("check", path, "--batch-size", 16, "--num-workers", 4).output
-
-
 def test_check_warns_in_terms_of_options(folder: Path) -> None:
     done = run("check", folder / "plain.h5ad", "--batch-size", 250, "--drop-last")
     words = " ".join(done.output.split())
     assert "Lower --batch-size, or leave out --drop-last" in words
     assert "drop_last" not in words
-
-
-def test_several_files_that_are_stored_by_columns_are_one_warning(folder: Path, tmp_path: Path) -> None:
-    for i in range(4):
-        shutil.copy(folder / "other" / "columns.h5ad", tmp_path / f"p{i}.h5ad")
-    for command in (["check"], ["suggest"], ["info", "--seconds", 0], ["stats"]):
-        words = " ".join(run(*command, tmp_path).stderr.split())
-        assert words.count("stored by columns") == 1
-        assert f"dasksc convert {tmp_path} NEW.zarr (and 3 more like it)" in words
-    words = " ".join(run("convert", tmp_path, tmp_path / "out.zarr").stderr.split())
-    assert words.count("stored by columns") == 1
-    assert "dasksc convert" not in words
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
@@ -480,17 +285,6 @@ def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
         assert dataset.fetch_size == 16 * report["fetch_factor"]
         assert named["batch"].shape[1] == n_vars
         assert dataset.stats()["n_rows"] == N * len(paths)
-
-
-@pytest.mark.parametrize("arguments", ["check --label-key", "suggest --label-key", "stats --by"])
-def test_a_missing_column_is_reported_with_the_path_of_the_atlas(folder: Path, arguments: str) -> None:
-    command, option = arguments.split()
-    path = folder / "plain.h5ad"
-    failed = click.testing.CliRunner().invoke(cli.group, [command, str(path), option, "celltype"])
-    assert isinstance(failed.exception, dasksc.MissingKeyError)
-    assert re.match(
-        f"obs of {re.escape(str(path))} has no .*'celltype'; did you mean 'cell_type'", str(failed.exception)
-    )
 
 
 def test_suggested_code_has_no_value_of_a_storage_option() -> None:
@@ -528,17 +322,6 @@ def test_several_feature_types_of_a_10x_file_are_chosen(tmp_path: Path) -> None:
         options = ["--feature-types", ",".join(chosen)] if chosen else []
         assert run_json("stats", path, *options)["n_genes"] == n_vars
         assert run_json("info", path, "--seconds", 0, *options)["n_vars"] == n_vars
-
-
-def test_features_of_other_files_are_not_chosen(folder: Path, cite: Path) -> None:
-    for command in (["info", "--seconds", 0], ["check"]):
-        for path, says in ((folder / "plain.h5ad", "--genome is for 10x"), (cite, "several modalities")):
-            arguments = [*map(str, command), str(path), "--genome", "hg19"]
-            failed = click.testing.CliRunner().invoke(cli.group, arguments)
-            assert isinstance(failed.exception, InputError), failed.output
-            assert says in str(failed.exception)
-    with pytest.raises(InputError, match=r"genome= is for 10x \.h5 files, but an AnnData"):
-        dasksc.describe(atlas(0), genome="hg19")
 
 
 def test_stats_writes_names_of_cells_and_refuses_a_prefix_of_no_gene(tmp_path):

@@ -79,24 +79,6 @@ def test_more_ranks_than_sets_are_warned_of_as_sets() -> None:
     assert warning.endswith("Lower set_size, or use fewer ranks")
 
 
-@pytest.mark.parametrize("is_sorted", [False, True])
-def test_unneeded_network_reads_are_estimated_for_runs_and_not_for_sets(is_sorted: bool) -> None:
-    data = dataset(screen(is_sorted=is_sorted), set_size=64, batch_size=64)
-    plan = data.plan(0)
-    run_rows = 8 if is_sorted else 1
-    assert plan.sampler.run_rows == run_rows
-    with (
-        mock.patch("dasksc.inspection.dryrun_warnings.is_url", return_value=True),
-        mock.patch("dasksc.inspection.dryrun_warnings.used_share", side_effect=used_share) as share,
-        mock.patch("dasksc.inspection.dryrun_warnings._MIN_USED_SHARE", 1.1),
-    ):
-        (warning,) = dasksc.check(data).warnings
-    assert share.call_args.args[:2] == (2 * 64 * 16, run_rows)  # targets and controls
-    assert f"but runs of consecutive rows have only {run_rows:,} row{'s' if is_sorted else ''}. " in warning
-    assert ("convert --group-by" in warning) == (not is_sorted)
-    assert ("Raise block_size" in warning) == is_sorted
-
-
 def test_the_share_that_is_wanted() -> None:
     # In a large atlas, runs rarely share a chunk of 10 rows: a single row uses a tenth of its chunk, and a run of 10
     # rows touches 1.9 chunks on average.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import anndata as ad
 import dask.array as da
 import numpy as np
@@ -117,18 +115,6 @@ def test_labels_given_to_the_strategy_are_counted():
     assert {share.name: share.stored for share in found.classes} == {0: 0.9, 1: 0.1}
 
 
-@pytest.mark.parametrize("way", ["filter", "indices"])
-def test_stored_shares_are_those_of_the_chosen_cells(path, way):
-    kinds = make_adata(N_OBS).obs["cell_type"].astype(str).to_numpy()
-    chosen = {"filter": {"filter": "cell_type != 'B cell'"}, "indices": {}}[way]
-    indices = None if way == "filter" else np.flatnonzero(kinds != "B cell")
-    strategy = ClassBalancedSampling(label_key="cell_type", indices=indices)
-    found = dasksc.check(dataset(path, strategy, obs=["cell_type"], **chosen))
-    n_chosen = (kinds != "B cell").sum()
-    expected = {name: (kinds == name).sum() / n_chosen for name in ("T cell", "NK cell")}
-    assert {share.name: share.stored for share in found.classes} == pytest.approx(expected)
-
-
 def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     one = dataset(path)
     alone = dasksc.check(one)
@@ -222,21 +208,6 @@ def test_what_is_no_data_set_is_refused(wrong):
 def test_a_world_without_ranks_is_refused(path):
     with pytest.raises(InputError, match="world_size must be a whole number of at least 1; got 0"):
         dasksc.check(dataset(path), world_size=0)
-
-
-def test_the_report_reads_like_one(path):
-    one = dataset(path, obs=["cell_type"])
-    lines = repr(dasksc.check(one, world_size=4)).splitlines()
-    assert lines[0] == "atlas by BlockShuffling, epoch 0, 4 ranks"
-    assert lines[1] == "  rows     203 drawn (atlas: 203), in 51 blocks of 4"
-    assert lines[2] == "  batches  8 rows per rank, 32 over all ranks; fetches of 32 rows"
-    assert lines[3] == "  ranks 0 to 2: 51 rows in 7 batches, read in 2 fetches"
-    assert lines[4] == "  rank 3: 51 rows in 7 batches, read in 2 fetches; rows padded: 1"
-    assert lines[5] == "  padded   1 rows over all ranks; dropped 0"
-    assert lines[6].startswith("  cell_type: ")
-    assert lines[7].startswith("  memory   ")
-    assert re.fullmatch(r" +process: \d+\.\d+ .iB per rank plus the model; request \d+\.\d+ .iB", lines[8])
-    assert len(lines) == 9
 
 
 def test_an_atlas_without_x_is_described_as_such(tmp_path):

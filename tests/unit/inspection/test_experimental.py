@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-from functools import partial
-
 import anndata as ad
 import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse as sp
 import torch
 from torch.utils.data import DataLoader
 
 from dasksc.inspection import suggestions
 from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
 from dasksc.multiindexable import MultiIndexable
-from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata
 
 pytestmark = pytest.mark.core
 
@@ -67,20 +63,6 @@ def test_what_is_read_is_sized_by_its_elements(data, expected):
     assert estimate_sample_size(data) == expected
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        sp.random(50, 200, density=0.5, format="csr", random_state=0),
-        pd.DataFrame(np.zeros((50, 150))),
-        [np.zeros(150) for _ in range(50)],
-        [{"genes": np.zeros(75), "expressions": np.zeros(75)} for _ in range(50)],
-    ],
-    ids=["csr", "frame", "list", "list of dicts"],
-)
-def test_sparse_and_nested_rows_are_sized_nearly(data):
-    assert estimate_sample_size(data) == pytest.approx(1200, rel=0.2)
-
-
 def test_hooks_run_in_the_loaders_order_on_one_read_of_rows_spread_over_the_collection():
     calls = []
 
@@ -102,19 +84,6 @@ def test_hooks_run_in_the_loaders_order_on_one_read_of_rows_spread_over_the_coll
     )
     assert calls == [("fetch_callback", [0, 25, 50, 75, 100]), ("batch_callback", [0, 1, 2, 3, 4])]
     assert size == 20
-
-
-def test_hooks_on_an_anndata_are_run(tmp_path):
-    adata = ad.AnnData(X=sp.random(60, 100, density=0.1, format="csr", random_state=0, dtype=np.float64))
-    adata.obs["label"] = np.arange(60)
-    adata.write_h5ad(tmp_path / "cells.h5ad")
-    backed = ad.read_h5ad(tmp_path / "cells.h5ad", backed="r")
-    for data in (adata, backed):
-        assert estimate_sample_size(data, fetch_transform=fetch_transform_adata) == 400
-        to_mindex = partial(adata_to_mindex, columns=["label"])
-        assert estimate_sample_size(data, fetch_transform=to_mindex) == 808
-    assert estimate_sample_size(backed) == 400
-    backed.file.close()
 
 
 def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
@@ -202,21 +171,6 @@ def test_blocks_are_chosen_by_diversity_and_throughput(rates, expected, monkeypa
     assert tuple(suggestions._best_block(measured, least) for least in (0.99, 0.95, 0.8)) == expected
     # If no block size mixes well enough, the one that mixes best is chosen.
     assert suggestions._best_block(measured[3:], 0.99) == 64
-
-
-def test_blocks_are_measured_where_there_are_labels(monkeypatch, capsys):
-    labels = np.arange(20_000) // 1000
-    rates_by([1, 2, 4, 8, 16, 32], monkeypatch)
-    result = suggest_parameters(np.zeros((20_000, 20_000), np.float16), 64, 0.01, labels=labels)
-    assert set(result) == KEYS | {"measured"}
-    measured = result["measured"]
-    assert [one["block_size"] for one in measured] == [1, 4, 16, 64, 256, 1024]
-    shares = [one["diversity"] for one in measured]
-    assert shares[0] == pytest.approx(1, abs=0.02)
-    assert shares[-1] < 0.8
-    assert 1 <= result["block_size_conservative"] <= result["block_size_balanced"] <= result["block_size_aggressive"]
-    assert result["block_size_aggressive"] < 1024
-    assert "of ideal, " in capsys.readouterr().out
 
 
 def test_labels_may_be_a_column(monkeypatch):

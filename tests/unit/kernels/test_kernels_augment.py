@@ -67,24 +67,6 @@ def test_thinned_counts_are_those_of_the_twin(cells, key, p):
         assert found == twins.thinned(row_key, range(N_VARS), cell, p)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 16])
-def test_words_that_begin_like_a_step_are_compared_to_their_end(count):
-    row_key = twins.row_keys(twins.stream(1, 7), [0])[0]
-    n_ties = 0
-    for column in range(N_VARS):
-        drawn = twins.word(row_key, column)
-        for change in (-1, 0, 1):
-            p = 1 - (min(max(drawn + change, 1), 2**53 - 1) / 2**53) ** (1 / count)
-            dense = np.zeros((1, N_VARS), dtype=np.int64)
-            dense[0, column] = count
-            found = downsampled(1, 7, dense, p, 0)[0, column]
-            assert found == twins.stepped(drawn, count, p)
-            if count == 1:
-                assert found == (change <= 0)
-            n_ties += twins.steps_of(count, p)[0] >> 21 == drawn >> 21
-    assert n_ties > 2 * N_VARS
-
-
 @pytest.mark.parametrize("cell", [[2**20 + 1, 0, 5], [2**17, 1, 3], [3, 2**40, 2**30], [1] * 8 + [2**50] * 7])
 @pytest.mark.parametrize("target", [1, 100, 2**17])
 def test_samples_of_very_many_counts_are_those_of_the_twin(cell, target):
@@ -108,20 +90,6 @@ def test_a_row_of_more_counts_than_a_float_can_count_is_found():
     dense[1, 3:5] = 2**53
     rows = np.arange(2)
     assert change(1, 0, rows, as_csr(dense), 0.0, 60) == N_VARS + 3
-
-
-def test_neighbours_and_rows_are_drawn_apart():
-    kept = np.concatenate([downsampled(key, 0, np.ones((2000, N_VARS), np.int64), 0.5, 0) for key in range(2)]) - 0.5
-    n = len(kept)
-    for lag in (1, 2, 16, 32, 64):
-        assert abs((kept[:, lag:] * kept[:, :-lag]).sum()) < 4 * 0.25 * np.sqrt(n * (N_VARS - lag))
-    for lag in (1, 2, 64):
-        assert abs((kept[lag:] * kept[:-lag]).sum()) < 4 * 0.25 * np.sqrt((n - lag) * N_VARS)
-    # The counts kept per cell and per gene have the variance of sums of independent draws.
-    for axis, size in ((0, n), (1, N_VARS)):
-        squares = (kept.sum(axis=axis) ** 2 / (size * 0.25)).sum()
-        assert stats.chi2(kept.shape[1 - axis]).sf(squares) > ERROR
-        assert stats.chi2(kept.shape[1 - axis]).cdf(squares) > ERROR
 
 
 FEW = st.lists(st.lists(st.sampled_from([0, 0, 1, 2, 9, 40]), min_size=N_VARS, max_size=N_VARS), max_size=3)
@@ -264,39 +232,3 @@ def test_rows_changed_while_they_are_made_dense_are_those_changed_before(n_vars,
         dense = np.full((40, n_vars), 77, to)
         assert scatter(key, 2, rows, source.arguments, dense, *arguments)
         np.testing.assert_array_equal(dense, expected.toarray())
-
-
-def test_rows_that_cannot_be_changed_while_they_are_made_dense_are_refused():
-    rows, key, steps = np.arange(40), np.uint64(3), augment.steps_of(0.4)
-    kernels = (
-        (augment.downsample_scattered, (0.4, *steps)),
-        (augment.sample_scattered, (5,)),
-        (augment.mask_scattered, (0.3,)),
-    )
-
-    def refused(source: Source) -> list[bool]:
-        dense = np.empty((40, 700), "f4")
-        return [not scatter(key, 2, rows, source.arguments, dense, *arguments) for scatter, arguments in kernels]
-
-    assert refused(Source(700, "f4", "i4")) == [False, False, False]
-    outside, unordered, fraction = (Source(700, "f4", "i4") for _ in range(3))
-    for source in (outside, unordered, fraction):
-        source.positions[-1] = 7
-    last = outside.matrix.indptr[8] - 1
-    outside.indices[last] = 700
-    unordered.indices[last], unordered.indices[last - 1] = unordered.indices[last - 1], unordered.indices[last]
-    fraction.matrix.data[last] = 0.5
-    assert refused(outside) == refused(unordered) == [True, True, True]
-    assert refused(fraction) == [True, True, False]  # any value can be masked
-
-
-@pytest.mark.parametrize("n_vars", [65, 1_000, 20_000])
-def test_the_first_bad_value_of_dense_rows_is_found_among_all_elements(n_vars):
-    for row, column in ((0, 0), (37, 64), (39, n_vars - 1)):
-        dense = np.ones((40, n_vars), "f4")
-        dense[row, column], dense[39, n_vars - 1] = 0.5, -1
-        expected = row * n_vars + column
-        steps = augment.steps_of(0.4)
-        rows, key = np.arange(40), np.uint64(3)
-        assert augment.downsample_dense(key, 0, rows, 0, dense.copy(), 0.4, *steps) == expected
-        assert augment.sample_dense(key, 0, rows, 0, dense.copy(), 9) == expected

@@ -266,45 +266,6 @@ def test_merged_rows_ascend_and_hold_the_sums(
         np.testing.assert_array_equal(data[start:stop], [sums[column] for column in sorted(sums)])
 
 
-@pytest.mark.parametrize("row", [[0, 2, 2, 5], [0, 5, 2]], ids=["repeats", "descends"])
-def test_kernels_that_need_ascending_columns_stop_at_rows_without(row: list[int]) -> None:
-    rows = [[1, 3], row]
-    indices, values = np.array([1, 3, *row], dtype=np.int32), np.ones(2 + len(row), dtype=np.float32)
-    where, likes = where_of(rows, values, indices), (values[:0], indices[:0])
-    everything = np.array([0, 2]), garbage((len(values),), "int32"), garbage((len(values),), "float32")
-    out = garbage((2, 6), "float32")
-    maps, lookup = np.zeros(2, np.int32), np.arange(6, dtype=np.int32)[None]
-    tables, kinds = Lookups.of(lookup), Lookups.of(lookup).kinds
-    for kernel, args in (
-        (kernels.scatter_rows, (6, out)),
-        (kernels.scatter_columns, (maps, lookup, kinds, out)),
-        (kernels.renumber_rows, (maps, tables.renumbered, out)),
-        (kernels.copy_rows_csr, (6, *everything)),
-        (kernels.copy_columns_csr, (maps, lookup, kinds, *everything)),
-        (kernels.renumber_rows_csr, (maps, tables.renumbered, 6, *everything)),
-    ):
-        assert kernel(np.arange(2), *where, *args, *likes, False) == kernels.UNORDERED
-        assert kernel(np.arange(2), *where, *args, *likes, True) == -1
-        assert kernel(np.arange(1), *where, *args, *likes, False) == -1
-
-
-@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
-@pytest.mark.parametrize("shift", [0, 1, 3], ids="shifted by {} bytes".format)
-def test_dense_rows_are_copied_from_any_address(stored: str, wanted: str, shift: int) -> None:
-    rng = np.random.default_rng(0)
-    dense = rng.integers(0, 3, (11, N_VARS)).astype(stored)
-    memory = np.frombuffer(bytes(shift) + dense.tobytes(), dtype=np.uint8)
-    rows_at = (address(memory) + shift + np.arange(11) * dense.itemsize * N_VARS).astype(np.uint64)
-    positions = rng.integers(0, 11, 20)
-    out = garbage((20, N_VARS), wanted)
-    kernels.copy_rows(positions, rows_at, out, dense[:0, 0])
-    np.testing.assert_array_equal(out, dense[positions].astype(wanted))
-    out = garbage((20, len(COLUMNS)), wanted)
-    maps, missing = np.zeros(11, np.int32), garbage((1,), wanted)
-    kernels.copy_columns(positions, rows_at, maps, COLUMNS[None], out, missing, dense[:0, 0])
-    np.testing.assert_array_equal(out, dense[positions][:, COLUMNS].astype(wanted))
-
-
 def test_missing_columns_are_filled_and_columns_of_zeros_are_zero() -> None:
     dense = np.arange(1.0, 13.0).reshape(3, 4)
     rows_at = (address(dense.view(np.uint8).ravel()) + np.arange(3) * 32).astype(np.uint64)
@@ -327,42 +288,6 @@ def test_neighbouring_columns_are_added_up_from_left_to_right(stored: str, wante
         for g, (start, stop) in enumerate(pairwise(starts)):
             sums[g] = np.add.accumulate(row[start:stop].astype(wanted))[-1]
     np.testing.assert_array_equal(out, twin)
-
-
-@pytest.mark.parametrize("width", [20, 300])
-@pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
-def test_rows_whose_columns_are_all_kept_are_renumbered_in_one_go(width: int, unsigned: str) -> None:
-    rng = np.random.default_rng(3)
-    n, n_common = 12, width + 10
-    maps = rng.integers(0, 2, n).astype(np.int32)
-    dense = rng.integers(0, 3, (n, width)).astype("f4")
-    dense[3] = 0
-    # The second matrix is five columns narrower.
-    dense[maps == 1, width - 5 :] = 0
-    csr = sp.csr_array(dense)
-    lookups = np.stack([rng.permutation(n_common)[:width] for _ in range(2)]).astype(np.int32)
-    lookups[1, width - 5 :] = -2
-    twin = np.zeros((n, n_common), "f4")
-    for i, lookup in enumerate(lookups[maps]):
-        twin[i, lookup[lookup >= 0]] = dense[i, lookup >= 0]
-    lengths, starts = np.diff(csr.indptr).astype(np.int64), csr.indptr[:-1].astype(np.uint64)
-    where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
-    positions = rng.permutation(n)
-    indptr = np.concatenate(([0], np.cumsum(lengths[positions])))
-    indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
-    to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
-    renumbered = lookups.astype(unsigned)
-    assert kernels.renumber_rows_csr(positions, *where, maps, renumbered, n_common, *to) == -1
-    np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=twin.shape).toarray(), twin[positions])
-    out = garbage((n, n_common), "float32")
-    assert kernels.renumber_rows(positions, *where, maps, renumbered, out, *to[-2:]) == -1
-    np.testing.assert_array_equal(out, twin[positions])
-    for row, bad in ((0, width), (0, -1), (int(np.flatnonzero((maps == 1) & (lengths > 0))[0]), width - 1)):
-        before = csr.indices[csr.indptr[row]]
-        csr.indices[csr.indptr[row]] = bad
-        assert kernels.renumber_rows_csr(np.array([row]), *where, maps, renumbered, n_common, *to) == row
-        assert kernels.renumber_rows(np.array([row]), *where, maps, renumbered, out, *to[-2:]) == row
-        csr.indices[csr.indptr[row]] = before
 
 
 @pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
@@ -534,17 +459,3 @@ def test_counts_are_told_from_other_values(values: list[float], dtype: str, n_be
             return bool((held == array).all() and not np.signbit(array).any())
 
     assert kernels.count_bytes(array, bits) == (1 if holds("u1") else 2 if holds("u2") else 0)
-
-
-@pytest.mark.parametrize("n_vars", [4_096, 4_097, 20_000])
-@pytest.mark.parametrize("is_sorted", [True, False])
-def test_long_rows_are_cleared_and_written_in_any_order_of_columns(n_vars: int, is_sorted: bool) -> None:
-    rng = np.random.default_rng(n_vars)
-    rows = [rng.choice(n_vars, n, replace=False).astype(np.int32) for n in (0, 1, 255, 256, 257, 1_500, 0, n_vars // 2)]
-    indices = np.concatenate([np.sort(row) if is_sorted else row for row in rows])
-    indptr = np.cumsum([0, *map(len, rows)])
-    data = rng.integers(1, 99, len(indices)).astype(np.float32)
-    dense = np.full((len(rows), n_vars), np.nan, dtype=np.float32)
-    kernels.densify(indptr, indices, data, dense)
-    expected = sp.csr_matrix((data, indices, indptr), shape=dense.shape).toarray()
-    np.testing.assert_array_equal(dense, expected)

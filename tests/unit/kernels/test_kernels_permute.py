@@ -152,16 +152,6 @@ def n_cycles(order: NDArray[np.int64]) -> int:
     return cycles
 
 
-@pytest.mark.parametrize("n", [31, 32, 33, 500])
-def test_tables_have_the_cycles_and_parity_of_random_permutations(n: int) -> None:
-    # Cycles of a random permutation: mean H_n, variance H_n - sum 1/k^2. Odd and even permutations are equally likely.
-    counts = np.array([n_cycles(table(n, seed)) for seed in range(1500)])
-    inverse = 1 / np.arange(1, n + 1)
-    sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
-    assert abs(counts.mean() - inverse.sum()) < stats.norm.isf(ERROR / 2) * sigma
-    assert_uniform(np.bincount((n - counts) % 2, minlength=2))
-
-
 # --- The network ------------------------------------------------------------------------------------
 
 
@@ -217,32 +207,12 @@ def test_there_is_no_serial_correlation(n: int) -> None:
         assert abs(np.corrcoef(images[:-lag], images[lag:])[0, 1]) < limit
 
 
-@pytest.mark.parametrize("n", USED)
-def test_orders_rise_and_fall_in_runs_as_chance_does(n: int) -> None:
-    # Runs up and down of m random values: mean (2m - 1) / 3, variance (16m - 29) / 90.
-    images = order(n, 9, np.arange(60_000, dtype=np.int64))
-    rising = np.diff(images) > 0
-    runs = 1 + np.count_nonzero(rising[1:] != rising[:-1])
-    m = len(images)
-    assert abs(runs - (2 * m - 1) / 3) < stats.norm.isf(ERROR / 2) * np.sqrt((16 * m - 29) / 90)
-
-
 @pytest.mark.parametrize("n", [65_537, 2**17 - 1])
 def test_the_network_has_about_as_many_cycles_as_a_random_permutation(n: int) -> None:
     counts = np.array([n_cycles(network(n, seed)) for seed in range(20)])
     inverse = 1 / np.arange(1, n + 1)
     sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
     assert abs(counts.mean() - inverse.sum()) < stats.norm.isf(ERROR / 2) * sigma
-
-
-def test_networks_of_different_keys_agree_no_more_than_chance() -> None:
-    # Two independent permutations have Poisson(1) positions in common.
-    n = 65_537
-    orders = [network(n, number) for number in range(30)]
-    common = [np.count_nonzero(a == b) for i, a in enumerate(orders) for b in orders[:i]]
-    observed = np.bincount(np.minimum(common, 4), minlength=5)
-    expected = np.append(stats.poisson.pmf(range(4), 1), stats.poisson.sf(3, 1)) * len(common)
-    assert_uniform(observed, expected)
 
 
 # --- Dealing ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import anndata as ad
 import dask
 import dask.array as da
-import distributed
 import numpy as np
 import pandas as pd
 import pytest
@@ -75,16 +74,6 @@ def test_layers_files_and_dask_arrays_are_read(tmp_path):
     for scheduler in ("synchronous", "threads"):
         with dask.config.set(scheduler=scheduler):
             assert_are(dasksc.statistics(path).genes, adata.X)
-
-
-def test_a_cluster_reads_what_threads_would(in_process_cluster, tmp_path):
-    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    expected = dasksc.statistics(path, by="cell_type", qc=[])
-    with distributed.Client(in_process_cluster):
-        found = dasksc.statistics(path, by="cell_type", qc=[])
-    pd.testing.assert_frame_equal(found.genes, expected.genes)
-    pd.testing.assert_frame_equal(found.cells, expected.cells)
-    np.testing.assert_array_equal(found.groups.layers["var"], expected.groups.layers["var"])
 
 
 def test_a_filter_leaves_cells_out(tmp_path):
@@ -154,16 +143,6 @@ def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
     assert not kinds & kernels.NOT_A_NUMBER
 
 
-@pytest.mark.parametrize("values", [[np.inf, 1, 2], [1, np.inf, 2], [-np.inf, 0, -np.inf], [np.inf, 0, -np.inf]])
-def test_infinite_values_have_the_sums_of_numpy(values):
-    column = np.array(values)[:, None]
-    found = dasksc.statistics(ad.AnnData(column)).genes
-    with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(found["sum"], column.sum(axis=0))
-        np.testing.assert_array_equal(found["mean"], column.mean(axis=0))
-    assert np.isnan(found["var"]).all()
-
-
 def test_missing_values_stay_missing():
     values = np.array([[1.0, np.nan], [2.0, 3.0]])
     found = dasksc.statistics(ad.AnnData(values)).genes
@@ -216,24 +195,6 @@ def test_results_per_cell_that_exceed_the_memory_limit_are_refused():
         with pytest.raises(InputError, match=r"totals of 600 cells need .*\(19800 bytes\).* Give target_sum="):
             dasksc.normalize(adata)
         dasksc.normalize(adata, target_sum=1e4)
-
-
-@pytest.mark.parametrize("n", [1, 126, 127, 128, 129, 300])
-def test_groups_take_no_more_bytes_than_they_need(n):
-    rng = np.random.default_rng(0)
-    first = pd.Categorical.from_codes(np.append(rng.integers(-1, n, 1000), np.arange(n)), [f"t{i}" for i in range(n)])
-    second = pd.Categorical.from_codes(rng.integers(-1, 2, len(first)), ["x", "y"])
-    text = second.add_categories("none").fillna("none")
-    table = pd.DataFrame({"first": first, "second": second, "text": np.asarray(text, dtype=str)})
-    for names in (["first"], ["first", "second"], ["second", "first"], ["text"]):
-        found = reading.groups_of(table, names)
-        expected = table.groupby(names, observed=True, sort=True).ngroup().fillna(-1).to_numpy(int)
-        if names == ["text"]:
-            assert found.codes.max() == 2
-        np.testing.assert_array_equal(found.codes, expected)
-        assert found.codes.dtype.itemsize <= (1 if len(found.labels) < 127 else 2)
-        np.testing.assert_array_equal(found.n_rows, np.bincount(expected[expected >= 0], minlength=len(found.labels)))
-        assert found.n_rows.dtype == np.int64
 
 
 def test_columns_with_too_many_combinations_are_refused():
@@ -319,18 +280,6 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
         assert run(path, *wrong).exit_code == 1
 
 
-def test_the_command_shows_progress(tmp_path):
-    pytest.importorskip("tqdm")
-    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    result = run(path, "--by", "cell_type", "--progress")
-    assert result.exit_code == 0, result.output
-    assert "100%" in result.stderr
-    assert "cells/s" in result.stderr
-    assert "60 cells" in result.stdout
-    for arguments in ([], ["--no-progress"]):  # the default shows a bar only on a terminal
-        assert "%" not in run(path, *arguments).stderr
-
-
 def test_a_pass_reads_every_row_once_in_order(tmp_path, monkeypatch):
     adata = make_adata(60, 17)
     monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._FETCH_BYTES // 14)
@@ -386,17 +335,6 @@ def test_results_add_up_and_rows_of_a_filter_count():
     all_rows, some_rows = a_pass(0), a_pass(0, filter="int64 > -1e9")
     assert some_rows.n_rows == 600
     assert some_rows.projected_bytes - all_rows.projected_bytes == 600 * (8 + 8)  # row numbers, and the column
-
-
-def test_a_low_memory_limit_changes_no_results():
-    adata = make_adata(600, 1_000)
-    expected = dasksc.statistics(adata, by="cell_type", qc=[])
-    with dask.config.set({"dasksc.memory-limit": "60MiB"}):
-        found = dasksc.statistics(adata, by="cell_type", qc=[])
-    pd.testing.assert_frame_equal(found.genes, expected.genes)
-    pd.testing.assert_frame_equal(found.cells, expected.cells)
-    for name in NAMES:
-        np.testing.assert_array_equal(found.groups.layers[name], expected.groups.layers[name])
 
 
 def test_the_genes_of_a_set_may_be_a_python_set():

@@ -252,24 +252,6 @@ def test_another_base_of_logarithms_is_undone():
     assert_same(dasksc.highly_variable_genes(adata, 50), of_scanpy(adata, 50, "seurat"))
 
 
-@pytest.mark.parametrize(("flavor", "n_passes"), list(zip(FLAVORS, [1, 1, 2, 2], strict=True)))
-def test_no_flavor_reads_more_often_than_it_says(flavor, n_passes, monkeypatch):
-    from dasksc.summaries.reading import Pass
-
-    pytest.importorskip("skmisc")
-    n = 0
-    whole = Pass.__iter__
-
-    def counted(self: Pass) -> Any:
-        nonlocal n
-        n += 1
-        return whole(self)
-
-    monkeypatch.setattr(Pass, "__iter__", counted)
-    dasksc.highly_variable_genes(made_up(), 50, flavor, "batch")
-    assert n == n_passes
-
-
 @pytest.mark.parametrize("flavor", ["seurat_v3", "pearson_residuals"])
 def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pass(flavor, monkeypatch):
     from dasksc.summaries.reading import Pass

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from itertools import islice
 from typing import Any
-from unittest import mock
 
 import anndata as ad
 import numpy as np
@@ -18,8 +16,6 @@ from torch.utils.data import DataLoader
 import dasksc
 from dasksc import Batch, InputError, WrongTypeError
 from dasksc.planning.consumed_segments import ConsumedSegment
-from dasksc.storage.fetched_csr import CSRRowBuffer
-from dasksc.tokens import RankTokens
 from dasksc.transforms import Downsample, MaskGenes
 
 pytestmark = pytest.mark.core
@@ -148,19 +144,6 @@ def test_batches_without_rows_or_genes_stay_so():
             assert dense(transform(batch_of(np.zeros((3, 5)), layout)).X).tolist() == [[0.0] * 5] * 3
 
 
-def test_a_layer_is_treated_and_X_is_not(adata):
-    for transform in (Downsample(0.5, layer="counts"), MaskGenes(0.5, layer="counts")):
-        (batch, *_) = epoch_of(adata, transform, layers=["counts"])
-        (plain, *_) = epoch_of(adata, None, layers=["counts"])
-        assert batch.X.equal(plain.X)
-        assert not batch.layers["counts"].equal(plain.layers["counts"])
-        with pytest.raises(InputError, match=r"no layers; request the missing one: scDataset\(layers=\['counts'\]\)"):
-            list(epoch_of(adata, transform))
-    same = epoch_of(adata, [MaskGenes(0.5), MaskGenes(0.5, layer="counts")], layers=["counts"])
-    for batch in same:
-        assert batch.layers["counts"].equal(batch.X * 2)
-
-
 def test_controls_are_treated_by_other_keys():
     values = torch.full((6, N_VARS), 3.0)
     for transform in KINDS:
@@ -236,28 +219,6 @@ def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
             assert dense(made.control.X).equal(dense(expected.control.X))
 
 
-def test_rows_made_dense_in_two_passes_and_some_at_a_time_are_the_same(adata, monkeypatch):
-    expected = [listed(epoch_of(adata, transform)) for transform in KINDS]
-    monkeypatch.setattr(CSRRowBuffer, "source", lambda *_, **__: None)
-    assert [listed(epoch_of(adata, transform)) for transform in KINDS] == expected
-    monkeypatch.setattr("dasksc.batches.batch._CHANGED_BYTES", 3 * 8 * N_VARS)
-    assert [listed(epoch_of(adata, transform)) for transform in KINDS] == expected
-    counts = adata.X.copy()
-    counts.data[counts.indptr[13]] = 0.5
-    with pytest.raises(InputError, match="X has 0.5 in row 13"):
-        listed(epoch_of(ad.AnnData(counts), KINDS[0], dasksc.Streaming()))
-
-
-def test_single_changes_of_plain_csr_rows_take_one_pass(adata, monkeypatch):
-    two_passes = mock.Mock(side_effect=AssertionError("two passes"))
-    monkeypatch.setattr(CSRRowBuffer, "gather_csr", two_passes)
-    for transform in KINDS:
-        assert len(listed(epoch_of(adata, transform))) > 0
-        for options in ({"genes": ["1", "0"]}, {"dtype": "float16"}):
-            with pytest.raises(AssertionError, match="two passes"):
-                listed(epoch_of(adata, transform, **options))
-
-
 # --- Keys -----------------------------------------------------------------------------------------------
 
 
@@ -306,17 +267,6 @@ def test_segments_and_ranks_number_batches_differently(adata):
     assert rest.batch_number(0) > plans[2].batch_number(10**9)
 
 
-def test_seeds_and_epochs_differ_and_pickles_do_not():
-    batch = batch_of(np.full((5, N_VARS), 4))
-    for transform in KINDS:
-        made = transform(batch).X
-        assert made.equal(pickle.loads(pickle.dumps(transform))(batch).X)
-        assert made.equal(transform.at_epoch(1).at_epoch(0)(batch).X)
-        assert not made.equal(transform.at_epoch(1)(batch).X)
-        assert not made.equal(transform.at_batch(1)(batch).X)
-    assert not Downsample(0.5)(batch).X.equal(Downsample(0.5, seed=1)(batch).X)
-
-
 # --- Lists ----------------------------------------------------------------------------------------------
 
 
@@ -342,16 +292,6 @@ def test_a_batch_that_somebody_keeps_is_not_changed(adata):
             other = MaskGenes(0.1, seed=5)
             kept = [dense(b.target).tolist() for b in epoch_of(adata, [other, keep, transform], layout=layout)]
             assert kept == [dense(b.X).tolist() for b in epoch_of(adata, other, layout=layout)]
-
-
-def test_tokens_are_made_of_the_remaining_counts(adata):
-    tokens = RankTokens(adata.var_names, mask_ratio=0.2)
-    dataset = epoch_of(adata, [Downsample(0.3), tokens], layout="csr")
-    batch = next(iter(dataset))
-    downsampled = next(iter(epoch_of(adata, Downsample(0.3), layout="csr")))
-    assert batch.attention_mask.sum(dim=1).tolist() == (dense(downsampled.X) != 0).sum(dim=1).tolist()
-    labels = batch.labels
-    assert not labels.equal(next(iter(dataset)).labels)  # the next epoch
 
 
 def test_lists_that_cannot_be_called_or_draw_the_same_are_refused(adata):

@@ -161,18 +161,6 @@ def test_values_of_any_type_are_tokens(dtype):
         assert RankTokens(list("abc"))(batch).input_ids.tolist() == [[4, 0, 0], [3, 4, 5]]
 
 
-@given(cells=CELLS, max_genes=st.integers(1, 5), epoch=st.integers(0, 3), seed=st.integers(0, 2**64 - 1))
-def test_a_sample_of_the_genes_is_binned_if_not_all_fit(cells, max_genes, epoch, seed):
-    tokens = ValueBins(GENES, n_bins=4, max_genes=max_genes, seed=seed).at_epoch(epoch)
-    batch = batch_of(cells, "csr")
-    expected = []
-    for cell, key in zip(cells, keys_of(seed, epoch, batch.index.tolist()), strict=True):
-        all_of_it = binned(cell, list(range(3, 3 + N_GENES)), 4, key)
-        kept = chosen(twins.stream(key, 0), len(all_of_it), min(max_genes, len(all_of_it)))
-        expected.append([all_of_it[k] for k in kept])
-    assert written(tokens(batch)) == expected
-
-
 @given(
     cells=CELLS,
     ratio=st.sampled_from([0.01, 0.15, 0.5, 0.99]),
@@ -234,27 +222,6 @@ def test_some_predicted_genes_are_replaced_and_some_are_shown(cells, epoch, prep
                     ids[i][first + k] = vocabulary.mask_id
     assert made.input_ids.tolist() == ids
     assert made["values"].tolist() == values
-
-
-def test_every_subset_is_masked_equally_often():
-    # 45 pairs of ten genes, 9,000 draws: chi-square with 44 degrees of freedom, 99.9% quantile 78.7. Fixed seed.
-    batch = Batch(X=torch.ones(9_000, 10), index=torch.arange(9_000))
-    labels = RankTokens(range(10), mask_ratio=0.2)(batch).labels
-    places = (labels != IGNORED).nonzero()[:, 1].reshape(-1, 2)
-    counts = np.bincount((places[:, 0] * 10 + places[:, 1]).numpy(), minlength=100).astype(float)
-    assert (counts > 0).sum() == 45
-    assert ((counts[counts > 0] - 200) ** 2 / 200).sum() < 78.7
-
-
-def test_masks_differ_between_epochs_seeds_and_draws_of_one_cell():
-    batch = Batch(X=torch.ones(2, 200), index=torch.tensor([5, 5]))
-    tokens = RankTokens(range(200), mask_ratio=0.3, seed=1)
-    first, again = tokens(batch).labels, tokens(batch).labels
-    assert torch.equal(first, again)
-    assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first, tokens.at_epoch(1)(batch).labels)
-    assert torch.equal(first, tokens.at_epoch(1).at_epoch(0)(batch).labels)
-    assert not torch.equal(first, RankTokens(range(200), mask_ratio=0.3, seed=2)(batch).labels)
 
 
 def test_padding_reaches_the_longest_cell_or_the_largest_length():
