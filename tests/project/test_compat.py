@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import logging
-import subprocess
-import sys
 
 import pytest
 
@@ -14,18 +11,6 @@ from dasksc._compat.torch import check_training
 from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, optional
 
 pytestmark = pytest.mark.core
-
-# Modules of _compat that import their library on first use.
-LATE = {"anndata", "distributed", "fsspec", "jax", "scanpy", "torch"}
-
-
-def test_compat_imports_optional_libraries_only_on_use():
-    names = sorted(f"dasksc._compat.{name}" for name in LATE)
-    program = f"import sys, importlib\nfor name in {names}: importlib.import_module(name)\nprint(sorted(sys.modules))"
-    loaded = ast.literal_eval(
-        subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout.decode()
-    )
-    assert not {"dask", "distributed", "torch", "anndata", "zarr", "numba", "fsspec", "jax", "scanpy"} & set(loaded)
 
 
 def test_a_missing_attribute_names_the_version():

@@ -15,7 +15,7 @@ import yaml
 import dasksc.errors
 from tests.support.programs import BLOCK, ROOT
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]

@@ -9,7 +9,7 @@ import pytest
 import dasksc.datasets
 from tests.support import examples
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),

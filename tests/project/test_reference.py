@@ -19,7 +19,7 @@ from dasksc.train import config as schema
 from tests.support import examples
 from tests.support.programs import ROOT, blocks
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 REFERENCE = ROOT / "docs" / "reference"
 CELL = re.compile(r"(?<!\\)\|")

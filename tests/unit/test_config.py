@@ -12,7 +12,7 @@ import pytest
 
 from dasksc import config
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 
 def run(script: str, **environment: str) -> list[str]:

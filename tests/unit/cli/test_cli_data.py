@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ from anndata.io import write_elem
 
 import dasksc
 from dasksc import InputError, cli
-from dasksc.cli import bench, suggest
+from dasksc.cli import bench
 from dasksc.cli._shared import aligned
 from dasksc.inspection.description import Rate
 from tests.support.cell_ranger import make_counts, write_v2, write_v3
-from tests.support.servers import SECRET, Bucket
 
 pytestmark = pytest.mark.core
 
@@ -242,32 +241,8 @@ def test_check_and_bench_take_several_modalities(cite: Path) -> None:
     assert run_json("bench", cite, *small())["rows_per_s"] > 0
 
 
-@pytest.fixture(scope="module")
-def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
-    pytest.importorskip("obstore")
-    bucket = s3("commands")
-    for name in ("plain.h5ad", "gzip.h5ad"):
-        bucket.put(folder / name, f"plates/{name}")
-    return bucket
-
-
 def test_tables_are_aligned() -> None:
     assert aligned([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"
-
-
-def test_conversion_is_recommended_for_matrices_stored_by_columns(tmp_path, caplog):
-    path = tmp_path / "columns.h5ad"
-    AnnData(sp.csc_matrix(np.ones((30, 3), dtype=np.float32))).write_h5ad(path)
-    found = dasksc.describe(path, seconds=0)
-    assert f"Store it by rows once: dasksc convert {path} NEW.zarr" in caplog.text
-    assert any("dasksc convert writes it by rows" in one for one in found.advice)
-
-
-def test_check_warns_in_terms_of_options(folder: Path) -> None:
-    done = run("check", folder / "plain.h5ad", "--batch-size", 250, "--drop-last")
-    words = " ".join(done.output.split())
-    assert "Lower --batch-size, or leave out --drop-last" in words
-    assert "drop_last" not in words
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])
@@ -285,14 +260,6 @@ def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
         assert dataset.fetch_size == 16 * report["fetch_factor"]
         assert named["batch"].shape[1] == n_vars
         assert dataset.stats()["n_rows"] == N * len(paths)
-
-
-def test_suggested_code_has_no_value_of_a_storage_option() -> None:
-    code = suggest._code(
-        ("s3://a/b.h5ad",), "inner", {}, {"secret_key": SECRET}, None, 8, {"block_size_balanced": 4, "fetch_factor": 2}
-    )
-    assert SECRET not in code
-    assert "storage_options={'secret_key': ...}" in code
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.core, pytest.mark.xdist_group("kernels_compiled")]
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("kernels_compiled")]
 
 # Compile a small kernel for several types, in an order that depends on the process, and check its results.
 PROGRAM = """

@@ -26,7 +26,7 @@ from tests.support.servers import HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,7 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5 import chunk_index as hdf5_index
 from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
 from dasksc.storage.hdf5.layout import direct_array
-from dasksc.storage.hdf5.remote import open_remote
-from dasksc.storage.remote import remote_file as remote
-from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.uncompressed import PlainArray
-from tests.support.servers import serving
 
 pytestmark = pytest.mark.core
 
@@ -386,32 +381,6 @@ def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, t
 
 
 # --- Behind URLs --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def remotely(path: Path) -> Iterator[tuple[Any, RemoteFile, h5py.Dataset]]:
-    pytest.importorskip("obstore")
-    with serving(path.parent) as server:
-        file = RemoteFile.of(RemoteLocation.of(f"{server.url}/{path.name}", {}))
-        with open_remote(file) as root:
-            dataset = root["X"]
-            server.faults.requests.clear()
-            yield server, file, dataset
-
-
-def test_behind_a_url_an_index_takes_a_round_trip_for_each_level(deep: Path) -> None:
-    with (
-        remotely(deep) as (server, file, dataset),
-        mock.patch.object(remote, "GAP_BYTES", 0),
-        mock.patch.object(RemoteFile, "ranges", autospec=True, side_effect=RemoteFile.ranges) as levels,
-        mock.patch.object(RemoteFile, "fetch", autospec=True, side_effect=RemoteFile.fetch) as requests,
-    ):
-        chunk_table(dataset, file)
-        # The root and the headers before it are close to bytes that h5py has already read.
-        assert [len(call.args[1]) for call in levels.call_args_list] == [
-            len(nodes_of(deep.read_bytes(), level)) for level in (1, 0)
-        ]
-    assert requests.call_count == len(server.faults.requests)
 
 
 USER_BLOCKED: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import Batch, InputError, WrongTypeError
@@ -232,8 +231,6 @@ def test_an_epoch_is_the_same_however_it_is_read(adata, transform, layout):
         assert listed(epoch_of(adata, transform, layout=layout, **options)) == expected
     if layout == "dense":
         assert listed(epoch_of(adata, transform, layout="csr")) == expected
-        loader = DataLoader(epoch_of(adata, transform), batch_size=None, num_workers=2, multiprocessing_context="fork")
-        assert sorted(listed(loader)) == sorted(expected)
 
 
 def test_a_resumed_epoch_is_treated_as_it_would_have_been(adata):

@@ -412,16 +412,11 @@ def test_a_data_set_yields_tokens_aligned_with_obs(path):
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_masks_are_the_same_with_any_workers_and_after_a_resume(path, layout):
+def test_masks_are_the_same_after_a_resume(path, layout):
     tokens = from_config({"strategy": "value_bins", "masking": {"mask_ratio": 0.4}}, genes=dasksc.open(path).var_names)
     plain = dataset_of(path, tokens, layout=layout)
     epochs = [as_lists(plain) for _ in range(2)]
     assert epochs[0] != epochs[1]
-    loader = torch.utils.data.DataLoader(
-        dataset_of(path, tokens), batch_size=None, num_workers=2, multiprocessing_context="fork"
-    )
-    assert sorted(as_lists(loader)) == sorted(epochs[0])
-    assert sorted(as_lists(loader)) == sorted(epochs[1])
     resumed = dataset_of(path, tokens)
     iterator = iter(resumed)
     for _ in range(5):
