@@ -106,20 +106,6 @@ def test_backed_anndata_through_a_fetch_callback(adata, fetch_callback):
     np.testing.assert_array_equal(np.concatenate([np.asarray(b) for b in batches]), counts()[rows])
 
 
-def test_a_fetch_callback_sees_obs_and_obsm_of_its_rows(adata):
-    def fetch_callback(d, idx):
-        part = d[idx]
-        assert len(part) == part.n_obs == len(idx)
-        return MultiIndexable(
-            X=part.X.toarray(), pca=np.asarray(part.obsm["X_pca"]), cell_type=part.obs["cell_type"].to_numpy()
-        )
-
-    for batch in scDataset(adata, BlockShuffling(4), 32, 4, fetch_callback=fetch_callback, seed=0):
-        rows = rows_of([batch["X"]])
-        np.testing.assert_array_equal(batch["pca"], counts()[rows, :3])
-        assert list(batch["cell_type"]) == LABELS[rows].tolist()
-
-
 @pytest.mark.parametrize("num_workers", [0, 4])
 def test_adata_to_mindex_with_obs_columns(adata, num_workers):
     dataset = scDataset(
@@ -232,17 +218,6 @@ def test_a_hugging_face_data_set_to_tensors():
     assert sorted(rows) == sorted([*range(5), -1, *range(6, N_OBS)])
 
 
-def test_a_hugging_face_data_set_through_a_batch_callback():
-    def batch_callback(fetched, positions):
-        return {name: [values[i] for i in positions] for name, values in fetched.items()}
-
-    dataset = scDataset(
-        FakeHuggingFace(counts()), BlockShuffling(8), BATCH, FETCH_FACTOR, batch_callback=batch_callback
-    )
-    drugs = [drug for batch in dataset for drug in batch["drug"]]
-    assert sorted(drugs) == sorted(f"drug{i}" for i in range(N_OBS))
-
-
 # Each collection once, and each strategy with arrays, sparse matrices and objects.
 @pytest.mark.parametrize(
     ("collection", "kind", "dense", "strategy"),
@@ -266,11 +241,6 @@ def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, 
         assert rows == list(range(N_OBS))
     if kind is MultiIndexable:
         assert np.concatenate([batch["y"] for batch in batches]).tolist() == rows
-
-
-def test_one_dimensional_collections():
-    assert np.concatenate(list(scDataset(np.arange(105), Streaming(), 10))).tolist() == list(range(105))
-    assert len(scDataset(np.arange(105), Streaming(), batch_size=10)) == 11
 
 
 # --- Hooks --------------------------------------------------------------------------------------------
@@ -335,104 +305,12 @@ def test_weights_computed_from_obs(adata):
     assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
 
 
-def test_weighted_sampling_without_replacement_in_rounds():
-    weights = np.where(LABELS == "NK", 1.0, 0.0)
-    strategy = BlockWeightedSampling(weights=weights, total_size=60, replace=False, sampling_size=15, block_size=4)
-    rows = rows_of(scDataset(counts(), strategy, batch_size=15, seed=0))
-    assert len(rows) == 60
-    assert set(LABELS[rows]) == {"NK"}
-
-
 @pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS), LABELS.tolist()])
 def test_class_balanced_sampling_from_labels(labels):
     strategy = ClassBalancedSampling(labels, total_size=1200, block_size=8)
     drawn = labels_in(scDataset(counts(), strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR, seed=0))
     assert sum(drawn.values()) == 1200
     assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
-
-
-def test_class_balanced_sampling_by_the_name_of_a_column(adata):
-    strategy = ClassBalancedSampling(label_key="cell_type", smoothing=0.1, total_size=1200, block_size=8)
-    dataset = scDataset(
-        adata,
-        strategy,
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_transform=adata_to_mindex,
-        seed=0,
-    )
-    drawn = labels_in(batch["X"] for batch in dataset)
-    assert sum(drawn.values()) == 1200
-    for label, share in (("T", 0.75), ("B", 0.2), ("NK", 0.05)):
-        assert abs(drawn[label] - 1200 * (0.9 / 3 + 0.1 * share)) < 98
-
-
-def test_indices_split_training_from_validation():
-    order = np.random.default_rng(0).permutation(N_OBS)
-    training, validation = np.sort(order[:500]), np.sort(order[500:])
-    trained = rows_of(scDataset(counts(), BlockShuffling(4, indices=training), 16))
-    validated = rows_of(scDataset(counts(), Streaming(indices=validation), 16))
-    assert sorted(trained) == training.tolist()
-    assert validated == validation.tolist()
-
-
-def test_streaming_with_shuffle_permutes_within_fetches_only():
-    dataset = scDataset(counts(), Streaming(shuffle=True), batch_size=10, fetch_factor=6, seed=0)
-    rows = rows_of(dataset)
-    assert rows != list(range(N_OBS))
-    for start in range(0, N_OBS, 60):
-        assert sorted(rows[start : start + 60]) == list(range(start, start + 60))
-
-
-STRATEGIES = {
-    "Streaming": Streaming(),
-    "BlockShuffling": BlockShuffling(block_size=8),
-    "BlockWeightedSampling": BlockWeightedSampling(weights=np.linspace(1, 3, N_OBS), total_size=N_OBS, block_size=8),
-    "ClassBalancedSampling": ClassBalancedSampling(LABELS, total_size=N_OBS, block_size=8),
-}
-
-
-# Each strategy, and each number of ranks with one strategy that draws rows and one that does not.
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        *(("Streaming", 2), ("BlockShuffling", 3), ("BlockShuffling", 4)),
-        *(("BlockWeightedSampling", 4), ("ClassBalancedSampling", 3), ("BlockWeightedSampling", 2)),
-    ],
-)
-def test_manual_ranks_divide_what_one_rank_draws_with_four_strategies(name, world_size):
-    def dataset(rank, world_size):
-        return scDataset(counts(), STRATEGIES[name], BATCH, FETCH_FACTOR, rank=rank, world_size=world_size, seed=7)
-
-    ranks = [list(dataset(rank, world_size)) for rank in range(world_size)]
-    # 600 rows are divisible by 2, 3 and 4 ranks, so no row is repeated.
-    together = sorted(row for batches in ranks for row in rows_of(batches))
-    assert together == sorted(rows_of(dataset(0, 1)))
-    if name in ("Streaming", "BlockShuffling"):
-        assert together == list(range(N_OBS))
-    assert len({tuple(len(batch) for batch in batches) for batches in ranks}) == 1
-    assert all(
-        len(batches) == len(dataset(rank, world_size)) == -(-N_OBS // world_size // BATCH)
-        for rank, batches in enumerate(ranks)
-    )
-
-
-def test_drop_last_drops_one_short_batch_an_epoch_and_not_one_a_fetch():
-    dataset = scDataset(np.arange(105), BlockShuffling(4), batch_size=10, fetch_factor=3, drop_last=True)
-    sizes = [len(batch) for batch in dataset]
-    assert sizes == [10] * 10
-    assert len(dataset) == 10
-
-
-def test_epochs_differ_by_themselves_and_a_seed_repeats_them():
-    def epochs(seed, n):
-        dataset = scDataset(np.arange(200), BlockShuffling(4), batch_size=20, fetch_factor=2, seed=seed)
-        return [np.concatenate(list(dataset)).tolist() for _ in range(n)]
-
-    first, second = epochs(0, 2)
-    assert first != second
-    assert epochs(0, 2) == [first, second]
-    assert epochs(1, 1) != [first]
 
 
 # --- User-defined strategies --------------------------------------------------------------------------
@@ -459,12 +337,6 @@ class RandomHalf(SamplingStrategy):
         return rng.permutation(len(data_collection))[: len(data_collection) // 2]
 
 
-def test_a_strategy_of_ones_own_is_read_in_its_order():
-    dataset = scDataset(np.arange(N_OBS), EveryOther(), batch_size=BATCH, fetch_factor=FETCH_FACTOR)
-    assert len(dataset) == -(-300 // BATCH)
-    assert np.concatenate(list(dataset)).tolist() == list(range(0, N_OBS, 2))
-
-
 @pytest.mark.parametrize(("strategy", "num_workers"), [(EveryOther(), 0), (EveryOther(), 2), (RandomHalf(), 2)])
 def test_a_strategy_of_ones_own_works_under_ranks_and_workers(strategy, num_workers):
     together = []
@@ -476,12 +348,6 @@ def test_a_strategy_of_ones_own_works_under_ranks_and_workers(strategy, num_work
     assert len(together) == len(set(together)) == 300
     alone = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, seed=3)
     assert sorted(together) == sorted(np.concatenate(list(alone)).tolist())
-
-
-def test_a_strategy_of_ones_own_draws_anew_each_epoch():
-    dataset = scDataset(np.arange(N_OBS), RandomHalf(), batch_size=BATCH, seed=0)
-    first, second = (set(np.concatenate(list(dataset)).tolist()) for _ in range(2))
-    assert first != second
 
 
 # --- DataLoader, DataParallel, training ---------------------------------------------------------------
@@ -540,19 +406,6 @@ def test_a_training_loop_under_data_parallel_learns_the_labels(adata):
             losses.append(loss.item())
     n = len(dataset)
     assert np.mean(losses[-n:]) < 0.5 * np.mean(losses[:n])
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        lambda: scDataset(np.arange(10), Streaming(), batch_size=0),
-        lambda: scDataset(np.arange(10), Streaming(), batch_size=2, fetch_factor=0),
-    ],
-    ids=["batch_size", "fetch_factor"],
-)
-def test_sizes_that_are_not_positive_are_value_errors(program):
-    with pytest.raises(ValueError, match=r"batch_size|fetch_factor"):
-        program()
 
 
 def test_every_public_name_is_found_where_it_was():
