@@ -27,9 +27,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgro
 # The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
-# The site is built by one process, so the other short checks run beside it.
-SHORT_CHECKS := docs lint types fuzz demo bounds
-TESTS := test test-faults test-programs
+# The quickest checks come first. The site is built by one process, so the other short checks run beside it.
+FIRST := lint types
+SHORT_CHECKS := docs demo fuzz bounds
+TESTS := test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs tutorials-record lowest rapids clean
 
@@ -115,6 +116,8 @@ rapids:
 
 # Run all checks, print the wall-clock and CPU time of each, and stop at the first failure.
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(FIRST:%=timed-%)
+	@$(MAKE) --no-print-directory timed-test
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(SHORT_CHECKS:%=timed-%)
 	@$(MAKE) --no-print-directory --jobs 1 $(TESTS:%=timed-%)
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=300)
 
 
-@given(names=st.lists(NAMES), seed=st.integers(0, 99))
+@given(names=st.lists(NAMES, max_size=20), seed=st.integers(0, 99))
 def test_names_read_from_the_bytes_of_a_file_are_those_that_h5py_reads(names, seed, tmp_path_factory):
     path = tmp_path_factory.mktemp("names") / "names.h5"
     with h5py.File(path, "w") as file:

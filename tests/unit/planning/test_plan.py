@@ -214,7 +214,7 @@ def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size:
 def test_drop_last_leaves_every_row_out_as_often_as_any_other(
     n: int, strategy: dasksc.SamplingStrategy, sizes: dict[str, Any]
 ) -> None:
-    n_epochs = 1500
+    n_epochs = 800
     seen = np.zeros(n)
     for epoch in range(n_epochs):
         plan = plan_of(strategy, n, epoch=epoch, seed=1, **{"drop_last": True, **sizes})
