@@ -16,7 +16,7 @@ from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling,
 N_OBS = 103
 
 pytestmark = [
-    pytest.mark.core,
+    pytest.mark.programs,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]

@@ -10,7 +10,7 @@ from itertools import islice
 import dask.array as da
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -220,6 +220,7 @@ def rows_in(batches: list[list[list[int]]]) -> Counter[int]:
     return Counter(row for rank in batches for batch in rank for row in batch)
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # each example reads many epochs
 @given(
     strategy=st.sampled_from(STRATEGIES), drop_last=st.booleans(), equal_ranks=st.booleans(), world=RANKS, size=SIZES
 )

@@ -355,7 +355,7 @@ def of_every_type(labels: list[int]) -> dict[str, Any]:
     return same | lazy
 
 
-@settings(max_examples=3)  # each example has every type
+@settings(max_examples=settings.default.max_examples // 5)  # each example has every type
 @given(
     labels=st.lists(
         st.sampled_from([-5, -1, 0, 1, 2, 7]) | st.sampled_from([-1, 1_000_005, 1_000_007]) | st.integers(0, 1),
