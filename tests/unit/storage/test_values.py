@@ -287,7 +287,7 @@ def rows_of(array: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "float16"])  # narrow, wide and promoted
 def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, layout: str, tmp_path: Path) -> None:
     paths, expected = stores_of(dtype, layout, tmp_path)
     for format, path in paths.items():

@@ -45,8 +45,7 @@ def values_at(path: Path, key: str = "X") -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("mmap", ["auto", True, False])
-@pytest.mark.parametrize("format", ["zarr2", "zarr3"])
+@pytest.mark.parametrize(("format", "mmap"), [("zarr2", True), ("zarr3", False)])
 def test_a_zipped_store_opens_as_its_directory(tmp_path: Path, format: str, mmap: Any) -> None:
     adata = make_adata()
     adata.raw = adata
@@ -218,19 +217,18 @@ def test_a_directory_that_lies_is_refused(archive: Path, field: int, value: byte
         dasksc.open(archive)
 
 
-@pytest.mark.parametrize("claimed", [10, 2**20])
-def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, archive: Path, claimed: int) -> None:
+def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, archive: Path) -> None:
     name = "obs/int8/c/0"
     with zipfile.ZipFile(archive) as file, zipfile.ZipFile(tmp_path / "b.zarr.zip", "w") as new:
         assert name in file.namelist()
         for one in file.namelist():
             if one == name:
-                new.writestr(one, bytes(2**28), zipfile.ZIP_DEFLATED)
+                new.writestr(one, bytes(2**26), zipfile.ZIP_DEFLATED)
             else:
                 new.writestr(one, file.read(one))
     content = bytearray((tmp_path / "b.zarr.zip").read_bytes())
     at = _directory_entry(content, name) + 24
-    content[at : at + 4] = struct.pack("<I", claimed)
+    content[at : at + 4] = struct.pack("<I", 10)
     (tmp_path / "b.zarr.zip").write_bytes(content)
     with bounded(), pytest.raises(StorageError, match="int8"):
         dasksc.open(tmp_path / "b.zarr.zip")
