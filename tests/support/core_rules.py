@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 from numba.core import event
 
+import dasksc.conversion
+import dasksc.loader  # noqa: F401, the first test would import them
+
 __all__ = ["LIMIT_S", "SMOKES"]
 
 LIMIT_S = 2.0
