@@ -72,19 +72,14 @@ def test_a_subset_is_grouped_and_shuffled(tmp_path: Path, adata: ad.AnnData, ord
     np.testing.assert_array_equal(dense(found.X), dense(adata.X)[rows][:, [4, 1]])
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize(("layout", "narrow"), [("csr", True), ("dense", False)])
 @pytest.mark.parametrize(
     "genes",
     [
         {"genes": ["gene5", "gene0", "gene16"]},
-        {"genes": np.arange(17) % 3 == 0},
-        {"genes": [7, 3]},
         {"genes": slice(2, 9)},
         {"genes": ["gene5", "new", "gene0"], "genes_missing": "zero"},
         {"genes": ["gene5", "new", "gene0"], "genes_missing": "drop"},
-        {"genes": ["S3", "S1"], "genes_key": "symbol"},
-        {"genes": ["S3", "twice", "S1"], "genes_key": "symbol", "genes_repeated": "sum"},
         {
             "genes": ["new", "twice", "S1"],
             "genes_key": "symbol",
