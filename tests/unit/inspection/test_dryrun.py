@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import anndata as ad
 import dask.array as da
 import numpy as np
