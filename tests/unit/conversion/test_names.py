@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import anndata as ad
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
