@@ -22,6 +22,7 @@ from dasksc import config
 from dasksc.batches.batch import Batch, BatchMaker, device_of, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
+from dasksc.errors import FetchError
 from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
@@ -163,17 +164,25 @@ class EpochRun:
         """
         stats = self.stats
         made = self._gathered() if isinstance(self._source, MatrixSource) else self._indexed()
+        pid = os.getpid()
         try:
             with epoch_progress(stats, n_batches=self.n_batches, shown=shown) as bar:
                 for batch in stats.timed(made):
                     bar.update()
                     moved(self)
                     yield batch
+                    if os.getpid() != pid:
+                        raise FetchError(
+                            "This iteration was started before a fork. Start a new one in the child process."
+                        )
                     if stats.n_batches == 1 and after_first is not None:
                         after_first()
         finally:
-            made.close()
-            stats.freeze()
+            if os.getpid() == pid:
+                made.close()
+                stats.freeze()
+            else:
+                _left_to_parents.append(made)  # closing it would wait for threads of the parent
 
     # --- Fetching -------------------------------------------------------------------------------------
 
@@ -328,6 +337,10 @@ class EpochRun:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
+
+
+# Iterations that this process inherited from its parent by a fork.
+_left_to_parents: list[Any] = []
 
 
 def _batch_of(

@@ -155,7 +155,7 @@ class BuiltInStrategy(SamplingStrategy):
         elif seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
         sampler = _bind_collection(self, data_collection)
-        n = sampler.n_rows
+        n = sampler.n_rows // sampler.unit
         positions = np.arange(n, dtype=np.int64)
         if sampler.shuffle_blocks and sampler.block_size:
             n_full, short = divmod(n, sampler.block_size)
@@ -166,7 +166,8 @@ class BuiltInStrategy(SamplingStrategy):
                 where = int(permute.below(epoch_keys(seed, 0, Purpose.DEAL)[0], 0, n_full + 1))
                 tail = np.arange(n - short, n)
                 positions = np.insert(positions, where * sampler.block_size, tail)
-        return sampler.draw(seed, 0).rows(positions)
+        rows = (positions[:, None] * sampler.unit + np.arange(sampler.unit)).ravel()
+        return sampler.draw(seed, 0).rows(rows)
 
 
 def _bind_collection(strategy: BuiltInStrategy, collection: Any) -> Sampler:

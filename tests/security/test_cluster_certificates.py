@@ -25,7 +25,7 @@ from dasksc.executor.cluster.security import SECRET_FILE, secured
 from tests.support.dask_processes import NOT_LOOPBACK, listening, rows_of_epoch, secret_file
 from tests.support.data import make_adata, write_store
 
-pytestmark = [pytest.mark.core, pytest.mark.xdist_group("encrypted cluster")]
+pytestmark = [pytest.mark.programs, pytest.mark.xdist_group("encrypted cluster")]
 
 
 @pytest.fixture(scope="module")

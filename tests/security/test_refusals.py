@@ -62,7 +62,7 @@ from tests.support.servers import serving
 
 # Warnings about future formats.
 pytestmark = [
-    pytest.mark.core,
+    pytest.mark.programs,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
     pytest.mark.filterwarnings("ignore:Consolidated"),
 ]

@@ -25,7 +25,7 @@ from dasksc.executor.schedulers import resolve_scheduler
 from tests.support.dask_processes import listening, rows_of_epoch
 from tests.support.data import make_adata, write_store
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 
 @pytest.fixture

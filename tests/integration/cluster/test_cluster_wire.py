@@ -26,7 +26,7 @@ from dasksc.executor.window import Window
 from dasksc.storage import as_matrix, join, open_matrix
 from tests.support.data import make_adata, make_values, write_store
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 ROWS = np.arange(5, 45, dtype=np.int64)
 

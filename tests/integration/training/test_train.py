@@ -423,12 +423,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(raw):
         train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
 
 
-def test_tensorboard_is_told_the_figures(raw, tmp_path):
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    train(raw, training__logger="tensorboard", training__max_epochs=1)
-    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
-
-
 def test_counts_are_scaled_whatever_their_layout():
     counts = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
     expected = torch.log1p(torch.tensor([[2500.0, 7500.0, 0.0], [0.0, 0.0, 0.0]]))

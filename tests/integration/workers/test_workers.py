@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
 from itertools import islice
 from unittest import mock
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dasksc import BlockShuffling, scDataset
+from dasksc import BlockShuffling, FetchError, scDataset
 from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 
@@ -217,3 +219,23 @@ def test_copies_share_one_count_of_epochs_and_survive_each_other(path, epochs):
     assert rows(copies[2]) == epochs[2]
     del one, copies[0]
     assert len(rows(copies[1])) == len(epochs[0])
+
+
+def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):
+    for one in (
+        dataset(path),
+        dataset(path, layout="csr"),
+        scDataset(np.arange(N_OBS), BlockShuffling(4), 8, 2, seed=0),
+    ):
+        iteration = iter(one)
+        next(iteration)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            try:
+                next(iteration)
+            except FetchError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(list(iteration)) == len(one) - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -416,3 +417,13 @@ def test_a_missing_column_is_refused_by_argument() -> None:
     with pytest.raises(MissingKeyError) as caught:
         CellSets("gene", 8, control=CONTROL, match=["plate"]).bind(len(obs), labels_of)
     assert caught.value.__notes__ == ["The column 'plate' is given in match= of CellSets."]
+
+
+def test_get_indices_keeps_sets_together():
+    adata = ad.AnnData(
+        np.zeros((60, 1)), obs=pd.DataFrame({"gene": pd.Categorical(list("abc") * 20)}, index=list(map(str, range(60))))
+    )
+    rows = CellSets("gene", 4, n_sets=30).get_indices(adata, seed=3).reshape(30, 4)
+    genes = adata.obs["gene"].to_numpy()[rows]
+    assert (genes == genes[:, :1]).all()
+    assert len({tuple(one) for one in rows.tolist()}) > 10
