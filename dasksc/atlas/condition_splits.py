@@ -157,9 +157,10 @@ class ConditionRequest:
     @classmethod
     def of(cls, conditions: Any, hold_out: Any, few_shot: Any, control: Any) -> ConditionRequest:
         """Create the request from arguments, after checks that need no data."""
-        columns = tuple(dict.fromkeys(_listed(conditions)))
-        if not columns or not all(isinstance(name, str) for name in columns):
+        listed = _listed(conditions)
+        if not listed or not all(isinstance(name, str) for name in listed):
             raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
+        columns = tuple(dict.fromkeys(listed))
         chosen = () if hold_out is None else (hold_out,) if isinstance(hold_out, Mapping) else tuple(_listed(hold_out))
         if not all(isinstance(one, Mapping) and one for one in chosen) or (hold_out is not None and not chosen):
             raise InputError(

@@ -232,7 +232,9 @@ def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indi
     elif fractions is _DEFAULT:
         names, shares = ["train"], np.ones(1)
     else:
-        is_pair = not isinstance(fractions, Mapping | str | bytes) and len(fractions) == 2
+        is_pair = (
+            isinstance(fractions, Sequence | np.ndarray) and not isinstance(fractions, str) and len(fractions) == 2
+        )
         names, shares = _fractions(dict(zip(("train", "validation"), fractions, strict=True)) if is_pair else fractions)
     if request.hold_out:
         if _HELD_OUT in names:

@@ -177,6 +177,8 @@ HOLD = {"line": ["K562"]}
     ("options", "match"),
     [
         ({"conditions": BY, "by": "line"}, r"by= cannot be combined with conditions="),
+        ({"conditions": {}}, "conditions={}"),
+        ({"conditions": BY, "hold_out": HOLD, "fractions": 0.8}, "fractions=0.8"),
         (
             {"conditions": BY, "groups": "plate", "stratify": "line"},
             r"groups=, stratify= cannot be combined with cond",
@@ -221,7 +223,7 @@ HOLD = {"line": ["K562"]}
         ),
         ({"conditions": BY, "seed": -1}, "seed must be"),
     ],
-    ids=range(23),
+    ids=range(25),
 )
 def test_what_cannot_be_split_is_refused(options: dict[str, Any], match: str) -> None:
     obs = screen()
