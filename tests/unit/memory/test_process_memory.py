@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,19 +86,6 @@ def test_the_limit_that_leaves_least_memory_counts(tmp_path: Path) -> None:
     machine(tmp_path, total=8 * GIB, available=GIB)
     version_1(tmp_path, {"": 2 * GIB}, own="/")
     assert memory_limit(tmp_path).source == "the memory of the machine"
-
-
-def test_an_address_space_limit_is_told(tmp_path: Path) -> None:
-    program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
-        "from dasksc.memory.limits import memory_limit\n"
-        "print(memory_limit().address_bytes)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert 0 < int(done.stdout) < 2**36
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
-        machine(tmp_path)
-        assert memory_limit(tmp_path).address_bytes is None
 
 
 def test_ranks_share_what_other_programs_leave() -> None:
