@@ -278,11 +278,6 @@ def nameless(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return paths if len(paths) > 1 else paths[0]
 
 
-def in_worker(data: Any) -> Any:
-    dataset = dasksc.scDataset(data, "shuffle", 8, obs=["int64"], seed=0)
-    return list(torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1))
-
-
 def trained(data: Any, tmp_path: Path) -> None:
     paths = list(map(str, data if isinstance(data, list) else [data]))
     config = small(Path(paths[0]), tmp_path / "run", training__max_steps=2)
@@ -307,7 +302,6 @@ NAMELESS_WORKS: dict[str, Callable[[Any, Path], Any]] = {
     "check": lambda data, _: dasksc.check(dasksc.scDataset(data, "shuffle", 8, obs=["cell_type"])),
     "split": lambda data, _: dasksc.split(data, stratify="cell_type"),
     "describe": lambda data, _: dasksc.describe(data, seconds=0),
-    "worker of a DataLoader": lambda data, _: in_worker(data),
     "train": trained,
 }
 
