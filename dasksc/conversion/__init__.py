@@ -18,7 +18,7 @@ from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags
 from dasksc.conversion.arguments import Recipe, check_options, target_path
 from dasksc.conversion.converting import Conversion
-from dasksc.conversion.inputs import check_target, leaves_read, matrices_of, paths_of, plan_of
+from dasksc.conversion.inputs import check_target, matrices_of, paths_of, plan_of
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.rows import Order
 from dasksc.conversion.subset import subset_of
@@ -26,6 +26,7 @@ from dasksc.conversion.tables import check_tables
 from dasksc.errors import DaskscError, StorageError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
+from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.storage import Cache

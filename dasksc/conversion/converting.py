@@ -13,7 +13,6 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.conversion.arguments import Recipe
-from dasksc.conversion.inputs import leaves_read
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.rows import row_order
 from dasksc.conversion.scanning import ROW, Scan, Verification, pieces
@@ -24,6 +23,7 @@ from dasksc.conversion.writing import Copy, CSRCopy, DenseCopy, narrowest_count,
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import FetchScheduler
 from dasksc.memory.limits import memory_limit
+from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
 from dasksc.storage import Matrix, is_url

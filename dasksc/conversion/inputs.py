@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from dask.base import tokenize
 from dasksc.atlas.opening import several_of
 from dasksc.conversion.arguments import Recipe
 from dasksc.errors import InputError
-from dasksc.pushdown import DaskMatrix, leaves_of, matrix_of
-from dasksc.storage import ConcatenatedMatrix, Matrix, RemoteLocation, ReorderedMatrix, SummedMatrix, is_url
+from dasksc.output.inputs import token_of
+from dasksc.pushdown import matrix_of
+from dasksc.storage import Matrix, RemoteLocation, is_url
 
-__all__ = ["check_target", "leaves_read", "matrices_of", "paths_of", "plan_of"]
+__all__ = ["check_target", "matrices_of", "paths_of", "plan_of"]
 
 # Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 3
@@ -41,19 +42,6 @@ def paths_of(data: Any) -> Iterator[str]:
 def _is_local(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     return not is_url(text) or text.startswith("file:")
-
-
-def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
-    """Yield the underlying matrices, in files or in memory, from which a matrix is read."""
-    if isinstance(matrix, ConcatenatedMatrix | SummedMatrix | ReorderedMatrix):
-        parts: Sequence[Matrix] = matrix.parts
-    elif isinstance(matrix, DaskMatrix):
-        parts = leaves_of(matrix.array)
-    else:
-        yield matrix
-        return
-    for part in parts:
-        yield from leaves_read(part)
 
 
 def check_target(path: str, target: Path) -> None:
@@ -94,7 +82,7 @@ def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: R
         "format": _FORMAT,
         "n_obs": adata.n_obs,
         "genes": tokenize(list(adata.var_names)),
-        "inputs": {key: tokenize(matrix) for key, matrix in matrices.items()},
+        "inputs": {key: token_of(matrix) for key, matrix in matrices.items()},
         # The columns of obs to group by affect the order; the names of the cells do not.
         "groups": tokenize(*groups) if groups else None,
         **recipe.as_plan(data),

@@ -37,7 +37,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import dask.array as da
-import numpy as np
 import torch
 from dask.base import tokenize
 
@@ -56,6 +55,7 @@ from dasksc.inference.work import Work
 from dasksc.loader.dataset import components_of, scDataset
 from dasksc.loader.row_range import world_of
 from dasksc.loader.source import MatrixSource
+from dasksc.output.inputs import token_of
 from dasksc.output.progress_bars import progress_bar, require_tqdm
 from dasksc.planning.ranks import World
 from dasksc.pushdown import matrix_of
@@ -167,7 +167,8 @@ def predict(
         If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
         and replaces the file by the copy.
     overwrite
-        If True, replace existing keys, and discard unfinished predictions that were begun with other arguments.
+        If True, predict all cells again, and replace existing keys and unfinished predictions. With several ranks, this
+        requires a process group.
     nan
         ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
     progress
@@ -200,8 +201,9 @@ def predict(
     -----
     Unfinished work is kept in ``OUT.partial``. It resumes only with the same options, files and model. Models are
     compared by a digest of their parameters, buffers, attributes and the source code of their classes; functions, by
-    their source code and closure. The digest does not cover functions that this code calls: after changing those,
-    remove ``OUT.partial``.
+    their source code, defaults and closure. The digest does not cover hooks, global variables and functions that this
+    code calls: after changing those, give ``overwrite=True``. A model or data set that cannot be pickled, such as
+    one with an open file, counts as another one in every call, so its predictions do not resume.
 
     `out` must be on a file system that all ranks share and that supports locks between machines.
 
@@ -278,44 +280,48 @@ class Predictions:
         if device is not None and self.predictor.module is not None:
             self.predictor.module.to(self._device)
         self.target: Target = target_of(out, key, in_place=in_place, source=path)
+        self.status = RankStatus(self.world)
+        digests = {"model": model_digest(self.predictor.identity), "data": self._data_digest()}
+        run = self.status.new_run() if overwrite or None in digests.values() else ""
         plan = {
             "format": _FORMAT,
             "n_obs": n_obs,
             "batch_size": self.dataset.batch_size,
             "key": key,
             "categories": labels,
-            "model": model_digest(self.predictor.identity),
-            "data": self._data_digest(),
+            # What cannot be compared differs in every call.
+            **{name: digest or run for name, digest in digests.items()},
+            **({"run": run} if overwrite else {}),
         }
         self.work = Work(self.target.path, self.target.folder, plan, n_obs=n_obs, batch_size=self.dataset.batch_size)
 
-    def _data_digest(self) -> str:
-        """Return a digest of the content of the batches."""
+    def _data_digest(self) -> str | None:
+        """Return a digest of the content of the batches; None if it cannot be compared with that of another call."""
         source, dataset = self._source, self.dataset
-        hooks = model_digest(
-            [getattr(dataset, name) for name in ("fetch_callback", "fetch_transform", "batch_callback")]
-        )
-        transforms = model_digest([dataset.batch_transform, dataset.transform])
+        hooks = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "transform")
+        functions = model_digest([getattr(dataset, name) for name in hooks])
         original = self.target.original
         if isinstance(source, MatrixSource):
-            read: Any = [tokenize(source.matrices[name]) for name in sorted(source.matrices)]
-            if original is not None:  # publishing replaces the file, which changes the Dask tokens of its matrices
-                read = [original, *sorted(source.matrices)]
-            return str(tokenize(read, source.yielded, dict(source.maker.obs), hooks, transforms))
-        data = getattr(source.collection, "adata", source.collection)
-        values = getattr(data, "X", data)
-        # Dask arrays are compared by their `Matrix`, not by name: the name of a Dask array over data in memory differs
-        # between processes. Collections other than arrays are compared only by type and length.
-        read = matrix_of(values) if isinstance(values, da.Array) else values if isinstance(values, np.ndarray) else None
-        read = original or read
-        return str(tokenize(type(data).__qualname__, read, source.n_obs, hooks, transforms))
+            # Publishing replaces the file, which changes the tokens of its matrices.
+            matrices = sorted(source.matrices)
+            read = [token_of(source.matrices[name]) for name in matrices] if original is None else [original, *matrices]
+            content = str(tokenize(read, source.yielded, dict(source.maker.obs)))
+        else:
+            data = getattr(source.collection, "adata", source.collection)
+            values = getattr(data, "X", data)
+            # The name of a Dask array over data in memory differs between processes.
+            token = token_of(matrix_of(values)) if isinstance(values, da.Array) else model_digest(values)
+            if token is None:
+                return None
+            content = str(tokenize(type(data).__qualname__, original or token, source.n_obs))
+        return None if functions is None else str(tokenize(content, functions))
 
     # --- Steps ----------------------------------------------------------------------------------------
 
     def run(self, *, shown: bool = False) -> PredictionReport:
         """Predict the missing units, and publish the result if it is complete."""
         begun = time.perf_counter()
-        status = RankStatus(self.world)
+        status = self.status
         with status.recording_failure(), self.explaining():
             share = self.begin()
             n_done = 0

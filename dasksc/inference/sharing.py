@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dasksc.errors import StorageError
+from dasksc.errors import InputError, StorageError
 from dasksc.inference.outputs import Output, Outputs, nan_rows
 from dasksc.inference.work import UnitWriter, Work, runs_of
 from dasksc.loader.dataset import scDataset, titled
@@ -195,6 +195,26 @@ class RankStatus:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             number = next(_ordinals[world.rank, world.group])
             self._store = shared_store(f"dasksc/predict/{attempt}/{world.group}/{number}")
+
+    def new_run(self) -> str:
+        """Return a name that no other call of `predict` has, the same on all ranks.
+
+        Raises
+        ------
+        InputError
+            If there is no process group through which the ranks can agree.
+        """
+        proposed = os.urandom(16).hex()
+        if self._world.world_size == 1:
+            return proposed
+        if self._store is None:
+            raise InputError(
+                f"with world_size={self._world.world_size} and no process group, the ranks cannot agree to predict all "
+                "cells again, which overwrite=True (--overwrite) asks for, and which a model or data set requires "
+                "that cannot be pickled. Call torch.distributed.init_process_group first, use one rank, or write to "
+                "a new out="
+            )
+        return str(self._store.compare_set("run", "", proposed).decode())
 
     @contextlib.contextmanager
     def recording_failure(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from dasksc.inference.zarr_elements import (
     Nan,
     PublishedArray,
     found_in_store,
+    is_of,
     metadata_in,
     remove_partial,
     replace_json,
@@ -358,7 +359,7 @@ class InFile:
         with h5py.File(self.path, "r") as file:
             for group in ("obsm", "obs"):
                 for name, item in file[group].items() if group in file else ():
-                    if item.attrs.get(ATTRIBUTE) == digest:
+                    if is_of(item.attrs.get(ATTRIBUTE, ""), digest):
                         array = item["codes"] if isinstance(item, h5py.Group) else item
                         nan = NanRows(*json.loads(item.attrs[NAN]))
                         found[f"{group}/{name}"] = PublishedArray(array.shape, str(array.dtype), nan)

@@ -106,15 +106,22 @@ class Work(WorkFolder):
     folder
         Path of the work folder, on the same file system.
     plan
-        Model, data and options that determine the predictions, as plain types.
+        Model, data and options that determine the predictions, as plain types. A ``"run"``, the name of a call that
+        predicts all cells again, ends the digest.
     n_obs, batch_size
         Number of cells, and rows of a batch.
     """
 
     def __init__(self, target: Path, folder: Path, plan: dict[str, Any], *, n_obs: int, batch_size: int) -> None:
         super().__init__(target, folder, what="prediction")
+        begun = self.read_plan()
+        # A call without a run of its own resumes the run that an interrupted call with overwrite=True has begun.
+        if begun is not None and "run" not in plan and begun == plan | {"run": begun.get("run")}:
+            plan = begun
         self.plan = plan
-        self.digest = hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=16).hexdigest()
+        compared = json.dumps({name: plan[name] for name in plan if name != "run"}, sort_keys=True)
+        run = f"-{plan['run']}" if "run" in plan else ""
+        self.digest = hashlib.blake2b(compared.encode(), digest_size=16).hexdigest() + run
         self.n_obs = n_obs
         self.batch_size = batch_size
         self.unit_rows = unit_rows_for(n_obs, batch_size)

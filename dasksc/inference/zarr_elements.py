@@ -96,12 +96,20 @@ def found_in_store(path: Path, digest: str) -> dict[str, PublishedArray]:
     found = {}
     for file in (file for group in ("obsm", "obs") for file in (path / group).glob("*/zarr.json")):
         attributes = metadata_in(file).get("attributes", {})
-        if attributes.get(ATTRIBUTE) == digest:
+        if is_of(attributes.get(ATTRIBUTE, ""), digest):
             codes = file.parent / "codes" / "zarr.json"
             array = metadata_in(codes if codes.exists() else file)
             key = f"{file.parent.parent.name}/{file.parent.name}"
             found[key] = PublishedArray(tuple(array["shape"]), array["data_type"], NanRows(*attributes[NAN]))
     return found
+
+
+def is_of(recorded: str, digest: str) -> bool:
+    """Return True if a key with a recorded digest belongs to the plan with the given digest, of any run if it has none.
+
+    See `dasksc.inference.work.Work`.
+    """
+    return digest in (recorded, recorded.partition("-")[0])
 
 
 def metadata_in(file: Path) -> dict[str, Any]:

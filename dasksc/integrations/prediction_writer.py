@@ -95,7 +95,7 @@ class Writer:
     def _batches(self, pl_module: Any, dataset: Any) -> Any:
         """Begin the predictions, after Lightning has loaded the parameters."""
         self._run = run = Predictions(pl_module, dataset, self._out, **self._options)
-        self._status = status = RankStatus(run.world)
+        self._status = status = run.status
         self._n_done, self._begun = 0, time.perf_counter()
         with status.recording_failure(), run.explaining():
             self._share = run.begin()

@@ -75,6 +75,11 @@ class CSRMatrix:
         return self._data.dtype
 
     @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """Stored arrays of the matrix."""
+        return self._indptr, self._indices, self._data
+
+    @property
     def nnz(self) -> int:
         """Number of stored values."""
         return self._data.shape[0]
@@ -177,6 +182,11 @@ class DenseMatrix:
         return n_obs, n_vars
 
     @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """Stored array of the matrix."""
+        return (self._values,)
+
+    @property
     def stored_dtype(self) -> np.dtype[Any]:
         """Data type of the values as stored."""
         return self._values.dtype
@@ -249,6 +259,11 @@ class CSCMatrix:
             format_bytes(data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize)),
             label.rpartition(":/")[0] or "OLD.h5ad",
         )
+
+    @property
+    def arrays(self) -> tuple[StoredArray, ...]:
+        """Stored arrays of the matrix."""
+        return self._indptr, self._indices, self._data
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:

@@ -95,8 +95,8 @@ class Client(Protocol):
             If the identity is not `expected`, or the whole object is requested and longer than `longest`.
         """
 
-    def listed(self, prefix: str) -> list[str]:
-        """Return the keys of all objects below a prefix, in ascending order."""
+    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
 
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""

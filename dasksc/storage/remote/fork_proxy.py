@@ -63,10 +63,10 @@ class ForkProxyClient:
         data, identity = self._request("get", key, start, stop, expected=expected, longest=longest)
         return memoryview(data), identity
 
-    def listed(self, prefix: str) -> list[str]:
-        """Return keys below a prefix; see `Client.listed`."""
-        keys: list[str] = self._request("listed", prefix)
-        return keys
+    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the objects below a prefix; see `Client.listed`."""
+        objects: dict[str, ObjectIdentity] = self._request("listed", prefix)
+        return objects
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""

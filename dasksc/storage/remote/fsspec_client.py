@@ -166,16 +166,19 @@ class FsspecClient:
             raise short_response_error(identity.path, identity.size, span, len(data))
         return memoryview(data), identity
 
-    def listed(self, prefix: str) -> list[str]:
-        """Return keys below a prefix; see `Client.listed`."""
-
-        def query(system: Any, path: str) -> list[str]:
-            system.invalidate_cache(path)
-            return [str(name) for name in system.find(path)]
-
+    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the objects below a prefix; see `Client.listed`."""
         base = len(self._path(prefix).strip("/"))
-        names = (name.strip("/")[base:].strip("/") for name in self._listed(query, prefix))
-        return sorted(f"{prefix}/{name}".strip("/") for name in names if name)
+
+        def query(system: Any, path: str) -> list[tuple[str, ObjectIdentity]]:
+            system.invalidate_cache(path)
+            names = (
+                (str(name).strip("/")[base:].strip("/"), info) for name, info in system.find(path, detail=True).items()
+            )
+            keys = ((f"{prefix}/{name}".strip("/"), info) for name, info in names if name)
+            return [(key, self._identity(key, info, system)) for key, info in keys]
+
+        return dict(sorted(self._listed(query, prefix)))
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
@@ -194,7 +197,7 @@ class FsspecClient:
     def _public_url(self, key: str) -> str:
         return url_of(redact_url(self._root), key)
 
-    def _listed(self, query: Callable[[Any, str], list[str]], prefix: str) -> list[str]:
+    def _listed(self, query: Callable[[Any, str], list[T]], prefix: str) -> list[T]:
         """Return a listing; as in object stores, it is empty for a missing folder."""
         try:
             return self._request(query, prefix)

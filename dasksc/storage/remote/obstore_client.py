@@ -113,13 +113,13 @@ class ObstoreClient:
             raise short_response_error(self._path(key), identity.size, span_of(start, stop), len(data))
         return data, identity
 
-    def listed(self, prefix: str) -> list[str]:
-        """Return keys below a prefix; see `Client.listed`."""
+    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the objects below a prefix; see `Client.listed`."""
         self._refuse_listing(prefix)
 
-        def request() -> list[str]:
-            pages = self._library.list(self._store, prefix or None)
-            return sorted(item["path"] for page in pages for item in page if item["path"] != prefix)
+        def request() -> dict[str, ObjectIdentity]:
+            found = {item["path"]: item for page in self._library.list(self._store, prefix or None) for item in page}
+            return {key: self._identity(key, found[key]) for key in sorted(found) if key != prefix}
 
         return self._request(request, prefix)
 

@@ -46,6 +46,9 @@ class Objects(Protocol):
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, unless the reads of its objects check this."""
 
+    def versions(self) -> str:
+        """Return a digest of the present versions of all objects."""
+
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the stored bytes of each object, or None if it is missing.
 
@@ -95,6 +98,10 @@ class _Chunks:
         """Raise an error if the array was replaced."""
         self._objects.require_unchanged()
 
+    def versions(self) -> str:
+        """See `ChunkSource.versions`."""
+        return self._objects.versions()
+
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
         for data in self._objects.contents(_tuples(np.unravel_index(numbers, self._grid)), n_bytes=self._n_bytes):
@@ -131,6 +138,10 @@ class _Shards:
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced."""
         self._objects.require_unchanged()
+
+    def versions(self) -> str:
+        """See `ChunkSource.versions`."""
+        return self._objects.versions()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""

@@ -19,6 +19,7 @@ from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_ma
 from dasksc.storage.remote.known_objects import ObjectCache
 from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
+from dasksc.storage.zarr.versions import versions_of
 
 __all__ = ["direct_array"]
 
@@ -109,6 +110,10 @@ class Files:
         self._metadata.require_unchanged()
         if self._folder is not None:
             self._folder.require_unchanged()
+
+    def versions(self) -> str:
+        """Return a digest of the present versions of all objects."""
+        return versions_of(self._directory, self._layout.keys())
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole files, in a buffer that the next file reuses."""

@@ -23,6 +23,7 @@ from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.safety.zarr_metadata import safe_content
 from dasksc.storage.zarr.chunks import At, File, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
+from dasksc.storage.zarr.versions import versions_of
 
 __all__ = ["RemoteStore", "RemoteMetadata", "direct_array"]
 
@@ -120,6 +121,10 @@ class StoreObjects:
 
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
+
+    def versions(self) -> str:
+        """Return a digest of the present versions of all objects."""
+        return versions_of(self._array, self._layout.keys())
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole objects; later ones are requested ahead."""

@@ -516,6 +516,19 @@ def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypat
         dasksc.convert(path, tmp_path / "out.zarr")
 
 
+def test_an_input_changed_in_place_meanwhile_is_not_gone_on_with(tmp_path, monkeypatch):
+    path = write_store(make_adata(60, 17, layout="dense"), tmp_path, "zarr3")
+    with monkeypatch.context() as patched:
+        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            dasksc.convert(path, tmp_path / "out.zarr")
+    zarr.open_group(path, mode="r+", use_consolidated=False)["X"][:] = 7
+    with pytest.raises(InputError, match="differs from this one in inputs"):
+        dasksc.convert(path, tmp_path / "out.zarr")
+    dasksc.convert(path, tmp_path / "out.zarr", overwrite=True)
+    assert (ad.read_zarr(tmp_path / "out.zarr").X == 7).all()
+
+
 def test_a_target_may_not_be_an_input(tmp_path):
     path = write_store(make_adata(), tmp_path, "zarr3")
     for target in (path, path / "sub.zarr"):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
+import itertools
+import re
 import shutil
+import sys
+import threading
 import warnings
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +19,21 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.sparse as sp
 import torch
+import zarr
 from torch import nn
+from torch.distributed import HashStore, PrefixStore
 
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.atlas import view
-from dasksc.inference import Predictions
+from dasksc.inference import Predictions, sharing
 from dasksc.inference.digests import model_digest
 from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
 from tests.support import cell_ranger
-from tests.support.data import make_adata
+from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.core
@@ -249,7 +258,8 @@ def test_repeating_a_completed_call_does_nothing(atlas, tmp_path):
 
 def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options: Any) -> None:
     """Interrupt a prediction after `n_batches` batches."""
-    run = Predictions(model, atlas, out, options={"batch_size": BATCH, **options})
+    overwrite = options.pop("overwrite", False)
+    run = Predictions(model, atlas, out, overwrite=overwrite, options={"batch_size": BATCH, **options})
     share = run.begin()
     assert share is not None
     for batch, _ in zip(share.batches(), range(n_batches), strict=False):
@@ -284,6 +294,21 @@ def test_a_changed_atlas_is_not_mixed_with_what_was_predicted_before(atlas, tmp_
     adata.write_h5ad(atlas)
     with pytest.raises(InputError, match="differs from this one in data"):
         predict(Embedder(), atlas, out)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_atlas_changed_in_place_is_not_mixed_with_what_was_predicted_before(tmp_path, is_complete):
+    atlas, out = write_store(make_adata(N_OBS, N_VARS, layout="dense"), tmp_path, "zarr3"), tmp_path / "emb.zarr"
+    values = zarr.open_group(atlas, mode="r+", use_consolidated=False)["X"]
+    if is_complete:
+        predict(Embedder(), atlas, out)
+    else:
+        unfinished(Embedder().eval(), atlas, out)
+    values[:] = values[:] + 1
+    with pytest.raises(InputError, match="overwrite=True"):
+        predict(Embedder(), atlas, out)
+    assert predict(Embedder(), atlas, out, overwrite=True).n_predicted == N_OBS
+    np.testing.assert_array_equal(read(out).obsm["X_emb"], plain(Embedder(), atlas))
 
 
 def test_units_are_whole_batches_whatever_the_sizes():
@@ -515,3 +540,166 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
     before = model_digest(scaled)
     scale = 3.0
     assert model_digest(scaled) != before
+<<<<<<< HEAD
+=======
+
+
+class Holder(Embedder):
+    """Model with one attribute besides its parameters."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__()
+        setattr(self, name, value)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Module(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+
+def doubled(value: Any) -> Any:
+    return 2 * value
+
+
+ATTRIBUTES = {
+    "dict": ({"a": 1.0}, {"a": 2.0}),
+    "nested": ([{"a": (1, {2})}], [{"a": (1, {3})}]),
+    "set": ({1, 2}, {1, 3}),
+    "array": (np.ones(3), np.zeros(3)),
+    "sparse": (sp.eye(3, format="csr"), 2 * sp.eye(3, format="csr")),
+    "tensor": (torch.ones(3), torch.zeros(3)),
+    "dtype": (torch.float32, torch.float64),
+    "numpy dtype": (np.dtype("f4"), np.dtype("f8")),
+    "function": (doubled, plain),
+    "lambda": (lambda value: 2 * value, lambda value: 3 * value),
+    "ufunc": (np.exp, np.log1p),
+    "built-in": (torch.relu, torch.tanh),
+    "class": (Embedder, Module),
+    "number": (2.0, 3.0),
+    "complex": (1j, 2j),
+    "path": (Path("a"), Path("b")),
+    "slots": (Slotted(1), Slotted(2)),
+    "module in a list": ([Module(1.0)], [Module(2.0)]),
+    "table": (pd.DataFrame({"a": [1]}), pd.DataFrame({"a": [2]})),
+}
+
+
+@pytest.mark.parametrize("name", ["value", "_value"])
+@pytest.mark.parametrize(("one", "other"), ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_every_kind_of_attribute_counts_in_the_digest_of_a_model(name, one, other):
+    digest = model_digest(Holder(name, one))
+    assert digest == model_digest(Holder(name, copy.deepcopy(one))) is not None
+    assert digest != model_digest(Holder(name, other)) is not None
+
+
+def test_devices_and_locks_do_not_count_in_a_digest():
+    assert model_digest(Holder("held", threading.Lock())) == model_digest(Holder("held", threading.Lock())) is not None
+    assert model_digest(Holder("at", torch.device("cpu"))) == model_digest(Holder("at", torch.device("cuda", 1)))
+
+
+def test_modules_that_refer_to_each_other_have_a_digest():
+    model = Embedder()
+    model.parts = [model]
+    assert model_digest(model) is not None
+    assert model_digest(nn.LSTM(3, 2)) is not None
+
+
+def test_predictions_of_a_model_that_cannot_be_compared_are_never_resumed(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    model = Holder("_held", {"rows": (row for row in ())}).eval()
+    assert model_digest(model) is None
+    unfinished(model, atlas, out)
+    with pytest.raises(InputError, match="overwrite"):
+        predict(model, atlas, out)
+    assert predict(model, atlas, out, overwrite=True).n_predicted == N_OBS
+
+
+FACTOR = 1.0
+
+
+class FirstTwo(nn.Module):
+    def forward(self, batch: Any) -> torch.Tensor:
+        return batch[:, :2]
+
+
+def unseen(batch: Any) -> Any:
+    """Return the first columns times a global variable, which no digest covers."""
+    return batch[:, :2] * FACTOR
+
+
+@pytest.mark.parametrize("kind", ["new", "store", "file"])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_overwriting_predicts_all_cells_again(tmp_path, monkeypatch, kind, is_finished):
+    atlas = write_store(make_adata(N_OBS, N_VARS), tmp_path, "h5ad" if kind == "file" else "zarr3")
+    out, options = (tmp_path / "emb.zarr", {}) if kind == "new" else (atlas, {"in_place": True})
+    expected = 2 * plain(FirstTwo(), atlas)
+    if is_finished:
+        predict(unseen, atlas, out, **options)
+    else:
+        run = Predictions(unseen, atlas, out, options={"batch_size": BATCH}, **options)
+        share = run.begin()
+        for batch, _ in zip(share.batches(), range(4), strict=False):
+            run.write_batch(share, unseen(batch))
+        share.abandon()
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
+    assert predict(unseen, atlas, out, overwrite=True, **options).n_predicted == N_OBS
+    np.testing.assert_array_equal(read(out).obsm["X_emb"], expected)
+    assert predict(unseen, atlas, out, **options).n_predicted == 0
+
+
+def test_an_interrupted_run_that_overwrites_is_resumed_without_overwriting(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    unfinished(unseen, atlas, out)
+    unfinished(unseen, atlas, out, n_batches=8, overwrite=True)
+    assert predict(unseen, atlas, out).n_predicted == N_OBS - 8 * BATCH
+    assert predict(unseen, atlas, out).n_predicted == 0
+
+
+def test_ranks_without_a_group_cannot_overwrite(atlas, tmp_path):
+    with pytest.raises(InputError, match="overwrite=True.*process group|process group.*overwrite=True"):
+        predict(unseen, atlas, tmp_path / "emb.zarr", rank=0, world_size=2, overwrite=True)
+
+
+def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):
+    out, held = tmp_path / "emb.zarr", HashStore()
+    monkeypatch.setattr(sharing, "shared_store", lambda prefix: PrefixStore(prefix, held))
+    monkeypatch.setattr(sharing, "_ordinals", defaultdict(itertools.count))
+    adata, expected = dasksc.open(atlas), plain(FirstTwo(), atlas)
+    options = {"world_size": 2, "overwrite": True, "scheduler": "synchronous"}
+    for factor in (1.0, 2.0):
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        reports = on_ranks(2, lambda rank, store: predict(unseen, adata, out, rank=rank, **options))
+        assert [getattr(report, "is_complete", report) for report in reports] == [True, True]
+        assert sum(report.n_predicted for report in reports) == N_OBS
+        np.testing.assert_array_equal(read(out).obsm["X_emb"], factor * expected)
+
+
+def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
+    out = tmp_path / "emb.zarr"
+    matrix = sp.random(N_OBS, N_VARS, density=0.5, format="csr", random_state=0)
+
+    def ends(batch: Any) -> np.ndarray:
+        return batch[:, :2].toarray()
+
+    assert predict(ends, matrix, out).n_predicted == N_OBS
+    assert predict(ends, matrix.copy(), out).n_predicted == 0
+    with pytest.raises(InputError, match=re.escape(out.name)):
+        predict(ends, 2 * matrix, out)
+
+
+def test_a_marker_holds_plain_json(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    unfinished(Embedder().eval(), atlas, out)
+    markers = sorted((tmp_path / "emb.zarr.partial").glob("*/done/*.json"))
+    assert [marker.name for marker in markers] == ["0.json", "1.json"]
+    assert json.loads(markers[0].read_text()) == {"outputs": [["X_emb", 5, "float32"]], "nan": {}}
+    shutil.rmtree(tmp_path / "emb.zarr.partial")
+>>>>>>> 474a3405 (Predictions and conversions notice chunks changed in place, and predictions any attribute of a model; overwriting predicts all cells again)

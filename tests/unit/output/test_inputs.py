@@ -1,0 +1,111 @@
+"""Tokens of matrices: another one whenever a stored object has changed, even in place and with the same size."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import zarr
+
+from dasksc.output.inputs import token_of
+from dasksc.storage import RemoteLocation, open_matrix
+from dasksc.storage.zarr.reader import ZarrArray
+from tests.support.data import make_adata, write_store
+from tests.support.servers import touch_later
+
+pytestmark = pytest.mark.core
+
+N_OBS, N_VARS = 40, 6
+
+
+def h5ad(folder: Path, layout: str, **_: Any) -> Path:
+    return write_store(make_adata(N_OBS, N_VARS, layout=layout), folder, "h5ad")
+
+
+def stored(folder: Path, layout: str, *, format: int = 3, zipped: bool = False, **options: Any) -> Path:
+    """Write a store whose X, or its three arrays, have several objects."""
+    path = write_store(make_adata(N_OBS, N_VARS, layout=layout), folder, f"zarr{format}")
+    group = zarr.open_group(path, mode="a", zarr_format=format, use_consolidated=False)
+    for name in ["X"] if layout == "dense" else ["X/indptr", "X/indices", "X/data"]:
+        values, attributes = group[name][:], dict(group[name].attrs)
+        chunks = (8, *values.shape[1:])
+        given = {"compressors": None, **options}
+        if given.pop("sharded", False):
+            given["shards"], chunks = chunks, (4, *values.shape[1:])
+        group.create_array(name, data=values, chunks=chunks, overwrite=True, attributes=attributes, **given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zarr.consolidate_metadata(path, zarr_format=format)
+    if not zipped:
+        return path
+    archive = path.with_suffix(".zip")
+    with zipfile.ZipFile(archive, "w") as file:
+        for one in filter(Path.is_file, path.rglob("*")):
+            file.write(one, one.relative_to(path))
+    return archive
+
+
+def in_memory(folder: Path, layout: str, **options: Any) -> str:
+    path, url = stored(folder, layout, **options), f"memory://tokens/{folder.name}.zarr"
+    fsspec.filesystem("memory").put(f"{path}/", f"{url}/", recursive=True)
+    return url
+
+
+STORES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "h5ad": (h5ad, {}),
+    "v2": (stored, {"format": 2}),
+    "v2 nested": (stored, {"format": 2, "chunk_key_encoding": {"name": "v2", "separator": "/"}}),
+    "v3": (stored, {}),
+    "v3 flat": (stored, {"chunk_key_encoding": {"name": "v2", "separator": "."}}),
+    "v3 sharded": (stored, {"sharded": True}),
+    "v2 zipped": (stored, {"format": 2, "zipped": True}),
+    "v3 zipped": (stored, {"zipped": True}),
+    "v3 by zarr-python": (stored, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),
+    "v2 behind a URL": (in_memory, {"format": 2}),
+    "v3 behind a URL": (in_memory, {}),
+    "v3 sharded behind a URL": (in_memory, {"sharded": True}),
+    "v3 behind a URL by zarr-python": (in_memory, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),
+}
+
+
+def change(path: Any) -> None:
+    """Rewrite one byte of one object of X in place; keep its size."""
+    if isinstance(path, str):
+        system = fsspec.filesystem("memory")
+        objects = [name for name in system.find(f"{path}/X") if not name.rpartition("/")[2].startswith((".", "zarr"))]
+        content = bytearray(system.cat_file(objects[-1]))
+        content[-1] ^= 1
+        system.pipe_file(objects[-1], bytes(content))
+        return
+    parts = [path] if path.is_file() else [one for one in (path / "X").rglob("*") if one.is_file()]
+    file = sorted(one for one in parts if not one.name.startswith((".", "zarr")))[-1]
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last ^ 1]))
+    touch_later(file)
+
+
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize("name", STORES)
+def test_a_chunk_changed_in_place_changes_the_token(tmp_path, layout, name):
+    write, options = STORES[name]
+    if layout == "dense" and "filters" in options:
+        options = {"filters": [zarr.codecs.TransposeCodec(order=(1, 0))]}
+    path = write(tmp_path, layout, **options)
+
+    def opened() -> Any:
+        return open_matrix(RemoteLocation.of(path) if isinstance(path, str) else path, "X")
+
+    assert all(isinstance(array, ZarrArray) == ("by zarr-python" in name) for array in opened().arrays)
+    before = token_of(opened())
+    assert token_of(opened()) == before
+    change(path)
+    assert token_of(opened()) != before
