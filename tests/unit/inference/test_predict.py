@@ -540,8 +540,6 @@ def test_digests_tell_models_functions_and_what_they_hold_apart():
     before = model_digest(scaled)
     scale = 3.0
     assert model_digest(scaled) != before
-<<<<<<< HEAD
-=======
 
 
 class Holder(Embedder):
@@ -693,13 +691,3 @@ def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
     assert predict(ends, matrix.copy(), out).n_predicted == 0
     with pytest.raises(InputError, match=re.escape(out.name)):
         predict(ends, 2 * matrix, out)
-
-
-def test_a_marker_holds_plain_json(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-    unfinished(Embedder().eval(), atlas, out)
-    markers = sorted((tmp_path / "emb.zarr.partial").glob("*/done/*.json"))
-    assert [marker.name for marker in markers] == ["0.json", "1.json"]
-    assert json.loads(markers[0].read_text()) == {"outputs": [["X_emb", 5, "float32"]], "nan": {}}
-    shutil.rmtree(tmp_path / "emb.zarr.partial")
->>>>>>> 474a3405 (Predictions and conversions notice chunks changed in place, and predictions any attribute of a model; overwriting predicts all cells again)
