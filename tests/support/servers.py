@@ -39,6 +39,10 @@ class Faults:
     cut: Callable[[int], bool] = lambda number: False
     etags: bool = True
     ranges: bool = True
+    # Error status of HEAD requests, of requests without the query `signature`, and further headers of all answers.
+    head: int | None = None
+    signature: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
     # Method, path and ``Range`` header of each request.
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     # Number of bytes in response bodies.
@@ -80,6 +84,13 @@ class Handler(BaseHTTPRequestHandler):
         server, faults = self.server, self.server.faults
         path, wanted = urlsplit(self.path).path, self.headers.get("Range")
         number, status = self.met(path, wanted)
+        if path.startswith("/moved/"):
+            self.say(302, {"Location": self.path.removeprefix("/moved")}, 0)
+            return
+        if faults.signature not in (None, urlsplit(self.path).query):
+            status = 403
+        elif not with_body and faults.head is not None:
+            status = faults.head
         file = server.folder / unquote(path).lstrip("/")
         if status is None and not file.is_file():
             status = 404
@@ -88,6 +99,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         size, changed = file.stat().st_size, file.stat().st_mtime_ns
         headers = {"Last-Modified": formatdate(changed / 1e9, usegmt=True), "Accept-Ranges": "bytes"}
+        headers |= faults.headers
         etag = f'"{size}-{changed}"'
         if faults.etags:
             headers["ETag"] = etag
@@ -98,6 +110,9 @@ class Handler(BaseHTTPRequestHandler):
         if wanted and faults.ranges:
             first, last = re.fullmatch(r"bytes=(\d+)-(\d+)", wanted).groups()  # type: ignore[union-attr]
             start, stop, status = int(first), min(int(last) + 1, size), 206
+            if start >= size:
+                self.say(416, {"Content-Range": f"bytes */{size}"}, 0)
+                return
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
         self.say(status, headers, stop - start)
         if with_body:

@@ -44,6 +44,12 @@ _FAILED = re.compile(
 )
 
 
+# Errors of a HEAD request: bad request, forbidden, not allowed, not implemented, and an answer without the size.
+_HEAD_REFUSED = re.compile(r"status code: (400|403|405|501)\b|Header missing")
+_EMPTY = "status code: 416"
+_COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"})
+
+
 class ObstoreClient:
     """Client of a store through obstore; see `Client`.
 
@@ -65,8 +71,12 @@ class ObstoreClient:
         self._public_root = redact_url(root)
         self._secrets = secrets_of(root, options)
         self._library = obstore
+        self._is_on_web = root.startswith("http")
+        # True once the server has answered GET and not HEAD, such as for a presigned URL.
+        self._refuses_head = False
         try:
             self._store = _store(root, options)
+            self._impatient_store = _store(root, {**options, "retry_config": {"max_retries": 0}})
         except Exception as error:
             if not caused_by_data(error):
                 raise
@@ -79,7 +89,33 @@ class ObstoreClient:
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
-        return self._request(lambda: self._identity(key, self._library.head(self._store, key)), key)
+        if not self._refuses_head:
+            # obstore repeats a HEAD request that is answered by 501 until the time limit.
+            store = self._impatient_store if self._is_on_web else self._store
+            try:
+                return self._identity(key, self._library.head(store, key))
+            except Exception as error:
+                if not caused_by_data(error):
+                    raise
+                is_refused = self._is_on_web and _HEAD_REFUSED.search(str(error)) is not None
+            if not is_refused:
+                return self._request(lambda: self._identity(key, self._library.head(self._store, key)), key)
+        identity = self._request(lambda: self._identity(key, self._got(key)), key)
+        self._refuses_head = True
+        return identity
+
+    def _got(self, key: str) -> Mapping[str, Any]:
+        """Return the headers of a GET request for one byte, or for an object that is empty or without byte ranges."""
+        try:
+            result = self._library.get(self._store, key, options={"range": (0, 1)})
+            result.bytes()  # so that the connection can be used again
+        except Exception as error:
+            is_whole = isinstance(error, self._library.exceptions.NotSupportedError) or _EMPTY in str(error)
+            if not is_whole:
+                raise
+            result = self._library.get(self._store, key)
+        meta: Mapping[str, Any] = result.meta
+        return meta
 
     def get(
         self,
@@ -100,6 +136,7 @@ class ObstoreClient:
 
         def request() -> tuple[memoryview, ObjectIdentity]:
             result = self._library.get(self._store, key, options=options)
+            self._refuse_compressed(key, result.attributes)
             identity = self._identity(key, result.meta)
             if expected is not None:
                 expected.compare(identity)
@@ -151,8 +188,16 @@ class ObstoreClient:
             path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
         )
 
+    def _refuse_compressed(self, key: str, attributes: Mapping[str, Any]) -> None:
+        encoding = str(attributes.get("Content-Encoding", "")).lower()
+        if encoding in _COMPRESSIONS:
+            raise StorageError(
+                f"{self._path(key)} is sent compressed (Content-Encoding: {encoding}), so its byte ranges are not "
+                "those of the file. Serve or upload it without a Content-Encoding, or download and decompress it."
+            )
+
     def _refuse_listing(self, prefix: str) -> None:
-        if self._public_root.startswith("http"):
+        if self._is_on_web:
             raise StorageError(
                 f"{self._path(prefix)} is on a web server, which does not list its files. Give the URLs of several "
                 "atlases as a list. A Zarr store needs consolidated metadata: run "
@@ -177,7 +222,7 @@ class ObstoreClient:
                 "GOOGLE_APPLICATION_CREDENTIALS, ...) and the region. A public bucket needs no credentials: "
                 "storage_options={'skip_signature': True}."
             )
-        place = "address is" if self._public_root.startswith("http") else "endpoint and the region are"
+        place = "address is" if self._is_on_web else "endpoint and the region are"
         return StorageError(f"{what} Check that the {place} right and that the server responds.")
 
 
@@ -206,9 +251,10 @@ def _store(root: str, options: Mapping[str, Any]) -> Any:
         client["allow_http"] = True
     if parts.scheme in ("http", "https"):
         host = parts.netloc.rpartition("@")[2]
+        client["default_headers"] = {"accept-encoding": "identity"}
         if parts.username:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-            client["default_headers"] = {"authorization": f"Basic {base64.b64encode(pair).decode()}"}
+            client["default_headers"]["authorization"] = f"Basic {base64.b64encode(pair).decode()}"
         client |= options.pop("client_options", None) or {}
         url = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
         return HTTPStore(url, client_options=client, retry_config=retries, **options)

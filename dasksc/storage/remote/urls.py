@@ -159,7 +159,13 @@ class RemoteLocation:
         """Return True if the location is a Zarr group; takes up to three requests."""
         if self.key.endswith(HDF5_ENDINGS):
             return False
-        return any(self.below(marker).exists() for marker in ZARR_MARKERS)
+        try:
+            return any(self.below(marker).exists() for marker in ZARR_MARKERS)
+        except StorageError:
+            # A presigned URL allows one object, and denies names below it.
+            if not (self.is_on_web and self.exists()):
+                raise
+            return False
 
     @classmethod
     def of_local(cls, path: str) -> RemoteLocation:

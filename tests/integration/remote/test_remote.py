@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, StorageError
+from dasksc.output.inputs import token_of
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, merged_ranges
 from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
-from tests.support.servers import SECRET, Bucket, HTTPServer, serving
+from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
@@ -65,6 +67,87 @@ def test_a_server_without_ranges_is_refused(web_stores: HTTPServer) -> None:
     web_stores.faults.ranges = False
     with pytest.raises(StorageError, match="must serve byte ranges"):
         dasksc.open(f"{web_stores.url}/csr.h5ad")
+
+
+@pytest.mark.parametrize("status", [400, 403, 405, 501])
+@pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
+def test_a_server_that_refuses_head_is_read(stores: Path, web_stores: HTTPServer, name: str, status: int) -> None:
+    web_stores.faults.head = status
+    same(dasksc.open(f"{web_stores.url}/{name}"), dasksc.open(stores / name))
+    assert sum(method == "HEAD" for method, _, _ in web_stores.faults.requests) == 1
+
+
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_a_presigned_url_without_an_ending_is_read(stores: Path, tmp_path: Path, status: int) -> None:
+    shutil.copy(stores / "csr.h5ad", tmp_path / "3f9a")
+    signature = "X-Amz-Signature=a%2Fb%3D"
+    with serving(tmp_path) as server:
+        server.faults.head = status
+        server.faults.signature = signature
+        server.faults.status = lambda number: None if server.faults.requests[-1][1] == "/3f9a" else 403
+        same(dasksc.open(f"{server.url}/3f9a?{signature}"), dasksc.open(stores / "csr.h5ad"))
+        with pytest.raises(StorageError, match="403") as refused:
+            dasksc.open(f"{server.url}/3f9a?X-Amz-Signature={SECRET}")
+    assert SECRET not in str(refused.value)
+
+
+def test_objects_of_a_server_without_head_and_ranges_are_read_whole(stores: Path, web_stores: HTTPServer) -> None:
+    web_stores.faults.head, web_stores.faults.ranges = 501, False
+    same(dasksc.open(f"{web_stores.url}/dense.zarr3.zarr"), dasksc.open(stores / "dense.zarr3.zarr"))
+    with pytest.raises(StorageError, match="byte ranges"):
+        dasksc.open(f"{web_stores.url}/csr.h5ad")
+
+
+def test_an_empty_object_is_named_without_head(tmp_path: Path) -> None:
+    (tmp_path / "empty.h5ad").touch()
+    with serving(tmp_path) as server:
+        server.faults.head = 405
+        with pytest.raises(StorageError, match=r"empty\.h5ad is not an HDF5 file"):
+            dasksc.open(f"{server.url}/empty.h5ad")
+
+
+@pytest.mark.parametrize("head", [None, 403])
+def test_redirects_are_followed(stores: Path, web_stores: HTTPServer, head: int | None) -> None:
+    web_stores.faults.head = head
+    same(dasksc.open(f"{web_stores.url}/moved/csr.h5ad?token=a%2Fb"), dasksc.open(stores / "csr.h5ad"))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity"])
+@pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
+def test_compressed_answers_are_refused(stores: Path, web_stores: HTTPServer, name: str, encoding: str) -> None:
+    web_stores.faults.headers = {"Content-Encoding": encoding}
+    if encoding == "identity":
+        same(dasksc.open(f"{web_stores.url}/{name}"), dasksc.open(stores / name))
+        return
+    with pytest.raises(StorageError, match=f"Content-Encoding: {encoding}"):
+        dasksc.open(f"{web_stores.url}/{name}")
+
+
+@pytest.mark.parametrize("place", ["s3", "web"])
+@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+def test_a_chunk_changed_in_place_changes_the_token(
+    tmp_path: Path, s3: Callable[[str], Bucket], place: str, format: str
+) -> None:
+    path = write_store(make_adata(20, 5, layout="dense"), tmp_path, format)
+    bucket = s3(f"tokens-{format}") if place == "s3" else None
+
+    def token(server: HTTPServer) -> str:
+        url, options = f"{server.url}/{path.name}", None
+        if bucket is not None:
+            url, options = bucket.put(path), bucket.options
+        return token_of(matrix_of(dasksc.open(url, storage_options=options).X))
+
+    with serving(tmp_path) as server:
+        before = token(server)
+        if place == "web":
+            assert token(server) == before
+        parts = [path] if format == "h5ad" else [one for one in (path / "X").rglob("*") if one.name[0].isdigit()]
+        chunk = next(one for one in parts if one.is_file())
+        content = bytearray(chunk.read_bytes())
+        content[-1] ^= 1
+        chunk.write_bytes(content)
+        touch_later(chunk)
+        assert token(server) != before
 
 
 @pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
