@@ -17,6 +17,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_INTS
+from dasksc.sampling.labels import listed
 
 __all__ = ["ConditionRequest", "Conditions", "SplitRows", "is_control", "table_of"]
 
@@ -113,7 +114,7 @@ class Conditions:
             if name not in self.columns:
                 raise InputError(f"{option} names {name!r}, which is not one of conditions={list(self.columns)!r}")
             i = self.columns.index(name)
-            codes = [self.values[i].index(require_key(name, value, self.values[i])) for value in _listed(wanted)]
+            codes = [self.values[i].index(require_key(name, value, self.values[i])) for value in listed(wanted)]
             found &= np.isin(self.table[:, i], codes)
         return found
 
@@ -157,11 +158,11 @@ class ConditionRequest:
     @classmethod
     def of(cls, conditions: Any, hold_out: Any, few_shot: Any, control: Any) -> ConditionRequest:
         """Create the request from arguments, after checks that need no data."""
-        listed = _listed(conditions)
-        if not listed or not all(isinstance(name, str) for name in listed):
+        names = listed(conditions)
+        if not names or not all(isinstance(name, str) for name in names):
             raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
-        columns = tuple(dict.fromkeys(listed))
-        chosen = () if hold_out is None else (hold_out,) if isinstance(hold_out, Mapping) else tuple(_listed(hold_out))
+        columns = tuple(dict.fromkeys(names))
+        chosen = () if hold_out is None else (hold_out,) if isinstance(hold_out, Mapping) else tuple(listed(hold_out))
         if not all(isinstance(one, Mapping) and one for one in chosen) or (hold_out is not None and not chosen):
             raise InputError(
                 f"hold_out={hold_out!r} must be a dict of values by column, such as {{{columns[0]!r}: [...]}}, or a "
@@ -250,7 +251,7 @@ def is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> ND
     found = np.ones(len(obs), dtype=bool)
     for name, wanted in control.items():
         codes, labels = _coded(obs, name, slice(None))
-        found &= np.isin(codes, [labels.index(require_key(name, value, labels)) for value in _listed(wanted)])
+        found &= np.isin(codes, [labels.index(require_key(name, value, labels)) for value in listed(wanted)])
     return found
 
 
@@ -286,12 +287,6 @@ def table_of(
     n_controls = np.bincount(conditions.of_row[control], minlength=len(contexts))
     columns["control cells"] = np.bincount(contexts, weights=n_controls, minlength=len(names)).astype(np.int64)
     return pd.DataFrame(columns, index=pd.Index(names, name=index_name))
-
-
-def _listed(value: Any) -> list[Any]:
-    """Return one value or several as a list."""
-    is_several = isinstance(value, Sequence | np.ndarray | pd.Index | set | frozenset) and not isinstance(value, str)
-    return list(value) if is_several else [value]
 
 
 def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32], list[Any]]:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from dasksc.checks import check_flags
 from dasksc.datasets.design import Sizes, design, names
 from dasksc.datasets.writing import Chunk, partial_path, write_atlas
 from dasksc.errors import InputError
@@ -100,6 +101,7 @@ def synthetic(
     >>> dasksc.open(path).shape
     (1000, 200)
     """
+    check_flags(dense=dense, progress=progress)
     path = Path(path)
     is_zarr = path.suffix == ".zarr"
     if compression is not None and (is_zarr or compression not in ("gzip", "lzf")):

@@ -129,7 +129,7 @@ def warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Iterat
 
 
 def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
-    """Yield warnings about cells that are left out or repeated, or whose controls match in only some columns."""
+    """Yield warnings about cells that are left out or repeated."""
     sampler = plan.sampler
     if not isinstance(sampler, SetSampler):
         return
@@ -144,12 +144,6 @@ def warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
         yield (
             f"{found.n_unmatched_cells:,} cells of {found.n_unmatched_groups:,} groups are never drawn, since no "
             "control cell matches them. Match fewer columns (match=), or add control cells (control_indices=)"
-        )
-    if found.n_loosened_cells:
-        yield (
-            f"{found.n_loosened_cells:,} cells of {found.n_loosened_groups:,} groups have controls that agree with "
-            "them in only some columns of match=, so batch effects enter the comparison. unmatched='drop' leaves "
-            "these cells out"
         )
     if found.n_short_groups:
         yield (

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
+from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.loader import components_of, scDataset
 from dasksc.memory.limits import memory_limit
@@ -143,6 +144,7 @@ def suggest_parameters(
     >>> suggested["num_workers"], suggested["block_size_balanced"] >= 1
     (0, True)
     """
+    check_flags(verbose=verbose)
     if not 0 < target_ram_fraction <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     data_collection = _opened(data_collection)

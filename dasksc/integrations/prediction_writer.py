@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from dasksc import InputError, PredictionReport
+from dasksc.checks import check_flags
 from dasksc.inference import Predictions
 from dasksc.inference.sharing import RankStatus, Share
 from dasksc.integrations.data_module import DataModule
@@ -63,6 +64,7 @@ class Writer:
         nan: Literal["error", "report"] = "error",
     ) -> None:
         super().__init__()  # Initializes Lightning's base class.
+        check_flags(in_place=in_place, overwrite=overwrite)
         self._out = out
         self._options: dict[str, Any] = {
             "key": key,

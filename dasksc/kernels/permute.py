@@ -117,7 +117,7 @@ def below(key, counter, n):
 
 @kernel
 def shuffle(key, out):
-    """Fill `out`, shape (n,), n < 2**32, with a keyed uniform permutation of ``range(n)`` (Fisher-Yates)."""
+    """Fill `out`, shape (n,), with a keyed uniform permutation of ``range(n)`` (Fisher-Yates)."""
     n = out.shape[0]
     for i in range(n):
         out[i] = i

@@ -141,7 +141,7 @@ def fill_from_group(key, n, block_size, first, table, out):
     key
         Key of the order, uint64.
     n
-        Number of cells in the group, 0 < n < 2**32.
+        Number of cells in the group, above 0.
     block_size
         Number of neighboring cells that stay together.
     first

@@ -144,7 +144,8 @@ class scDataset(IterableDataset[Any]):
         modality.
     filter
         Expression over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``; only rows that match are drawn.
-        `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices`` of the strategy.
+        `dasksc.rows_where` documents the syntax. The filter also applies to the ``indices``
+        and ``control_indices`` of the strategy.
     layout
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype

@@ -62,6 +62,8 @@ __all__ = ["EpochPlan"]
 
 _Int64s = NDArray[np.int64]
 
+# Maximum number of rows of an epoch; sums of two numbers of rows fit into int64.
+_MAX_ROWS = 2**62
 # Upper bound of the number of batches in one segment of an epoch.
 _MAX_BATCHES = 2**48
 
@@ -119,6 +121,10 @@ class EpochPlan:
             object.__setattr__(self, name, whole_number(name, getattr(self, name), 0, end))
         if isinstance(self.sampler, StratifiedSampler):
             object.__setattr__(self, "sampler", self.sampler.of_batches(self.batch_size))
+        if self.sampler.n_rows > _MAX_ROWS:
+            raise InputError(
+                f"an epoch of {self.sampler.n_rows} rows is too long; draw at most 2**62 rows (n_sets=, total_size=)"
+            )
         unit = self.sampler.unit
         if self.batch_size % unit:
             raise InputError(

@@ -132,16 +132,19 @@ def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> 
         )
     n_obs = len(keep)
     candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
-    if candidates.array is None:
-        kept = np.flatnonzero(keep[candidates.start : candidates.start + candidates.n])
-    else:
-        kept = np.flatnonzero(keep[candidates.array])
+    kept = np.flatnonzero(keep[candidates.selector])
     if not len(kept):
         raise InputError(f"the filter {by} matches none of the {candidates.n} rows to draw from")
-    rows = candidates.rows(kept)
-    # Binding the strategy copies writeable indices, but not read-only ones.
-    rows.flags.writeable = False
-    changed: dict[str, Any] = {"indices": rows}
+    changed: dict[str, Any] = {"indices": candidates.rows(kept)}
+    control_indices = getattr(strategy, "control_indices", None)
+    if control_indices is not None:
+        controls = Candidates.of(control_indices, n_obs, name="control_indices")
+        changed["control_indices"] = controls.rows(np.flatnonzero(keep[controls.selector]))
+        if not len(changed["control_indices"]):
+            raise InputError(f"the filter {by} matches none of the {controls.n} rows of control_indices=")
+    for rows in changed.values():
+        # Binding the strategy copies writeable indices, but not read-only ones.
+        rows.flags.writeable = False
     for name in ("weights", "labels"):
         values = getattr(strategy, name, None)
         if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group

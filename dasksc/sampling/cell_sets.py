@@ -16,6 +16,7 @@ from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.control_matching import MatchRequest, match_groups, match_rows
 from dasksc.sampling.groups import CodedColumn, RowGroups, columns_named, combined_codes, group_rows
+from dasksc.sampling.labels import pandas_label
 from dasksc.sampling.set_sampler import SetAccounts, SetSampler
 from dasksc.sampling.strategies import BuiltInStrategy
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("dasksc.sampling")
 
 _Int64s = NDArray[np.int64]
 
-_CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop", "loosen")}
+_CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
 _N_SHOWN = 3
 
 
@@ -93,13 +94,12 @@ class CellSets(BuiltInStrategy):
         Names of the obs columns in which control cells agree with their target. Default: the columns of `by` that
         `control` does not name. With columns that are not in `by`, cells of one set may match different controls.
     n_controls
-        Number of control cells for each target cell.
+        Number of control cells for each target cell. A control cell is repeated in a set only if fewer match than are
+        drawn.
     unmatched
-        What to do with cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out,
-        ``"loosen"`` ignores columns of `match`, starting with the last one. Loosening mixes batch effects into the
-        comparison; ``dasksc.check(dataset)`` counts the affected cells.
+        What to do with cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out.
     control_indices
-        Rows to draw control cells from. Default: the rows to draw targets from.
+        Rows to draw control cells from, instead of `indices`. The filter of `scDataset` applies to them, too.
     include_control
         If True, groups of control cells are also targets. A control cell may then be its own control.
 
@@ -327,7 +327,7 @@ class CellSets(BuiltInStrategy):
             try:
                 if len(labels) != len(by_label):
                     raise MissingKeyError(f"each key must be a tuple of {len(by_label)} labels")
-                codes = tuple(one[label] for one, label in zip(by_label, labels, strict=True))
+                codes = tuple(one[pandas_label(label)] for one, label in zip(by_label, labels, strict=True))
             except MissingKeyError as error:
                 raise MissingKeyError(
                     f"weights contain {key!r}, which is not a group of {', '.join(self.by)}: {error}"

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.sampling.labels import pandas_label
 
 __all__ = ["largest_remainders", "max_draws", "check_quotas", "shares_of"]
 
@@ -61,7 +62,8 @@ def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
         raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
     factors = np.ones(len(names), dtype=np.float64)
     position = {name: i for i, name in enumerate(names)}
-    for name, factor in weights.items():
+    for given, factor in weights.items():
+        name = pandas_label(given)
         if name not in position:
             labels = [label.item() if isinstance(label, np.generic) else label for label in names[:20]]
             raise MissingKeyError(f"class_weights contains {name!r}, which is not a label; labels are {labels}")

@@ -32,15 +32,14 @@ class MatchRequest:
     by
         Names of the columns that define groups.
     match
-        Columns in which controls and targets agree. With ``unmatched="loosen"``, columns are ignored one by one,
-        starting with the last, until controls are found.
+        Columns in which controls and targets agree.
     n_controls
         Number of control cells for each target cell.
     block_size
         Number of neighboring control rows that are read together, if the runs of controls that match the same targets
         are at least this long on average; otherwise, controls are drawn one by one.
     unmatched
-        ``"error"``, ``"drop"`` or ``"loosen"``.
+        ``"error"`` or ``"drop"``.
     """
 
     by: Sequence[str]
@@ -60,8 +59,6 @@ class _Pools:
         See `Controls`.
     of_key
         Pool of each key, shape (n_keys,), int64; -1 for a key without matching controls.
-    is_loosened
-        True for each key whose pool matches fewer columns than requested, shape (n_keys,), bool.
     run_rows
         Mean length of the runs of neighboring rows in a pool.
     """
@@ -70,7 +67,6 @@ class _Pools:
     starts: _Int64s
     counts: _Int64s
     of_key: _Int64s
-    is_loosened: NDArray[np.bool_]
     run_rows: float
 
 
@@ -110,10 +106,13 @@ def match_groups(
     positions = np.flatnonzero(is_control[control_candidates.selector])
     key_rows = targets.rows(groups.first_rows())
     pools = _pools_of(key_rows, request, control_candidates, positions)
-    found = _accounts(groups.counts, pools) | {"n_control_cells": len(positions)}
-    found |= {f"n_{what}_groups": int(mask.sum()) for what, mask in _affected_keys(pools).items()}
     is_unmatched = pools.of_key < 0
     _refuse_unmatched(request, groups.counts, key_rows, is_unmatched)
+    found = {
+        "n_control_cells": len(positions),
+        "n_unmatched_groups": int(is_unmatched.sum()),
+        "n_unmatched_cells": int(groups.counts[is_unmatched].sum()),
+    }
     return _controls(request, pools, pools.of_key[~is_unmatched], EMPTY_INTS), groups.kept(~is_unmatched), found
 
 
@@ -155,31 +154,22 @@ def match_rows(
     present = np.flatnonzero(counts)
     key_rows = targets.rows(firsts[present])
     pools = _pools_of(key_rows, request, control_candidates, positions)
-    found = _accounts(counts[present], pools) | {"n_control_cells": len(positions)}
     _refuse_unmatched(request, counts[present], key_rows, pools.of_key < 0)
-    for what, mask in _affected_keys(pools).items():
-        is_affected = np.zeros(n_keys, dtype=np.bool_)
-        is_affected[present[mask]] = True
-        cells = is_affected[of_target] & (codes >= 0)
-        found[f"n_{what}_groups"] = len(np.unique(codes[cells]))
-        if what == "unmatched":
-            codes[cells] = -1
     pool_of_key = np.full(n_keys, -1, dtype=np.int64)
     pool_of_key[present] = pools.of_key
+    is_unmatched = (pool_of_key < 0)[of_target] & (codes >= 0)
+    found = {
+        "n_control_cells": len(positions),
+        "n_unmatched_groups": len(np.unique(codes[is_unmatched])),
+        "n_unmatched_cells": int(is_unmatched.sum()),
+    }
+    codes[is_unmatched] = -1
     return _controls(request, pools, pool_of_key, keys), group_rows(codes, n_codes), found
 
 
 def _controls(request: MatchRequest, pools: _Pools, of_group: _Int64s, codes: NDArray[Any]) -> Controls:
     block_size = request.block_size if pools.run_rows >= request.block_size else 1
     return Controls(pools.rows, pools.starts, pools.counts, of_group, codes, block_size, request.n_controls)
-
-
-def _affected_keys(pools: _Pools) -> dict[str, NDArray[np.bool_]]:
-    return {"unmatched": pools.of_key < 0, "loosened": pools.is_loosened}
-
-
-def _accounts(cells: _Int64s, pools: _Pools) -> dict[str, int]:
-    return {f"n_{what}_cells": int(cells[mask].sum()) for what, mask in _affected_keys(pools).items()}
 
 
 def _missing_as_label(column: CodedColumn) -> CodedColumn:
@@ -193,63 +183,34 @@ def _missing_as_label(column: CodedColumn) -> CodedColumn:
 
 
 def _pools_of(key_rows: _Int64s, request: MatchRequest, control_candidates: Candidates, positions: _Int64s) -> _Pools:
-    """Find the control cells that agree with each key row in as many leading columns of ``match`` as possible.
-
-    Unless ``unmatched="loosen"``, they must agree in all columns.
+    """Find the control cells that agree with each key row in all columns of ``match``.
 
     Parameters
     ----------
     key_rows
         One row of the collection for each key, shape (n_keys,), int64.
     request
-        Columns to match, and the option to ignore some of them.
+        Columns to match.
     control_candidates, positions
         Rows to draw controls from, and the positions of control cells among them, shape (n,), int64.
     """
     control_rows = control_candidates.rows(positions)
-    of_key = np.full(len(key_rows), -1, dtype=np.int64)
-    is_loosened = np.zeros(len(key_rows), dtype=np.bool_)
-    listed: list[_Int64s] = []
-    starts: list[_Int64s] = []
-    counts: list[_Int64s] = []
-    n_listed = n_pools = n_runs = 0
-    fewest = 0 if request.unmatched == "loosen" else len(request.match)
-    for n_columns in range(len(request.match), fewest - 1, -1):
-        is_open = np.flatnonzero(of_key < 0)
-        if not len(is_open):
-            break
-        rows = np.concatenate([key_rows[is_open], control_rows])
-        codes, n_codes = combined_codes(request.match[:n_columns], rows, len(rows))
-        groups = group_rows(codes[len(is_open) :], n_codes)
-        number = np.full(n_codes + 1, -1, dtype=np.int64)  # the last entry is that of code -1
-        number[groups.codes] = np.arange(len(groups.codes))
-        group_of_key = number[codes[: len(is_open)]]
-        used, pool = np.unique(group_of_key[group_of_key >= 0], return_inverse=True)
-        found = is_open[group_of_key >= 0]
-        of_key[found] = n_pools + pool
-        is_loosened[found] = n_columns < len(request.match)
-        n_members = groups.counts[used]
-        ends = np.cumsum(n_members)
-        members = groups.rows(
-            np.repeat(groups.starts[used] - (ends - n_members), n_members) + np.arange(ends[-1:].sum())
-        )
-        listed.append(control_rows[members])
-        starts.append(n_listed + ends - n_members)
-        counts.append(n_members)
-        # Other cells between two controls end a run.
-        n_runs += 1 + int(np.count_nonzero(np.diff(positions[members]) != 1))
-        n_listed += len(members)
-        n_pools += len(used)
-    all_rows = np.concatenate(listed)
-    dtype = np.int32 if not len(all_rows) or all_rows.max() < 2**31 else np.int64
-    return _Pools(
-        all_rows.astype(dtype),
-        np.concatenate(starts),
-        np.concatenate(counts),
-        of_key,
-        is_loosened,
-        n_listed / max(1, n_runs),
-    )
+    rows = np.concatenate([key_rows, control_rows])
+    codes, n_codes = combined_codes(request.match, rows, len(rows))
+    groups = group_rows(codes[len(key_rows) :], n_codes)
+    number = np.full(n_codes + 1, -1, dtype=np.int64)  # the last entry is that of code -1
+    number[groups.codes] = np.arange(len(groups.codes))
+    of_key = number[codes[: len(key_rows)]]
+    used, pool = np.unique(of_key[of_key >= 0], return_inverse=True)
+    of_key[of_key >= 0] = pool
+    counts = groups.counts[used]
+    ends = np.cumsum(counts)
+    members = groups.rows(np.repeat(groups.starts[used] - (ends - counts), counts) + np.arange(counts.sum()))
+    # Other cells between two controls end a run.
+    n_runs = 1 + int(np.count_nonzero(np.diff(positions[members]) != 1))
+    listed = control_rows[members]
+    dtype = np.int32 if not len(listed) or listed.max() < 2**31 else np.int64
+    return _Pools(listed.astype(dtype), ends - counts, counts, of_key, len(listed) / n_runs)
 
 
 def _refuse_unmatched(
@@ -272,6 +233,6 @@ def _refuse_unmatched(
     )
     raise InputError(
         f"{int(cells[is_unmatched].sum())} of the cells to draw from have no control cell with the same {names}; "
-        f"examples are the cells of {examples}. Leave them out with unmatched='drop', match fewer columns with "
-        "unmatched='loosen' or match=, or add control cells with control_indices="
+        f"examples are the cells of {examples}. Leave them out with unmatched='drop', match fewer columns "
+        "(match=), or add control cells (control_indices=)"
     )

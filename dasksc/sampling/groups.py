@@ -15,7 +15,7 @@ from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import sets as kernels
 from dasksc.sampling.arrays import EMPTY_INTS
 from dasksc.sampling.digests import digest_of
-from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.labels import encode_labels, listed
 
 __all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group_rows"]
 
@@ -76,9 +76,7 @@ class CodedColumn:
         WrongTypeError
             If `wanted` contains an object that cannot be a label.
         """
-        if isinstance(wanted, np.ndarray) or hasattr(wanted, "to_numpy"):
-            wanted = wanted.tolist()
-        several = wanted if isinstance(wanted, list | tuple | set | frozenset) else [wanted]
+        several = listed(wanted)
         if not several:
             raise InputError(f"control= has no label for column {self.name!r}; give one, or a list of labels")
         codes = self.codes_by_label()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError
 from dasksc.sampling.arrays import EMPTY_INTS, array_of
 
-__all__ = ["check_categories", "encode_labels"]
+__all__ = ["check_categories", "encode_labels", "listed", "pandas_label"]
 
 _Int64s = NDArray[np.int64]
 
@@ -84,6 +85,8 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
             codes, names = pd.factorize(cast(Any, chunk), sort=False)
         except (TypeError, ValueError) as error:
             raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
+        if names.dtype.kind in "mM":
+            names = pd.Index(names)  # its items are those of categories of dates, and equal those of datetime
         places = [position.setdefault(name, len(position)) for name in names]
         seen = np.array([*places, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
@@ -94,6 +97,24 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
         table = order[table]
     table = table.astype(np.min_scalar_type(-max(len(classes), 1))) if is_lazy else table
     return np.concatenate([table[codes] for codes in encoded] or [EMPTY_INTS]), classes
+
+
+def listed(labels: Any) -> list[Any]:
+    """Return one label or several as a list; see `pandas_label`."""
+    import pandas as pd
+
+    labels = np.atleast_1d(labels) if isinstance(labels, np.ndarray) else labels
+    is_several = pd.api.types.is_list_like(labels) and not isinstance(labels, Mapping)
+    return [pandas_label(one) for one in (labels if is_several else [labels])]
+
+
+def pandas_label(label: Any) -> Any:
+    """Return a date or duration of NumPy as that of pandas, as `encode_labels` does; return other labels unchanged."""
+    import pandas as pd
+
+    if isinstance(label, np.datetime64):
+        return pd.Timestamp(label)
+    return pd.Timedelta(label) if isinstance(label, np.timedelta64) else label
 
 
 def _label_array(labels: Any) -> Any:

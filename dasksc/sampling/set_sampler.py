@@ -31,7 +31,8 @@ class Controls:
     Parameters
     ----------
     rows
-        Row numbers, pool by pool, shape (n,), int32 or int64. A row may belong to several pools.
+        Row numbers, pool by pool, shape (n,), int32 or int64. No row belongs to several pools, so that one set draws
+        none twice.
     starts, counts
         First row and number of rows of each pool, shape (n_pools,), int64.
     pools
@@ -81,9 +82,6 @@ class SetAccounts:
     n_unmatched_groups, n_unmatched_cells
         Numbers of groups and cells without matching controls (``unmatched="drop"``). The cells are left out, and a
         group counts if any of its cells is unmatched.
-    n_loosened_groups, n_loosened_cells
-        Numbers of groups and cells whose controls match fewer columns (``unmatched="loosen"``). A group counts if any
-        of its cells has such controls.
     n_short_groups
         Number of groups with fewer cells than a set.
     drops_short
@@ -96,8 +94,6 @@ class SetAccounts:
     n_control_cells: int = 0
     n_unmatched_groups: int = 0
     n_unmatched_cells: int = 0
-    n_loosened_groups: int = 0
-    n_loosened_cells: int = 0
     n_short_groups: int = 0
     drops_short: bool = False
 

@@ -32,6 +32,10 @@ _GROUP_UNITS = 16
 _PIECE_ROWS = 2**20
 _GOLDEN = (5**0.5 - 1) / 2
 
+# The product of two numbers of batches fits into int64, and quotas computed from float64 shares sum to the number of
+# rows.
+_MAX_BATCHES, _MAX_ROWS = 2**31, 2**39
+
 
 @dataclass(frozen=True, kw_only=True)
 class StratifiedRows:
@@ -152,7 +156,8 @@ class StratifiedSampler:
         Raises
         ------
         InputError
-            If `total_size` is not a multiple of the batch size, or there are too few rows for a batch.
+            If `total_size` is not a multiple of the batch size, or there are too few rows for a batch, or too many
+            batches.
         """
         if self.batch_rows is not None:
             return self
@@ -171,6 +176,11 @@ class StratifiedSampler:
             raise InputError(
                 f"per_batch=True needs whole batches, but total_size={total} is not a multiple of "
                 f"batch_size={batch_rows}; give {near} or {near + batch_rows}"
+            )
+        if total // batch_rows >= _MAX_BATCHES or total >= _MAX_ROWS:
+            raise InputError(
+                f"per_batch=True draws fewer than 2**31 batches and 2**39 rows in an epoch; got total_size={total} and "
+                f"batch_size={batch_rows}. Give a smaller total_size"
             )
         sampler = replace(self, total_size=total, batch_rows=batch_rows)
         if not self.replace:

@@ -33,6 +33,9 @@ _SPLIT_LEVELS = 16
 # Number of candidates whose Gumbel keys are computed to estimate the smallest key that is drawn.
 _SAMPLED_KEYS = 65_536
 
+# The number of a round is one word of its key.
+_MAX_ROUNDS = 2**32
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -155,6 +158,11 @@ class WeightedSampler:
         """Raise `InputError` if rows cannot be drawn with these weights."""
         tree = self._tree
         if self.round_size is not None:
+            if self.n_rows > self.round_size * _MAX_ROUNDS:
+                raise InputError(
+                    f"total_size={self.n_rows} takes more than 2**32 rounds of sampling_size={self.round_size}; lower "
+                    "total_size"
+                )
             positive = self._n_positive
             if self.round_size > positive:
                 raise InputError(

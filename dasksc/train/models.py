@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dasksc import InputError
-from dasksc.checks import is_whole
+from dasksc.checks import check_flags, is_whole
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
@@ -191,6 +191,7 @@ class Autoencoder(nn.Module):
     ) -> None:
         super().__init__()
         _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers, latent_dim=latent_dim)
+        check_flags(variational=variational)
         hidden = [hidden_dim] * num_layers
         self.variational = variational
         self.beta = beta

@@ -151,7 +151,7 @@ UNITS: dict[str, SamplingStrategy] = {
     "sets of a number": CellSets(["kind", "donor"], 2, n_sets=40, weights="groups", indices=UNORDERED),
     "sets with controls": CellSets(**_MATCHED, n_controls=2),
     "sets with controls of any kind": CellSets(**_MATCHED, match=[], include_control=True, weights="groups"),
-    "sets with controls by row": CellSets("kind", 2, control="n < 30", match="donor", unmatched="loosen"),
+    "sets with controls by row": CellSets("kind", 2, control="n < 30", match="donor"),
     "sets once": CellSets(["kind", "donor"], 2, replace=False),
     "sets once with controls": CellSets(**_MATCHED, replace=False, incomplete="drop"),
     "balanced by temperature": ClassBalancedSampling(KINDS, 4, temperature=3.0),

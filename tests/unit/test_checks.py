@@ -15,6 +15,7 @@ import pytest
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, Streaming
 from dasksc.tokens import Vocabulary
+from dasksc.train.models import Autoencoder
 from dasksc.transforms import Downsample
 
 pytestmark = pytest.mark.core
@@ -44,6 +45,7 @@ CALLS: list[tuple[Callable[[ad.AnnData, Path], Any], str]] = [
     (lambda adata, _: dasksc.scDataset(adata, fetch_transform=Downsample(0.5)), "fetch_transform"),
     (lambda adata, _: dasksc.scDataset(adata, batch_transform=Downsample), "batch_transform"),
     (lambda *_: ClassBalancedSampling(label_key="kind", smoothing=True), "smoothing"),
+    (lambda *_: dasksc.start_cluster(1, processes="no"), "processes"),
     (
         lambda adata, _: list(dasksc.scDataset(adata, ClassBalancedSampling(label_key="kind", class_weights=[]))),
         "class_w",
@@ -73,6 +75,10 @@ FLAGGED: list[tuple[Callable[..., Any], tuple[str, ...]]] = [
     (dasksc.highly_variable_genes, ("adata", "n")),
     (dasksc.normalize, ("adata",)),
     (dasksc.datasets.demo_data, ("out",)),
+    (dasksc.datasets.synthetic, ("out",)),
+    (dasksc.datasets.synthetic_screen, ("out",)),
+    (dasksc.suggest_parameters, ("adata", "n")),
+    (Autoencoder, ("n",)),
 ]
 FLAGS = [
     (function, names, flag)

@@ -12,7 +12,7 @@ import distributed
 from distributed.security import Security
 
 from dasksc._compat.distributed import ensure_ip, http_address
-from dasksc.checks import is_whole
+from dasksc.checks import check_flags, is_whole
 from dasksc.errors import InputError
 from dasksc.executor.cluster.dashboard_links import with_host
 from dasksc.executor.cluster.rendezvous import attempt, join_cluster, publish_result
@@ -123,6 +123,7 @@ def start_cluster(
         )
 
     def check_arguments() -> None:
+        check_flags(processes=processes or False)
         _validate_arguments(
             host=host,
             port=port,

@@ -266,7 +266,7 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
             "set_size": 8,
             "control": {"cell_type": common} if by_dict else f"cell_type == '{common}'",
             "match": ["plate"],
-            "unmatched": "loosen",
+            "unmatched": "drop",
             "weights": "groups",
             "n_sets": 6,
         },

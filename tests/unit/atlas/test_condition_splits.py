@@ -170,6 +170,16 @@ def test_one_column_is_a_condition_by_itself() -> None:
     assert parts.table["test conditions"].tolist() == [2]
 
 
+@pytest.mark.parametrize("kind", [pd.to_datetime, pd.to_timedelta])
+@pytest.mark.parametrize("given", [pd.Series, np.asarray, list, lambda days: days[0]])
+def test_dates_and_durations_are_conditions(kind: Any, given: Any) -> None:
+    days = pd.Index(kind(range(5), unit="D"))
+    obs = pd.DataFrame({"day": days.repeat(10)})
+    parts = dasksc.split(obs, conditions="day", hold_out={"day": given(days[2:3])}, control={"day": given(days[:1])})
+    assert parts["test"].tolist() == list(range(20, 30))
+    assert parts.table["control cells"].tolist() == [10]
+
+
 HOLD = {"line": ["K562"]}
 
 

@@ -150,8 +150,12 @@ def test_expressions_and_filters(path: Path) -> None:
     for batch in data:
         assert (obs.dose.iloc[batch.index.numpy()] < 0.5).all()
         assert (obs.dose.iloc[batch.control.index.numpy()] < 0.5).all()
-    every = dataset(path, sets(control_indices=slice(None)), filter="dose < 0.5")
-    assert max(obs.dose.iloc[batch.control.index.numpy()].max() for batch in every) > 0.9
+    every = dataset(path, sets(control_indices=np.arange(200, 800)), filter="dose < 0.5")
+    controls = np.concatenate([batch.control.index.numpy() for batch in every])
+    assert (obs.dose.iloc[controls] < 0.5).all()
+    assert 200 <= controls.min() <= controls.max() < 800
+    with pytest.raises(InputError, match="control_indices"):
+        dataset(path, sets(control_indices=[int(np.argmax(obs.dose))]), filter="dose < 0.5")
 
 
 def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:

@@ -11,6 +11,7 @@ import itertools
 import pickle
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -21,6 +22,7 @@ from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
+from dasksc.errors import InputError
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.sampling.binding import bind
 from dasksc.sampling.block_order import BlockOrder
@@ -421,7 +423,7 @@ def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int,
         dasksc.BlockShuffling(1),
         dasksc.CellSets("gene", 8, n_sets=10**12),
         dasksc.BlockWeightedSampling(1, total_size=10**12),
-        dasksc.ClassBalancedSampling(label_key="gene", per_batch=True, total_size=10**12),
+        dasksc.ClassBalancedSampling(label_key="gene", per_batch=True, total_size=8 * (2**31 - 1)),
         dasksc.ClassBalancedSampling(label_key="gene", total_size=2**62),
     ],
     ids=lambda strategy: type(strategy).__name__,
@@ -431,6 +433,24 @@ def test_epochs_of_more_than_2_to_the_32_rounds_are_planned(strategy: dasksc.Sam
     n_obs = 10**10 if isinstance(strategy, dasksc.BlockShuffling) else len(genes)
     sampler = bind(strategy, None, n_obs, lambda _: genes)
     plan = dasksc.EpochPlan(sampler=sampler, batch_size=8, fetch_factor=2, seed=0)
-    for k in (0, plan.n_fetches - 1):
+    for k in (0, plan.n_fetches // 3, plan.n_fetches // 2, plan.n_fetches - 1):
         rows = plan.fetch(k).rows
         assert 0 <= rows.min() <= rows.max() < n_obs
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        dasksc.CellSets("gene", 64, n_sets=2**60),
+        dasksc.BlockWeightedSampling(1, total_size=2**63 - 1),
+        dasksc.ClassBalancedSampling(label_key="gene", total_size=2**62 + 1),
+        dasksc.ClassBalancedSampling(label_key="gene", per_batch=True, total_size=64 * 2**31),
+        dasksc.ClassBalancedSampling(label_key="gene", per_batch=True, total_size=2**63 - 64),
+        dasksc.BlockWeightedSampling(1, total_size=2**40, replace=False, sampling_size=1),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_epochs_of_too_many_rows_are_refused(strategy: dasksc.SamplingStrategy) -> None:
+    obs = pd.DataFrame({"gene": pd.Categorical(list("abcd") * 20)}, index=list(map(str, range(80))))
+    with pytest.raises(InputError, match=r"2\*\*\d\d"):
+        dasksc.scDataset(ad.AnnData(np.zeros((80, 1)), obs=obs), strategy, 64, seed=0)

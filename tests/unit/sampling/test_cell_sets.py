@@ -296,24 +296,19 @@ def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
     assert not is_open[drawn].any()
 
 
-def test_matching_is_loosened_from_the_last_column_on_and_counted() -> None:
-    obs = with_gap()
-    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="loosen")
-    is_target = obs.gene != "ctrl"
-    is_half = is_target & (obs.line == "K562") & (obs.batch == "z")
-    is_free = is_target & (obs.line == "RPE1")
-    assert sampler.accounts.n_loosened_cells == (is_half | is_free).sum()
-    assert sampler.accounts.n_loosened_groups == 8
-    lines: set[str] = set()
-    for _, rows, controls in sets_of(plan_of(sampler)):
-        for row, control in zip(rows, controls, strict=True):
-            if is_free[row]:
-                lines.add(obs.line[control])
-                continue
-            assert obs.line[control] == obs.line[row]
-            if not is_half[row]:
-                assert obs.batch[control] == obs.batch[row]
-    assert lines == {"HepG2", "K562"}
+@pytest.mark.parametrize("n_controls", [1, 9])
+def test_controls_of_a_set_repeat_only_where_too_few_match(n_controls: int) -> None:
+    obs = screen(400)
+    pools = obs[obs.gene == "ctrl"].groupby(["line", "batch"], observed=True).size()
+    sampler = bound(obs, "gene", 8, control=CONTROL, match=["line", "batch"], n_controls=n_controls, n_sets=500)
+    n_repeated = 0
+    for _, _, controls in sets_of(plan_of(sampler)):
+        drawn = obs.iloc[list(controls)].groupby(["line", "batch"], observed=True)
+        for pool, rows in drawn.groups.items():
+            times = rows.value_counts()
+            n_repeated += times.max() > 1
+            assert times.max() == -(-len(rows) // pools[pool])
+    assert (n_repeated > 0) == (n_controls == 9)
 
 
 def test_cells_without_a_label_to_match_by_are_unmatched() -> None:
@@ -370,7 +365,7 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
         ({"n_sets": 0}, "n_sets"),
         ({"n_controls": 0, "control": CONTROL}, "n_controls"),
         ({"incomplete": "keep"}, "incomplete must be one of 'repeat', 'drop'; got 'keep'"),
-        ({"unmatched": "warn"}, "unmatched must be one of"),
+        ({"unmatched": "loosen"}, "unmatched"),
         ({"weights": "rows"}, "weights must be 'cells', 'groups' or a dict"),
         ({"replace": False, "n_sets": 3}, "replace=False draws every cell once"),
         ({"replace": False, "weights": "groups"}, "replace=False draws every cell once"),

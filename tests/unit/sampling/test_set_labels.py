@@ -12,6 +12,7 @@ import pytest
 import dasksc
 from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.sampling.labels import encode_labels
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
@@ -134,6 +135,48 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
         bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "A"): -1.0}, **options)
 
 
+DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
+TIMES = {
+    "days": pd.Series(DAYS),
+    "seconds": pd.Series(DAYS.astype("datetime64[s]")),
+    "categories": pd.Series(pd.Categorical(DAYS)),
+    "zone": pd.Series(DAYS.tz_localize("UTC")),
+    "durations": pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
+    "short": pd.Series((DAYS - DAYS[0]) // 10**13),
+}
+
+
+@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, list, lambda day: day[0], set], ids=str)
+@pytest.mark.parametrize("column", TIMES.values(), ids=TIMES.keys())
+def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_given: Any) -> None:
+    obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
+    day = pd.Index(column.iloc[20:21])
+    if as_given is np.asarray and getattr(column.dtype, "tz", None):
+        day = day.astype(object)
+    sampler = bound(obs, "gene", 4, control={"day": as_given(day)}, match=[])
+    assert sampler.accounts.n_control_cells == 20
+    assert all(set(controls) <= set(range(20, 40)) for _, _, controls in sets_of(plan_of(sampler)))
+    weights = {label: float(label == day[0]) for label in column.unique()}
+    assert {row for _, rows, _ in sets_of(plan_of(bound(obs, "day", 4, weights=weights))) for row in rows} <= set(
+        range(20, 40)
+    )
+
+
+def test_durations_are_classes_and_none_of_them_is_missing() -> None:
+    durations = pd.to_timedelta([-5, 3, 3, -5, 7, 3], unit="ns")
+    codes, names = encode_labels(durations.to_numpy())
+    assert [names[code] for code in codes] == durations.tolist()
+    weights = {pd.Timedelta(3, "ns"): 0, np.timedelta64(7, "ns"): 0}
+    strategy = dasksc.ClassBalancedSampling(durations, class_weights=weights, total_size=50)
+    assert set(strategy.get_indices(np.zeros((6, 1)), seed=0).tolist()) == {0, 3}
+
+
+@pytest.mark.parametrize("given", [pd.NaT, pd.Timestamp("2020-01-01"), np.datetime64("2020-01-01", "ns")])
+def test_a_date_that_no_cell_has_is_refused(given: Any) -> None:
+    with pytest.raises(MissingKeyError, match="'day'"):
+        bound(pd.DataFrame({"day": DAYS}), "day", 4, control={"day": given})
+
+
 # --- Wrong arguments --------------------------------------------------------------------------------
 
 
@@ -197,7 +240,7 @@ def test_a_collection_without_obs_is_refused_by_column() -> None:
 def test_all_cells_are_controls() -> None:
     obs = screen()
     only = np.flatnonzero(obs.gene == "ctrl")
-    for options in ({"match": ["line"]}, {"match": ["line", "batch"]}, {"match": []}, {"unmatched": "loosen"}):
+    for options in ({"match": ["line"]}, {"match": ["line", "batch"]}, {"match": []}):
         with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*without the control cells"):
             bound(obs, ["line", "gene"], 8, control=CONTROL, indices=only, **options)
     assert bound(obs, "gene", 8, control=CONTROL, indices=only, include_control=True).n_sets > 0
