@@ -44,6 +44,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, range, type(None))
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Parameters of recurrent modules, which torch lists once more.
 _REPEATED = frozenset({"_flat_weights", "_flat_weight_refs"})
+# Beginnings of the names of attributes that `fully_shard` adds to modules. The first is followed by a random name.
+_OF_SHARDING = ("__composable_api", "_fsdp_use_orig_params", "_is_fsdp_managed_module")
 
 
 class _OpaqueError(Exception):
@@ -123,6 +125,8 @@ def _add(value: Any, update: Update, seen: Visited) -> None:
         for item in value:
             _add(item, update, seen)
     else:
+        if type(value).__module__.startswith("torch.distributed."):  # process groups and meshes, which know their rank
+            return
         update(_source_of(type(value)))
         for part in _reduced(value):
             _add(part, update, seen)
@@ -175,7 +179,11 @@ def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
     return {
         key: held
         for key, held in (state.items() if isinstance(state, dict) else [("state", state)])
-        if key not in _OF_MODULES | _REPEATED and not (is_of_torch and key.startswith("_"))
+        if key not in _OF_MODULES | _REPEATED
+        and not key.startswith(_OF_SHARDING)
+        and not (is_of_torch and key.startswith("_"))
+        # `register_fsdp_forward_method` replaces a method of a module by a wrapper.
+        and not (isinstance(part, FSDPModule) and hasattr(type(part), key) and hasattr(held, "__wrapped__"))
     }
 
 

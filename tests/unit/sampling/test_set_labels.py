@@ -146,7 +146,7 @@ TIMES = {
 }
 
 
-@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, list, lambda day: day[0], set], ids=str)
+@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, list, lambda day: day[0], set], ids=range(5))
 @pytest.mark.parametrize("column", TIMES.values(), ids=TIMES.keys())
 def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_given: Any) -> None:
     obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
