@@ -20,6 +20,7 @@ import anndata as ad
 import dask
 import distributed
 import numpy as np
+import psutil
 import pytest
 import scipy.sparse as sp
 import torch
@@ -27,8 +28,6 @@ import torch
 import dasksc
 from dasksc import FetchError
 from dasksc.executor import schedulers as window_schedulers
-from dasksc.executor.cluster import heartbeats, runner
-from dasksc.executor.cluster import resubmission as sent_fetches
 from dasksc.executor.window import Window
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
@@ -111,73 +110,37 @@ def nothing_is_left(client: distributed.Client) -> bool:
     return not client.run_on_scheduler(left) and not any(on_workers) and not client.futures
 
 
-# Workers
-
-
-@pytest.mark.timeout(600)  # starts ten processes, which takes long on a busy machine
-def test_ten_killed_workers_go_unnoticed(atlas: Path) -> None:
-    # Ten seeded moments in an epoch; with batches 4 ms apart, they hit reading, sending and idle workers.
+def test_killed_workers_go_unnoticed(atlas: Path) -> None:
+    # Seeded moments in an epoch; with batches 4 ms apart, they hit reading, sending and idle workers.
     rng = random.Random(20)
     # By default, a cluster drops workers that take longer than 15 s to restart, as they do on a busy machine.
     patient = dask.config.set({"distributed.deploy.lost-worker-timeout": "5 minutes"})
     with patient, local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
         expected = epoch_of(atlas)
-        n_killed = 0
-        while n_killed < 10:
+        for _ in range(2):
             kill_at = set(rng.sample(range(len(expected)), 2))
             batches = []
             for i, batch in enumerate(dataset(atlas, client)):
                 batches.append(batch)
                 time.sleep(0.004 * rng.random())
-                if i in kill_at and n_killed < 10:
+                if i in kill_at:
                     os.kill(rng.choice(watched(cluster)), signal.SIGKILL)
-                    n_killed += 1
             assert identical(batches, expected)
         assert eventually(lambda: len(client.nthreads()) == 2)
         assert eventually(lambda: nothing_is_left(client))
 
 
-def test_a_cluster_without_workers_is_told_and_waited_for(atlas: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cluster_without_workers_is_waited_for(atlas: Path) -> None:
     with local(0, **OVER_TCP) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        message = "Fetch 0 waits: the Dask cluster at tcp://"
 
-        def help_when_told() -> None:
-            if eventually(lambda: message in caplog.text):
+        def help_when_tasks_wait() -> None:
+            if eventually(lambda: bool(cluster.scheduler.tasks)):
                 cluster.scale(1)
 
-        helper = threading.Thread(target=help_when_told)
+        helper = threading.Thread(target=help_when_tasks_wait)
         helper.start()
         assert identical(list(dataset(atlas, client)), epoch_of(atlas))
         helper.join()
-    assert caplog.text.count(message) == 1
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "inproc"])
-def test_workers_that_are_all_paused_are_told_and_waited_for(
-    protocol: str, atlas: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    message = "has no running workers (1 paused at the memory limit)"
-
-    def pause(dask_worker: Any, is_paused: bool) -> None:
-        dask_worker.status = distributed.Status.paused if is_paused else distributed.Status.running
-
-    memory = {"monitor-interval": "1h", "terminate": False}
-    with (
-        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
-        local(1, processes=False, protocol=protocol) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        client.run(pause, is_paused=True)
-
-        def help_when_told() -> None:
-            if eventually(lambda: message in caplog.text):
-                client.run(pause, is_paused=False)
-
-        helper = threading.Thread(target=help_when_told)
-        helper.start()
-        assert identical(list(dataset(atlas, client)), epoch_of(atlas))
-        helper.join()
-    assert caplog.text.count(message) == 1
 
 
 def test_a_worker_that_joins_works_too_and_goes_unnoticed(atlas: Path) -> None:
@@ -197,83 +160,20 @@ def test_a_worker_that_joins_works_too_and_goes_unnoticed(atlas: Path) -> None:
         assert eventually(lambda: nothing_is_left(client))
 
 
-def status_of(dask_worker: Any) -> str:
-    return str(dask_worker.status.name)
-
-
-def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
-    limit = 2**31
-    memory = {
-        "monitor-interval": "20ms",
-        "pause": 0.5,
-        "terminate": False,
-    }  # another test covers termination by a nanny
-    with (
-        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
-        local(2, memory_limit=limit) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        full, free = client.nthreads()
-        expected = epoch_of(atlas)
-        assert identical(list(dataset(atlas, client)), expected)  # compiles the kernels in advance
-
-        def fill(dask_worker: Any) -> None:
-            # Dask cannot spill this array, so the worker can only pause.
-            dask_worker.ballast = np.ones(int(0.6 * limit) - dask_worker.monitor.proc.memory_info().rss, np.uint8)
-
-        batches = []
-        for i, batch in enumerate(dataset(atlas, client)):
-            batches.append(batch)
-            if i == 20:
-                client.run(fill, workers=[full])
-                assert eventually(lambda: client.run(status_of) == {full: "paused", free: "running"})
-        assert identical(batches, expected)
-        assert client.run(status_of) == {full: "paused", free: "running"}
-
-
-def test_a_worker_that_its_nanny_ends_goes_unnoticed(atlas: Path) -> None:
-    limit = 2**31
-    memory = {"monitor-interval": "20ms", "spill": False, "pause": False, "terminate": 0.5}
-    with (
-        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
-        local(2, memory_limit=limit) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        expected = epoch_of(atlas)
-        assert identical(list(dataset(atlas, client)), expected)
-        pids = set(watched(cluster))
-
-        def fill(dask_worker: Any) -> None:
-            dask_worker.ballast = np.ones(int(0.6 * limit), np.uint8)
-
-        batches = []
-        for i, batch in enumerate(dataset(atlas, client)):
-            batches.append(batch)
-            if i == 20:
-                client.run(fill, workers=[min(client.nthreads())], on_error="ignore")
-                assert eventually(lambda: len(pids & set(watched(cluster))) == 1)
-        assert identical(batches, expected)
-
-
 class Frozen:
-    """Task that suspends its worker process once, while the task runs or while its result is pickled."""
+    """Task that suspends its worker process once, while it fetches or while its result is sent."""
 
-    def __init__(self, mark: Path, k: int, when: str, number: int) -> None:
+    def __init__(self, mark: Path, when: str) -> None:
         self.mark = mark
-        self.k = k
         self.when = when
-        self.number = number
 
     def __call__(self, k: int) -> Any:
-        if k == self.k and self.when == "fetching":
-            self.stop()
-        return Frozen(self.mark, k, "sending", k) if k == self.k and self.when == "sending" else k
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.number == self.k:  # a result in transit
-            self.stop()
-            return int, (self.k,)
-        return Frozen, (self.mark, self.k, self.when, self.number)
+        if k != 5:
+            return k
+        if self.when == "sending":
+            return FrozenResult(self)
+        self.stop()
+        return k
 
     def stop(self) -> None:
         with contextlib.suppress(FileExistsError):
@@ -282,102 +182,27 @@ class Frozen:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def thaw(mark: Path) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(mark.read_text()), signal.SIGCONT)
+class FrozenResult:
+    """Result that suspends its worker process when it is pickled."""
+
+    def __init__(self, task: Frozen) -> None:
+        self.task = task
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.task.stop()
+        return int, (5,)
 
 
 @pytest.mark.parametrize("when", ["fetching", "sending"])
-def test_a_frozen_worker_is_named_and_others_do_its_fetches(
-    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_do_the_fetches_of_a_frozen_worker(when: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     with local(2) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        pids = client.run(os.getpid)
-        gave_up = threading.Timer(WAIT_S, thaw, [mark])
-        gave_up.start()
-        with Window(Frozen(mark, 5, when, -1), range(40), name="frozen", depth=6, scheduler=client) as window:
+        with Window(Frozen(mark, when), range(40), name="frozen", depth=6, scheduler=client) as window:
             assert list(window) == [(k, k) for k in range(40)]
-        assert gave_up.is_alive()  # the worker was still frozen
-        gave_up.cancel()
-        (address,) = [address for address, pid in pids.items() if pid == int(mark.read_text())]
-        assert caplog.text.count(f"waits: the Dask worker at {address} has sent no heartbeat for") == 1
-        assert caplog.text.count("sent no heartbeat") == 1
-        thaw(mark)
+        worker = psutil.Process(int(mark.read_text()))
+        assert worker.status() == psutil.STATUS_STOPPED
+        worker.resume()
         assert eventually(lambda: nothing_is_left(client))
-
-
-def test_a_frozen_worker_without_others_is_named_and_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mark = tmp_path / "mark"
-    message = "sent no heartbeat for"
-    with local(1) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        was_told = []
-
-        def thaw_when_told() -> None:
-            was_told.append(eventually(lambda: message in caplog.text))
-            thaw(mark)
-
-        helper = threading.Thread(target=thaw_when_told)
-        helper.start()
-        with Window(Frozen(mark, 5, "fetching", -1), range(10), name="frozen", depth=4, scheduler=client) as window:
-            assert list(window) == [(k, k) for k in range(10)]
-        helper.join()
-        assert was_told == [True]
-        assert "No other worker is running" in caplog.text
-        assert eventually(lambda: nothing_is_left(client))
-    assert caplog.text.count(message) == 1
-
-
-class Slow:
-    """Task whose first fetch takes longer than the time after which a worker without heartbeats counts as silent."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __call__(self, k: int) -> int:
-        if k == 0:
-            with self.mark.open("a") as file:
-                file.write("began ")
-            time.sleep(heartbeats._SILENT_S + 2)
-        return k
-
-
-def test_a_worker_that_is_slow_is_not_taken_for_frozen(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (runner, sent_fetches):
-        monkeypatch.setattr(module, "STUCK_S", 0.2)
-    mark = tmp_path / "mark"
-    with (
-        local(2, **OVER_TCP) as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-        Window(Slow(mark), range(4), name="slow", depth=2, scheduler=client) as window,
-    ):
-        assert list(window) == [(k, k) for k in range(4)]
-    assert mark.read_text() == "began "
-    assert "sent no heartbeat" not in caplog.text
-
-
-def test_silence_is_measured_by_the_clock_of_the_scheduler() -> None:
-    start = time.perf_counter()
-    early = 1e9  # the scheduler's clock is years behind
-
-    def heard(**seconds: float) -> dict[str, dict[str, float]]:
-        return {address: {"last_seen": early + at} for address, at in seconds.items()}
-
-    known = heartbeats.Heartbeats()
-    assert known.silent({}, requested_at=start) == {}
-    assert known.silent(heard(a=0, b=4), requested_at=start) == {}
-    assert known.silent(heard(a=0, b=7), requested_at=start) == {"a": 7}
-    assert known.silent(heard(a=8, b=8), requested_at=start) == {}
-    # The scheduler answers an old request late, so the silence must not be attributed to the workers.
-    assert known.silent(heard(a=8, b=8), requested_at=start) == {}
-    assert known.silent(heard(a=8, b=8), requested_at=time.perf_counter() + 6).keys() == {"a", "b"}
-    # In large clusters, workers send heartbeats less often.
-    many = {str(i): {"last_seen": early + 20} for i in range(1000)} | heard(late=0)
-    assert known.silent(many, requested_at=start) == {}
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +217,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path.unlink()
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap: bool, large: Path) -> None:
+def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(large: Path) -> None:
     limit = 700 * 2**20
     # Mapped pages count toward a process's memory, and each worker maps the whole file.
     assert large.stat().st_size > limit
@@ -416,7 +240,6 @@ def test_one_shot_batches_stay_below_a_workers_limit_and_are_never_spilled(mmap:
             layout="csr",
             scheduler=client,
             prefetch=12,
-            mmap=mmap,
             seed=0,
         )
         with busy(client):  # results accumulate on the workers
@@ -446,40 +269,21 @@ def busy(client: distributed.Client) -> Iterator[None]:
         stalling.result()
 
 
-@pytest.mark.parametrize("ends", ["epoch", "break"])
-def test_nothing_is_left_on_scheduler_and_workers(
-    atlas: Path, ends: str, two_process_client: distributed.Client
-) -> None:
-    for i, _ in enumerate(dataset(atlas, two_process_client)):
-        if ends == "break" and i == 30:
-            break
-    assert eventually(lambda: nothing_is_left(two_process_client))
-
-
-# Schedulers
-
-
 def test_a_rank_that_ends_abruptly_leaves_nothing_on_the_cluster(processes: DaskProcesses, atlas: Path) -> None:
     with distributed.Client(processes.address, set_as_default=False) as client:
         client.wait_for_workers(1, timeout=WAIT_S)
-        for end in ("os.kill(os.getpid(), 9)", "client.close()"):
-            program = f"""
+        program = f"""
 import os, dasksc, distributed
 client = distributed.Client({processes.address!r})
 dataset = dasksc.scDataset({str(atlas)!r}, dasksc.BlockShuffling(5), 10, 2, seed=0, scheduler=client)
 for i, batch in enumerate(dataset):
     if i == 5:
         print("in the epoch", flush=True)
-        {end}
+        os.kill(os.getpid(), 9)
 """
-            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * WAIT_S)
-            assert done.returncode != 0
-            assert done.stdout == "in the epoch\n"
-            assert eventually(lambda: nothing_is_left(client))
-            on_workers = client.run(lambda dask_worker: list(dask_worker.plugins))
-            assert all(not name.startswith("dasksc") for names in on_workers.values() for name in names)
-            on_scheduler = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.plugins))
-            assert not [name for name in on_scheduler if name.startswith("dasksc-Client")]
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=3 * WAIT_S)
+        assert done.stdout == "in the epoch\n"
+        assert eventually(lambda: nothing_is_left(client))
 
 
 # Import finder that hides dasksc, passed to `dask worker` as a preload.
@@ -495,31 +299,14 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_a_worker_without_dasksc_is_named_and_others_work(atlas: Path, tmp_path: Path) -> None:
+def test_a_worker_without_dasksc_is_named(processes: DaskProcesses, atlas: Path, tmp_path: Path) -> None:
     (tmp_path / "without.py").write_text(WITHOUT_DASKSC)
-    preload = ("--preload", str(tmp_path / "without.py"))
-    expected = epoch_of(atlas)
-    with contextlib.ExitStack() as stack:
-        processes = stack.enter_context(DaskProcesses(tmp_path))
-        processes.start_scheduler()
-        processes.start_worker()
-        client = stack.enter_context(distributed.Client(processes.address, set_as_default=False))
-        client.wait_for_workers(1, timeout=WAIT_S)
-        assert identical(list(dataset(atlas, client)), expected)
-        without = processes.start_worker(*preload)
+    with distributed.Client(processes.address, set_as_default=False) as client:
+        processes.start_worker("--preload", str(tmp_path / "without.py"))
         client.wait_for_workers(2, timeout=WAIT_S)
-        with pytest.raises(FetchError, match=r"The worker at tcp://\S+ .* cannot import dasksc .*Install the same"):
+        with pytest.raises(FetchError, match="cannot import dasksc"):
             list(dataset(atlas, client))
         assert eventually(lambda: nothing_is_left(client))
-        without.terminate()
-        assert eventually(lambda: len(client.scheduler_info(n_workers=-1)["workers"]) == 1)
-        # A worker without dasksc can join during an epoch, since it may serve other purposes. Dask removes such a
-        # worker once it receives a fetch.
-        batches = iter(dataset(atlas, client, prefetch=1))
-        first = next(batches)
-        processes.start_worker(*preload)
-        client.wait_for_workers(2, timeout=WAIT_S)
-        assert identical([first, *batches], expected)
 
 
 def test_tasks_that_a_restart_drops_are_reported(atlas: Path) -> None:
@@ -527,32 +314,8 @@ def test_tasks_that_a_restart_drops_are_reported(atlas: Path) -> None:
         batches = iter(dataset(atlas, client))
         next(batches)
         client.restart(wait_for_workers=False)
-        with pytest.raises(FetchError, match=r"has dropped the tasks: client.restart\(\) was called"):
+        with pytest.raises(FetchError, match="restart"):
             list(batches)
-
-
-def test_a_restart_leaves_nothing_that_was_sent_meanwhile(tmp_path: Path) -> None:
-    with local(1, processes=False) as cluster, distributed.Client(cluster, set_as_default=False) as client:
-        window = Window(int, range(10), name="restarted", depth=2, scheduler=client)
-        assert eventually(window.next_is_done)
-        has_restarted, has_sent = threading.Event(), threading.Event()
-        forget = client._stream_handlers["restart"]
-
-        def forget_late(**message: Any) -> None:
-            has_restarted.set()
-            assert has_sent.wait(WAIT_S)
-            forget(**message)
-
-        client._stream_handlers["restart"] = forget_late
-        restarting = threading.Thread(target=client.restart, kwargs={"wait_for_workers": False})
-        restarting.start()
-        assert has_restarted.wait(WAIT_S)
-        assert next(window) == (0, 0)  # sends fetch 2
-        has_sent.set()
-        with pytest.raises(FetchError, match="scheduler-restart"):
-            list(window)
-        restarting.join()
-        assert eventually(lambda: nothing_is_left(client))
 
 
 @pytest.fixture
@@ -588,30 +351,12 @@ def test_a_lost_scheduler_is_named_and_another_resumes_the_epoch(
         data = dataset(atlas, processes.address)
         batches, error = read_until_lost(data, lambda: os.kill(processes.scheduler.pid, number))
         assert processes.address in str(error)
-        assert "load_state_dict" in str(error)
-        assert how == "killed" or "has not answered for 4 s" in str(error)
         state = data.state_dict()
         resumed = dataset(atlas, two_process_client)
         resumed.load_state_dict(state)
         batches += resumed
         assert identical(batches, epoch_of(atlas))
         processes.scheduler.send_signal(signal.SIGCONT)
-
-
-def test_a_scheduler_that_restarts_raises_an_error_and_can_be_used_again(processes: DaskProcesses, atlas: Path) -> None:
-    data = dataset(atlas, processes.address)
-
-    def restart() -> None:
-        processes.scheduler.kill()
-        processes.scheduler.wait()
-        processes.start_scheduler()
-        processes.start_worker()
-
-    batches, error = read_until_lost(data, restart)
-    assert processes.address in str(error)
-    data.load_state_dict(data.state_dict())
-    batches += data  # at the same address
-    assert identical(batches, epoch_of(atlas))
 
 
 def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> None:

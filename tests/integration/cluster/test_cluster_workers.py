@@ -1,0 +1,95 @@
+"""Files and results that a rank shares with worker processes of a Dask cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import distributed
+import pytest
+
+import dasksc
+from tests.support.data import make_adata, write_store
+
+pytestmark = pytest.mark.programs
+
+
+@pytest.fixture
+def client(two_process_client: distributed.Client) -> distributed.Client:
+    return two_process_client
+
+
+def test_a_memory_bound_counts_what_workers_send_not_what_is_mapped(client: distributed.Client, tmp_path: Path) -> None:
+    path = write_store(make_adata(n_obs=2000, n_vars=300), tmp_path, "h5ad")
+
+    def needed(scheduler: Any) -> int:
+        dataset = dasksc.scDataset(
+            path, dasksc.Streaming(), batch_size=200, fetch_factor=5, prefetch=2, scheduler=scheduler, seed=0
+        )
+        return dataset.projected_bytes
+
+    stored = 2000 * 300 * 0.3 * 8
+    assert needed(client) - needed("threads") > stored
+
+
+def test_a_relative_path_means_the_same_file_to_workers(
+    client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(make_adata(), tmp_path, "h5ad")
+    monkeypatch.chdir(tmp_path)
+    dataset = dasksc.scDataset("atlas.h5ad", dasksc.Streaming(), batch_size=10, scheduler=client, seed=0)
+    assert len(list(dataset)) == 6
+
+
+def hide(path: str) -> None:
+    """Hide `path` from this process."""
+    from dasksc.executor.cluster import file_visibility
+
+    of = file_visibility.Fingerprint.of
+
+    def hidden(requested: str) -> Any:
+        if requested == path:
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return of(requested)
+
+    file_visibility.Fingerprint.of = hidden
+    file_visibility.Fingerprint._of = of
+
+
+def show() -> None:
+    """Make all paths visible to this process again."""
+    from dasksc.executor.cluster import file_visibility
+
+    if hasattr(file_visibility.Fingerprint, "_of"):
+        file_visibility.Fingerprint.of = file_visibility.Fingerprint._of
+        del file_visibility.Fingerprint._of
+
+
+def test_results_come_straight_from_the_workers(
+    client: distributed.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def through_the_scheduler(**_: Any) -> None:
+        raise AssertionError("the scheduler was asked for a result")
+
+    monkeypatch.setattr(client.scheduler, "gather", through_the_scheduler, raising=False)
+    path = write_store(make_adata(n_obs=600), tmp_path, "h5ad")
+    data = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, fetch_factor=4, scheduler=client)
+    assert sum(len(batch) for batch in data) == 600
+
+
+def test_a_worker_that_does_not_see_the_file_is_named_before_the_first_fetch(
+    client: distributed.Client, tmp_path: Path
+) -> None:
+    path = write_store(make_adata(), tmp_path, "h5ad")
+    blind, sighted = client.scheduler_info()["workers"]
+    client.run(hide, str(path), workers=[blind])
+    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=10, scheduler=client, seed=0)
+    try:
+        with pytest.raises(dasksc.StorageError, match="1 of 2") as caught:
+            next(iter(dataset))
+    finally:
+        client.run(show)
+    assert blind in str(caught.value)
+    assert sighted not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert len(list(dataset)) == 6
