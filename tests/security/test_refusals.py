@@ -56,7 +56,7 @@ from tests.support.hostile import (
 
 # Warnings about future formats.
 pytestmark = [
-    pytest.mark.programs,
+    pytest.mark.core,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
     pytest.mark.filterwarnings("ignore:Consolidated"),
     # Zarr 3.4 warns about a chain of codecs before it builds them.

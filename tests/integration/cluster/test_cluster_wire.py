@@ -21,7 +21,7 @@ from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
 from dasksc.storage import as_matrix, join, open_matrix
 from tests.support.data import make_adata, make_values, write_store
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.core
 
 ROWS = np.arange(5, 45, dtype=np.int64)
 

@@ -37,62 +37,35 @@ def figures(**changed: Any) -> dict[str, Any]:
     return usual | changed
 
 
+# Changes to `figures`, and how the sentence begins.
 @pytest.mark.parametrize(
-    ("changed", "sentence"),
+    ("changed", "beginning"),
     [
-        ({"wait_share": 0.0}, "healthy: the trainer never waited"),
-        ({"wait_share": 0.0004}, "healthy: the trainer never waited"),
-        ({"wait_share": 0.0006}, "healthy: the trainer waited less than 1% of the time"),
-        ({"wait_share": 0.0049}, "healthy: the trainer waited less than 1% of the time"),
-        ({"wait_share": 0.0051}, "healthy: the trainer waited 1% of the time"),
-        ({"wait_share": 0.049}, "healthy: the trainer waited 5% of the time"),
-        ({}, "limited by reading: 38% waiting; raise block_size or fetch_factor"),
-        ({"decode_s": 8.0}, "limited by decoding: 38% waiting; raise block_size, or use more cores"),
-        (
-            {"fetch_s": 30.0},
-            "limited by chunk lookup and array code: 38% waiting; raise block_size or fetch_factor",
-        ),
-        (
-            {"transfer_s": 9.0, "wait_share": 1.0},
-            'limited by transfers from Dask workers: 100% waiting; use scheduler="threads", or workers on the machines '
-            "of the ranks",
-        ),
-        (
-            {"gather_s": 9.0},
-            'limited by making batches: 38% waiting; use layout="csr", select fewer genes=, or raise '
-            "dasksc.gather-threads",
-        ),
+        ({"wait_share": 0.0004}, "healthy: the trainer never"),
+        ({"wait_share": 0.0049}, "healthy: the trainer waited less than 1%"),
+        ({"wait_share": 0.049}, "healthy: the trainer waited 5%"),
+        ({}, "limited by reading: 38%"),
+        ({"decode_s": 8.0}, "limited by decoding"),
+        ({"fetch_s": 30.0}, "limited by chunk lookup and array code"),
+        ({"transfer_s": 9.0, "wait_share": 1.0}, "limited by transfers from Dask workers: 100%"),
+        ({"gather_s": 9.0}, "limited by making batches"),
         # Every fetch in flight is ready, but training still waits.
-        (
-            {"n_ready": 2, "in_flight_bytes": 200},
-            'limited by making batches: 38% waiting; use layout="csr", select fewer genes=, or raise '
-            "dasksc.gather-threads",
-        ),
+        ({"n_ready": 2, "in_flight_bytes": 200}, "limited by making batches"),
         # Two fetches of 400 bytes leave no room for a third; three of 250 bytes leave room for a fourth.
-        (
-            {"n_fetching": 1, "n_ready": 1, "in_flight_bytes": 800},
-            "limited by memory: 38% waiting; raise memory_limit or lower fetch_factor",
-        ),
-        (
-            {"n_fetching": 3, "in_flight_bytes": 750},
-            "limited by reading: 38% waiting; raise block_size or fetch_factor",
-        ),
-        (
-            {"n_fetching": 3, "in_flight_bytes": 10**9, "limit_bytes": None},
-            "limited by reading: 38% waiting; raise block_size or fetch_factor",
-        ),
-        ({"n_batches": 0, "n_fetched": 0}, "starting: no batch has been read yet"),
-        ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38% waiting for the first fetch"),
-        ({"n_fetched": 1}, "the epoch is too short to read ahead: 38% waiting for its only fetch"),
+        ({"n_fetching": 1, "n_ready": 1, "in_flight_bytes": 800}, "limited by memory"),
+        ({"n_fetching": 3, "in_flight_bytes": 750}, "limited by reading"),
+        ({"n_fetching": 3, "in_flight_bytes": 10**9, "limit_bytes": None}, "limited by reading"),
+        ({"n_batches": 0, "n_fetched": 0}, "starting: no batch"),
+        ({"n_fetched": 1, "n_batches_left": 9}, "starting: 38%"),
+        ({"n_fetched": 1}, "the epoch is too short to read ahead"),
         # A large fetch is several tasks.
-        (
-            {"n_fetched": 4, "n_rank_fetches": 1},
-            "the epoch is too short to read ahead: 38% waiting for its only fetch",
-        ),
+        ({"n_fetched": 4, "n_rank_fetches": 1}, "the epoch is too short to read ahead"),
+        # The summed time of a task's threads may exceed the duration of the task.
+        ({"fetch_s": 1.0}, "limited by reading"),
     ],
 )
-def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], sentence: str) -> None:
-    assert diagnosis(figures(**changed)) == sentence
+def test_the_figures_of_an_epoch_say_what_limits_it(changed: dict[str, Any], beginning: str) -> None:
+    assert diagnosis(figures(**changed)).startswith(beginning)
 
 
 def test_waiting_while_kernels_are_compiled_is_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +94,3 @@ def test_compiling_a_kernel_is_announced_and_timed() -> None:
         assert numba.njit(lambda x: x + 1)(1) == 2
     assert calls
     assert seconds_compiling() > before
-
-
-def test_times_that_do_not_add_up_are_no_negative_time() -> None:
-    # The summed time of a task's threads may exceed the duration of the task.
-    assert diagnosis(figures(fetch_s=1.0)).startswith("limited by reading")

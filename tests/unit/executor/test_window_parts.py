@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
+from dasksc.executor.fetch_parts import AssembledFetches, part_of
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
@@ -20,27 +20,6 @@ from tests.support.data import make_values
 pytestmark = pytest.mark.core
 
 N_OBS, N_VARS = 90, 11
-
-
-@pytest.mark.parametrize("ks", [range(0), range(5), range(3, 20, 4)], ids=str)
-@pytest.mark.parametrize("n_parts", [1, 2, 7])
-def test_parts_are_numbered_fetch_by_fetch(ks: range, n_parts: int) -> None:
-    numbers = PartNumbers(ks, n_parts)
-    expected = [k * n_parts + part for k in ks for part in range(n_parts)]
-    assert list(numbers) == expected
-    assert len(numbers) == len(expected)
-    assert numbers[2:5] == expected[2:5]
-    if expected:
-        assert numbers[-1] == expected[-1]
-
-
-@pytest.mark.parametrize("n_rows", [0, 1, 3, 100])
-@pytest.mark.parametrize("n_parts", [1, 4, 7])
-def test_parts_cover_the_rows_of_a_fetch_in_order(n_rows: int, n_parts: int) -> None:
-    rows = np.arange(n_rows, dtype=np.int64)
-    parts = [part_of(rows, part, n_parts) for part in range(n_parts)]
-    np.testing.assert_array_equal(np.concatenate(parts), rows)
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])

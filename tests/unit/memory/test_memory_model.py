@@ -145,22 +145,3 @@ def test_the_parts_of_a_fetch_can_be_settled() -> None:
     found = settled.reading_mode(prefetch=None, n_threads=2, limit=2**31, available=2**30)
     assert (found.n_parts, found.unmapped) == (1, {"X"})
     assert found.demand.total <= 2**30
-
-
-def test_a_decision_about_many_files_takes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {f"{i}.h5ad:/X": FetchCost(row=ROW / 1_000, held=ROW / 1_000 + i * 1e-6) for i in range(1_000)}
-    many = model(read=sizes, mapped={label: replace(cost, held=0.0) for label, cost in sizes.items()})
-    steps = []
-    demand = MemoryModel.demand
-
-    def counted(self: MemoryModel, **options: Any) -> Any:
-        steps.append(len(options["unmapped"]))
-        return demand(self, **options)
-
-    monkeypatch.setattr(MemoryModel, "demand", counted)
-    found = many.reading_mode(prefetch=1, n_threads=2, limit=2**31, available=2**30)
-    assert steps == sorted(steps)
-    assert 1 < len(steps) <= 33
-    assert 0 < len(found.unmapped) < 1_000
-    largest = sorted(sizes, key=lambda label: sizes[label].held)[-len(found.unmapped) :]
-    assert found.unmapped == set(largest)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dasksc.memory import limits as process_memory
-from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, recommended_bytes, share_of
+from dasksc.memory.limits import CODE_BYTES, Limit, memory_limit, own_bytes, share_of
 
 pytestmark = pytest.mark.core
 
@@ -98,12 +98,6 @@ def test_ranks_share_what_other_programs_leave() -> None:
     # Reused buffers do not reduce the share, and the share is never negative.
     assert share_of(limit, n_processes=1, own=4 * GIB, reused=GIB) == 5 * GIB - CODE_BYTES
     assert share_of(limit, n_processes=64, own=GIB) == 0
-
-
-def test_a_job_asks_for_somewhat_more_than_it_needs() -> None:
-    assert recommended_bytes(700 * 2**20) == GIB
-    assert recommended_bytes(900 * 2**20) == 3 * GIB // 2
-    assert all(recommended_bytes(n) >= 1.2 * n for n in (1, 2**29, 2**33))
 
 
 def test_this_process_has_limits_and_memory() -> None:

@@ -1,0 +1,390 @@
+"""Window of fetches on Dask clusters, in forked children and at the end of the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import distributed
+import numpy as np
+import pytest
+
+from dasksc.errors import FetchError, InputError
+from dasksc.executor import schedulers as window_schedulers
+from dasksc.executor.cluster import plugin, worker_connections
+from dasksc.executor.schedulers import FetchScheduler, portable_scheduler, resolve_scheduler
+from dasksc.executor.window import Window
+
+pytestmark = pytest.mark.programs
+
+WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@pytest.fixture(params=["in_process_client", "two_process_client"])
+def client(request: pytest.FixtureRequest) -> distributed.Client:
+    return request.getfixturevalue(request.param)
+
+
+def nothing_is_left(client: distributed.Client) -> bool:
+    """Return True if no task, future, plugin or key remains."""
+    scheduler = client.cluster.scheduler
+    plugins = set(scheduler.worker_plugins) - {"shuffle"}
+    return not (plugin.task_plugins or scheduler.tasks or plugins or client.futures)
+
+
+def double(k: int) -> int:
+    return 2 * k
+
+
+def double_late(k: int) -> int:
+    time.sleep(0.002 * (k % 7))
+    return 2 * k
+
+
+def fail_at_5(k: int) -> int:
+    if k == 5:
+        raise OSError("the disk is gone")
+    return k
+
+
+def test_results_come_in_order_and_arguments_are_made_in_this_process(client: distributed.Client) -> None:
+    made_in = []
+
+    def argument(k: int) -> int:
+        made_in.append(os.getpid())
+        return k + 1
+
+    window = Window(double_late, range(3, 40), name="w", depth=5, scheduler=client, argument=argument)
+    assert list(window) == [(k, 2 * k + 2) for k in range(3, 40)]
+    assert set(made_in) == {os.getpid()}
+    assert eventually(lambda: nothing_is_left(client))
+
+
+def test_an_error_comes_at_its_turn_with_its_cause(client: distributed.Client) -> None:
+    window = Window(fail_at_5, range(20), name="w", depth=4, scheduler=client)
+    came = []
+    with pytest.raises(FetchError, match="5") as caught:
+        came.extend(k for k, _ in window)
+    assert came == [0, 1, 2, 3, 4]
+    assert isinstance(caught.value.__cause__, OSError)
+    assert eventually(lambda: nothing_is_left(client))
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_a_window_that_is_left_early_leaves_nothing_behind(client: distributed.Client, how: str) -> None:
+    window = Window(double_late, range(1000), name="w", depth=4, scheduler=client)
+    next(window)
+    if how == "closed":
+        window.close()
+    del window
+    gc.collect()
+    assert eventually(lambda: nothing_is_left(client))
+
+
+def test_a_depth_bounds_what_is_in_flight(client: distributed.Client) -> None:
+    depths = {"now": 2}
+    with Window(double, range(30), name="w", depth=lambda: depths["now"], scheduler=client) as window:
+        for depth in (2, 7, 3):
+            depths["now"] = depth
+            for _ in range(7):
+                next(window)
+            assert window.n_in_flight == depth
+
+
+@pytest.mark.parametrize("value", [None, False, ()])
+def test_whatever_a_task_returns_is_its_result(client: distributed.Client, value: Any) -> None:
+    window = Window(lambda k: value, range(5), name="w", depth=3, scheduler=client)
+    assert [result for _, result in window] == [value] * 5
+
+
+def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
+    two_process_client: distributed.Client,
+) -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="pickle"):
+        Window(lambda k: lock, range(3), name="w", depth=2, scheduler=two_process_client)
+    assert eventually(lambda: nothing_is_left(two_process_client))
+
+
+def test_a_second_window_of_the_same_name_takes_no_stale_result(client: distributed.Client) -> None:
+    first = Window(double, range(5), name="same", depth=3, scheduler=client)
+    second = Window(np.negative, range(5), name="same", depth=3, scheduler=client)
+    for k in range(5):
+        assert next(first) == (k, 2 * k)
+        assert next(second) == (k, -k)
+    first.close()
+    second.close()
+    assert eventually(lambda: nothing_is_left(client))
+
+
+def test_an_in_process_cluster_serialises_neither_task_nor_result(
+    in_process_client: distributed.Client,
+) -> None:
+    made: list[Any] = []
+    lock = threading.Lock()  # cannot be pickled, nor can the results
+
+    def make(k: int) -> Any:
+        with lock:
+            made.append(threading.Lock())
+            return made[-1]
+
+    with Window(make, range(8), name="w", depth=1, scheduler=in_process_client) as window:
+        assert all(result is made[k] for k, result in window)
+
+
+class CountsPickling:
+    """Large task that counts how often it is pickled in this process."""
+
+    n_pickled = 0
+
+    def __init__(self) -> None:
+        self.payload = np.zeros(12 << 20, dtype=np.uint8)
+
+    def __getstate__(self) -> dict[str, Any]:
+        CountsPickling.n_pickled += 1
+        return self.__dict__
+
+    def __call__(self, k: int) -> int:
+        return len(self.payload) + k
+
+
+def test_a_large_task_is_sent_once_and_not_with_every_fetch(two_process_client: distributed.Client) -> None:
+    CountsPickling.n_pickled = 0
+    sent: list[int] = []
+    submit = two_process_client._send_to_scheduler
+
+    def measure(message: dict[str, Any]) -> None:
+        if message["op"] == "update-graph":
+            sent.append(sum(len(frame) for frame in message["expr_ser"].frames))
+        submit(message)
+
+    two_process_client._send_to_scheduler = measure
+    try:
+        window = Window(CountsPickling(), range(12), name="w", depth=4, scheduler=two_process_client)
+        assert [n - (12 << 20) for _, n in window] == list(range(12))
+    finally:
+        del two_process_client._send_to_scheduler
+    assert CountsPickling.n_pickled == 1
+    assert len(sent) == 12
+    assert max(sent) < 10_000
+
+
+def test_fetches_spread_over_all_workers(two_process_client: distributed.Client) -> None:
+    def where(k: int) -> int:
+        time.sleep(0.02)
+        return os.getpid()
+
+    pids = [pid for _, pid in Window(where, range(20), name="w", depth=4, scheduler=two_process_client)]
+    assert len(set(pids)) == 2
+
+
+def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
+    two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreachable:
+        async def identity(self) -> None:
+            raise OSError("no route to host")
+
+    addresses = set(two_process_client.scheduler_info()["workers"])
+    pool = two_process_client.rpc
+    monkeypatch.setattr(
+        two_process_client, "rpc", lambda address: Unreachable() if address in addresses else pool(address)
+    )
+    monkeypatch.setattr(worker_connections, "_reachable", weakref.WeakKeyDictionary())
+    window = Window(double, range(6), name="w", depth=3, scheduler=two_process_client)
+    assert list(window) == [(k, 2 * k) for k in range(6)]
+
+
+def test_a_cluster_that_goes_away_is_named_in_the_error() -> None:
+    with (
+        distributed.LocalCluster(
+            n_workers=1,
+            threads_per_worker=1,
+            processes=False,
+            protocol="tcp",
+            dashboard_address=":0",
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        address = client.scheduler.address
+        window = Window(double_late, range(10_000), name="w", depth=2, scheduler=client)
+        next(window)
+        cluster.close()
+        with pytest.raises(FetchError, match=address):
+            list(window)
+
+
+def test_an_active_client_is_found_and_daskconfig_goes_before_it(
+    in_process_client: distributed.Client,
+) -> None:
+    with in_process_client.as_current():
+        scheduler = resolve_scheduler(None)
+        assert scheduler.client is in_process_client
+        assert scheduler.in_process
+        with dask.config.set(scheduler="synchronous"):
+            assert resolve_scheduler(None).kind == "synchronous"
+        with dask.config.set(scheduler="threads"):
+            assert resolve_scheduler(None).kind == "threads"
+    assert resolve_scheduler(scheduler).client is in_process_client
+
+
+def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: distributed.Client) -> None:
+    def epoch() -> tuple[str, int]:
+        window = Window(double, range(5), name="w", depth=2)
+        return window.scheduler.kind, len(list(window))
+
+    with in_process_client.as_current():
+        assert in_process_client.submit(epoch, pure=False).result() == ("threads", 5)
+
+
+def test_one_client_serves_all_windows_of_an_address(two_process_client: distributed.Client) -> None:
+    address = two_process_client.scheduler.address
+    first = resolve_scheduler(address)
+    assert first.client is not None
+    assert first.client is resolve_scheduler(address).client
+    assert not first.in_process
+    assert list(Window(double, range(3), name="w", depth=2, scheduler=address)) == [(0, 0), (1, 2), (2, 4)]
+    assert distributed.client._get_global_client() is not first.client
+    window_schedulers._close_clients()
+    assert first.client.status == "closed"
+
+
+def test_an_address_without_a_scheduler_is_refused() -> None:
+    with (
+        dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
+        pytest.raises(InputError, match="9"),
+    ):
+        resolve_scheduler("tcp://127.0.0.1:9")
+
+
+def test_a_closed_client_is_refused_by_the_address_of_its_cluster() -> None:
+    with distributed.Client(n_workers=1, processes=False, dashboard_address=":0", set_as_default=False) as client:
+        address = client.scheduler.address
+    with pytest.raises(InputError, match=address):
+        resolve_scheduler(client)
+
+
+def test_with_an_asynchronous_active_client_fetches_run_on_threads() -> None:
+    async def resolve() -> None:
+        async with distributed.Client(n_workers=0, processes=False, dashboard_address=":0", asynchronous=True):
+            assert resolve_scheduler().kind == "threads"
+
+    asyncio.run(resolve())
+
+
+def test_the_threads_of_a_cluster_are_known_as_soon_as_its_workers_are_there() -> None:
+    with (
+        distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        assert resolve_scheduler(client).n_threads == 0
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        assert resolve_scheduler(client).n_threads == sum(client.nthreads().values()) >= 2
+
+
+def test_a_client_is_given_to_another_process_as_its_address(
+    two_process_client: distributed.Client, in_process_client: distributed.Client
+) -> None:
+    address = two_process_client.scheduler.address
+    assert portable_scheduler(two_process_client) == address
+    assert portable_scheduler(FetchScheduler(kind="client", client=two_process_client)) == address
+    assert portable_scheduler(in_process_client) is None
+    assert portable_scheduler("synchronous") == "synchronous"
+    assert portable_scheduler(FetchScheduler(kind="threads")) == "threads"
+    assert portable_scheduler(None) is None
+
+
+def in_forked_child(check: Callable[[], bool]) -> bool:
+    """Return the result of `check` in a forked child; an alarm ends a child that hangs, which counts as a failure."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            status = 0 if check() else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
+def test_a_forked_child_makes_threads_of_its_own() -> None:
+    window = Window(double_late, range(50), name="w", depth=4, scheduler="threads", n_threads=2)
+    next(window)
+
+    def check() -> bool:
+        mine = list(Window(double_late, range(9), name="w", depth=4, scheduler="threads", n_threads=2))
+        return mine == [(k, 2 * k) for k in range(9)]
+
+    for _ in range(5):
+        next(window)
+        assert in_forked_child(check)
+    assert [k for k, _ in window] == list(range(6, 50))
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "in_process_client"])
+def test_a_forked_child_leaves_its_parents_window_alone(scheduler: Any, request: pytest.FixtureRequest) -> None:
+    here = scheduler if scheduler == "threads" else request.getfixturevalue(scheduler)
+    window = Window(double_late, range(50), name="w", depth=4, scheduler=here)
+    next(window)
+
+    def check() -> bool:
+        try:
+            next(window)
+        except FetchError as error:
+            window.close()
+            return "fork" in str(error)
+        return False
+
+    assert in_forked_child(check)
+    assert [k for k, _ in window] == list(range(1, 50))
+
+
+def test_a_forked_child_connects_to_the_cluster_anew(two_process_client: distributed.Client) -> None:
+    address = two_process_client.scheduler.address
+
+    def check() -> bool:
+        scheduler = resolve_scheduler(two_process_client)
+        assert scheduler.client is not two_process_client
+        assert resolve_scheduler(address).client is scheduler.client
+        values = list(Window(double, range(9), name="w", depth=4, scheduler=two_process_client))
+        return values == [(k, 2 * k) for k in range(9)]
+
+    assert list(Window(double, range(3), name="w", depth=2, scheduler=two_process_client))
+    assert in_forked_child(check)
+
+
+def test_a_forked_child_of_an_in_process_cluster_uses_threads(
+    in_process_client: distributed.Client,
+) -> None:
+    def check() -> bool:
+        with pytest.raises(InputError, match="after a fork"):
+            resolve_scheduler(in_process_client)
+        with in_process_client.as_current():
+            return resolve_scheduler(None).kind == "threads"
+
+    assert in_forked_child(check)
