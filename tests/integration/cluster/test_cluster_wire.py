@@ -16,7 +16,10 @@ from distributed.protocol import deserialize, serialize
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.executor.cluster import file_visibility
+from dasksc.executor.cluster import (
+    file_visibility,
+    transport,  # noqa: F401, registers the serializers of results
+)
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
 from dasksc.storage import as_matrix, join, open_matrix
 from tests.support.data import make_adata, make_values, write_store
