@@ -367,3 +367,37 @@ def test_ranks_that_torchrun_restarts_share_a_new_cluster(tmp_path: Path) -> Non
     ranks = [(tmp_path / f"read-2-{rank}").read_text().split() for rank in range(2)]
     assert len({address for _, address in ranks}) == 1
     assert sum(int(n_rows) for n_rows, _ in ranks) >= 101
+
+
+def status_of(dask_worker: Any) -> str:
+    return str(dask_worker.status.name)
+
+
+def test_a_worker_at_its_memory_limit_goes_unnoticed(atlas: Path) -> None:
+    limit = 2**31
+    memory = {
+        "monitor-interval": "20ms",
+        "pause": 0.5,
+        "terminate": False,
+    }  # another test covers termination by a nanny
+    with (
+        dask.config.set({f"distributed.worker.memory.{name}": value for name, value in memory.items()}),
+        local(2, memory_limit=limit) as cluster,
+        distributed.Client(cluster, set_as_default=False) as client,
+    ):
+        full, free = client.nthreads()
+        expected = epoch_of(atlas)
+        assert identical(list(dataset(atlas, client)), expected)  # compiles the kernels in advance
+
+        def fill(dask_worker: Any) -> None:
+            # Dask cannot spill this array, so the worker can only pause.
+            dask_worker.ballast = np.ones(int(0.6 * limit) - dask_worker.monitor.proc.memory_info().rss, np.uint8)
+
+        batches = []
+        for i, batch in enumerate(dataset(atlas, client)):
+            batches.append(batch)
+            if i == 20:
+                client.run(fill, workers=[full])
+                assert eventually(lambda: client.run(status_of) == {full: "paused", free: "running"})
+        assert identical(batches, expected)
+        assert client.run(status_of) == {full: "paused", free: "running"}

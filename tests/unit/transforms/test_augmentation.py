@@ -294,7 +294,7 @@ def test_a_batch_that_somebody_keeps_is_not_changed(adata):
 def test_lists_that_cannot_be_called_or_draw_the_same_are_refused(adata):
     with pytest.raises(WrongTypeError, match="the list has 3"):
         epoch_of(adata, [Downsample(0.5), 3])
-    with pytest.raises(WrongTypeError, match="transform must be callable; got 3. Give a function"):
+    with pytest.raises(WrongTypeError, match="transform must be .* got 3"):
         epoch_of(adata, 3)
     with pytest.raises(InputError, match="MaskGenes twice with seed=0"):
         epoch_of(adata, [MaskGenes(0.5), Downsample(0.5), MaskGenes(0.1)])
