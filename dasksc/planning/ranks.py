@@ -43,7 +43,6 @@ _LOCAL_SIZES = (
     "HOROVOD_LOCAL_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
 )
 
 # Names of the data-parallel dimensions of a device mesh, across which batches differ.
@@ -268,7 +267,7 @@ def _local_size(environment: Mapping[str, str], world_size: int) -> int:
             return max(1, min(int(environment[name]), world_size))
         except (KeyError, ValueError):
             continue
-    if "SLURM_STEP_TASKS_PER_NODE" in environment:
+    if "SLURM_STEP_TASKS_PER_NODE" in environment:  # SLURM_NTASKS_PER_NODE is the request of the allocation
         return min(_slurm_tasks_here(environment), world_size)
     return world_size if environment.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
 

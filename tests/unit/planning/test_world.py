@@ -62,6 +62,9 @@ def bare(monkeypatch):
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, 3, 4, 4),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "1"}, 3, 4, 1),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "1(x2),2", "SLURM_NODEID": "2"}, 3, 4, 2),
+        # The number of tasks on a node is that of the step, not that of the allocation.
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NTASKS_PER_NODE": "2"}, 3, 4, 4),
+        ({**SLURM, "SLURM_NTASKS_PER_NODE": "2"}, 3, 4, 1),
         # A task of an sbatch script is not a rank.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, 0, 1, 1),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"}, 0, 1, 1),
@@ -72,6 +75,14 @@ def bare(monkeypatch):
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, 0, 1, 1),
         # The same, without the number of its tasks.
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, 0, 1, 1),
+        # The same, where srun starts the shell through PMI.
+        (
+            {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290", "PMI_RANK": "0", "PMI_SIZE": "1"},
+            *(0, 1, 1),
+        ),
+        # A program that a rank of mpirun or srun starts, such as a shell: nothing tells it from the rank itself.
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SHLVL": "2"}, 1, 2, 1),
+        ({**SLURM, "SHLVL": "2"}, 3, 4, 1),
         # An sbatch script without srun is the batch step; processes that Slurm adopts, such as ssh, are in another one.
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"}, 0, 1, 1),
         ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967292"}, 0, 1, 1),
