@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dasksc import checks, config
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
-from dasksc.batches.stacking import refuse_stacking
+from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
@@ -56,6 +56,8 @@ from dasksc.storage import Layout, UseMmap
 from dasksc.transforms.composed import as_transform
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from distributed import Client
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -544,10 +546,16 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
+        self._refuse_sharding(sys._getframe(1))
         n_hook_rows = self.batch_size if self._hooks else None
         batches = refuse_stacking(self._iterate(), sys._getframe(1), n_hook_rows=n_hook_rows)
         self._tracker.begin()
         return batches
+
+    def _refuse_sharding(self, requested_in: FrameType) -> None:
+        worker = get_worker_info()
+        n_workers = 1 if worker is None else worker.num_workers
+        refuse_sharding(requested_in, n_ranks=self._session.current_world().world_size, n_workers=n_workers)
 
     def _iterate(self) -> Iterator[Any]:
         # This is a generator function, so `world` is determined, and the epoch begins, only when the first batch is
@@ -715,6 +723,7 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refuse_sharding(sys._getframe(1))
         state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
         if isinstance(self._source, MatrixSource):

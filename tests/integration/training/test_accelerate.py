@@ -1,4 +1,4 @@
-"""Data sets with Accelerate, which leaves them unchanged but shards the batches of a DataLoader a second time."""
+"""Data sets with Accelerate, which leaves them unchanged, but would shard the batches of a DataLoader a second time."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_preparing_the_data_set_itself_leaves_it_as_it_is(found):
     assert rows([rank["prepared"] for rank in found]) == list(range(N_OBS))
 
 
-def test_a_prepared_loader_loses_cells_as_the_documentation_warns(found):
-    # If this fails, Accelerate has fixed the problem: remove the warning from docs/guides/trainers.md.
-    assert set(rows([rank["dispatched"] for rank in found])) < set(range(N_OBS))
+def test_a_prepared_loader_which_would_lose_cells_is_refused_on_every_rank(found):
+    for rank in found:
+        assert set(rank["refused"].values()) == {"InputError"}, rank

@@ -19,6 +19,7 @@ import pytest
 import scipy.sparse as sp
 import torch
 from dask.diagnostics import Profiler, ProgressBar
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import dasksc
 from dasksc import Batch, BlockShuffling, FetchError, Streaming, scDataset
@@ -486,6 +487,39 @@ def test_looking_changes_nothing(path, monkeypatch):
     for one in (looked, *copies):
         one.set_epoch(0)  # copies share the epoch counter
         assert [batch.index.tolist() for batch in one] == expected
+
+
+def shards_of_accelerate(dataset):
+    shard = pytest.importorskip("accelerate.data_loader").IterableDatasetShard
+    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+
+
+def shards_of_transformers(dataset):
+    shard = pytest.importorskip("transformers.trainer_pt_utils").IterableDatasetShard
+    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+
+
+def sharding_filter(dataset):
+    pipe = IterableWrapper(dataset, deepcopy=False).sharding_filter()
+    pipe.apply_sharding(2, 0)
+    return pipe
+
+
+@pytest.mark.parametrize("shards", [shards_of_accelerate, shards_of_transformers, sharding_filter])
+def test_wrappers_that_share_the_batches_once_more_are_refused(path, shards):
+    with pytest.raises(dasksc.InputError, match="world_size=1"):
+        next(iter(shards(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0))))
+    whole = dasksc.scDataset(path, dasksc.Streaming(), 8, rank=0, world_size=1)
+    assert torch.equal(next(iter(shards(whole))), next(iter(whole)))
+
+
+def test_a_wrapper_that_starts_workers_is_refused_before(path):
+    class DataLoaderDispatcher:
+        def start_worker(self, dataset):
+            return pickle.dumps(dataset)
+
+    with pytest.raises(dasksc.InputError, match="world_size=1"):
+        DataLoaderDispatcher().start_worker(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0))
 
 
 def test_a_dataloader_that_would_stack_batches_is_refused(path):
