@@ -194,9 +194,14 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
         path = location.local
     if os.path.exists(path):
         return _paths_in(path) or None
-    if not glob.has_magic(path):
+    # The existing part of the path is no pattern, even if a folder has a name such as run[3].
+    folder = os.path.dirname(path)
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    pattern = path[len(folder) :]
+    if not glob.has_magic(pattern):
         return None
-    found = [(one, _paths_in(one)) for one in matching(path)]
+    found = [(one, _paths_in(one)) for one in matching(glob.escape(folder) + pattern)]
     return _joined(path, found) or _refuse_no_match(path)
 
 

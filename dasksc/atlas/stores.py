@@ -15,7 +15,7 @@ from dasksc.atlas.lookup import nothing_at
 from dasksc.atlas.options import ACCEPTED, OpenOptions
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.storage import RemoteLocation, caused_by_data, is_url, open_location
-from dasksc.storage.hdf5.truncation import truncation_error
+from dasksc.storage.hdf5.open_errors import open_local
 from dasksc.storage.remote.urls import HDF5_ENDINGS, ZARR_MARKERS
 from dasksc.storage.safety.hdf5_links import check_links
 from dasksc.storage.zarr.reader import ZarrFile
@@ -78,7 +78,7 @@ def root_of(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Any]:
         return
     if not h5py.is_hdf5(path):
         raise _not_hdf5_error(path)
-    with h5py.File(path, "r") as file:
+    with open_local(path) as file:
         check_links(file, path, folder=os.path.dirname(path))
         yield file
 
@@ -120,9 +120,6 @@ def naming_errors(path: str | RemoteLocation) -> Iterator[None]:
         except (StorageError, InputError):
             raise
         except OSError as error:
-            local = None if isinstance(path, RemoteLocation) else path
-            if local and (truncated := truncation_error(local, os.path.getsize(local), error)):
-                raise truncated from error
             raise StorageError(f"{path} cannot be read: {error}") from error
         # The libraries may raise any error for damaged metadata.
         except Exception as error:

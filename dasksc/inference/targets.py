@@ -46,6 +46,7 @@ from dasksc.output.elements import as_anndata_writes, write_group
 from dasksc.output.work_folder import WorkFolder, discard, extend, sync_folder
 from dasksc.storage import is_url
 from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.hdf5.open_errors import open_local
 
 __all__ = ["InFile", "Names", "Target", "target_of"]
 
@@ -333,7 +334,7 @@ class InFile:
             raise InputError(
                 f"{path} is not an h5ad file, so nothing can be added to it; write a store: out='emb.zarr'"
             )
-        with h5py.File(self.path, "r") as file:
+        with open_local(str(self.path)) as file:
             if "obs" not in file or not isinstance(file["obs"], h5py.Group):
                 raise InputError(
                     f"{path} is not an h5ad file of anndata 0.7 or later, so nothing can be added to it; write a "

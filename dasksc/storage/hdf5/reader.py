@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from dasksc.errors import StorageError
 from dasksc.storage.files import LocalFile
+from dasksc.storage.hdf5.open_errors import open_local
 from dasksc.storage.hdf5.remote import open_remote
-from dasksc.storage.hdf5.truncation import truncation_error
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.sliced import ReadSlice, SlicedArray
@@ -50,19 +50,10 @@ class H5File:
         if opened is None or opened[0] != os.getpid():
             # If threads race, the file is opened more than once, which is harmless. There is no lock, since another
             # thread could hold it during a fork. A handle inherited by a fork belongs to the parent and is not used.
-            opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else _open(self.path)
+            opened = os.getpid(), open_remote(self.file) if isinstance(self.file, RemoteFile) else open_local(self.path)
             weakref.finalize(self, opened[1].close)
             self._opened = opened
         return opened[1]
-
-
-def _open(path: str) -> h5py.File:
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
-        if truncated := truncation_error(path, os.path.getsize(path), error):
-            raise truncated from error
-        raise StorageError(f"{path} cannot be opened as HDF5: {error}") from error
 
 
 def _check_filters(dataset: h5py.Dataset, label: str) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import h5py
 
 from dasksc.errors import StorageError
-from dasksc.storage.hdf5.truncation import truncation_error
+from dasksc.storage.hdf5.open_errors import open_error
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
 from dasksc.storage.safety.hdf5_links import check_links
@@ -170,9 +170,7 @@ def open_remote(file: RemoteFile) -> h5py.File:
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        if truncated := truncation_error(file.path, file.identity.size, error):
-            raise truncated from error
-        raise StorageError(f"{file.path} cannot be opened as HDF5: {error}") from error
+        raise open_error(file.path, file.identity.size, error) from error
     try:
         check_links(root, file.path, folder=None)
     except StorageError:

@@ -147,7 +147,10 @@ class RemoteLocation:
             if pattern == _STARS:
                 found = [folder for location in found for folder in folders(location)]
             else:
-                found = [one for location in found for one in children(location) if _fits(one.name, pattern)]
+                inside = [one for location in found for one in children(location)]
+                # A folder may have the name run[3].
+                same = [one for one in inside if one.name == pattern]
+                found = same or [one for one in inside if _fits(one.name, pattern)]
         return sorted({location.key: location for location in found}.values(), key=lambda location: location.key)
 
     @property

@@ -54,6 +54,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.rename(parts / f"part{number}{path.suffix}")
     (parts / "notes.txt").write_text("no atlas")
     (parts / ".hidden.h5ad").write_text("no atlas")
+    for run in ("run[3]", "run3"):  # the first name is also a pattern that the second one matches
+        (folder / run).mkdir()
+        for number in range(2):
+            write_store(make_adata(5 + number, 12), folder / run, "h5ad", name=f"of_{run[-1]}_{number}")
     zarr.open_group(folder / "collection.zarr", mode="w", zarr_format=3)
     for number in range(11):
         part = AnnData(make_adata(5 + number, 12).X, var=pd.DataFrame(index=[f"gene{i}" for i in range(12)]))
@@ -64,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bucket(folder: Path, s3: Callable[[str], Bucket]) -> Bucket:
     bucket = s3("places")
-    for name in ("parts", "collection.zarr"):
+    for name in ("parts", "collection.zarr", "run[3]", "run3"):
         bucket.put(folder / name)
     # Some programs create empty objects for folders.
     bucket.client.put_object(Bucket=bucket.name, Key="parts/", Body=b"")
@@ -107,6 +111,8 @@ def places(folder: Path, bucket: Bucket, memory: str) -> dict[str, tuple[str, di
         ("memory", "**/part*.h5ad", 2),
         ("memory", "par*", 3),
         ("memory", "collection.zarr", 11),
+        ("memory", "run[3]/of*", 2),
+        ("s3", "run[3]/of*", 2),
         ("s3", "parts/", 3),
         ("s3", "parts/*[0-9].*", 3),
         ("s3", "**/parts/*.zarr", 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -227,6 +228,19 @@ def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path])
     assert list(expected.obs["source"].cat.categories) == ["part0", "part1", "part2"]
     some = dasksc.open(str(folder / "part*.h5ad"))
     assert some.n_obs == 61
+
+
+def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path, three: list[Path]) -> None:
+    folder, other = tmp_path / "run[3]", tmp_path / "run3"
+    shutil.copytree(three[0].parent, folder)
+    shutil.copytree(three[0].parent, other)
+    (other / "part0.h5ad").rename(other / "other.h5ad")
+    for prefix in ("", "file://"):
+        assert dasksc.open(f"{prefix}{folder}/part*.h5ad").n_obs == 61
+        assert dasksc.open(f"{prefix}{folder}/**/part1*").n_obs == 31
+        assert dasksc.open(f"{prefix}{tmp_path}/run[0-9]/o*.h5ad").n_obs == 30
+        with pytest.raises(MissingPathError, match="there is nothing at"):
+            dasksc.open(f"{prefix}{folder}/other.h5ad")
 
 
 @pytest.mark.parametrize("mixed", ["folders", "pattern and file", "collection and file", "AnnData and folder"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import pickle
 import warnings
 import zipfile
@@ -370,6 +371,17 @@ def test_a_truncated_h5ad_is_refused(h5ad: Path) -> None:
     h5ad.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CorruptDataError, match="truncated"):
         open_matrix(h5ad, "X")
+
+
+def test_a_locked_h5ad_is_refused_until_it_is_released(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HDF5_USE_FILE_LOCKING", "TRUE")
+    with h5ad.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for refused in (lambda: dasksc.open(h5ad), lambda: open_matrix(h5ad, "X")):
+            with pytest.raises(StorageError, match="locked") as error:
+                refused()
+            assert str(h5ad) in str(error.value)
+    assert dasksc.open(h5ad).n_obs
 
 
 @pytest.mark.parametrize("change", ["replaced", "truncated", "removed"])
