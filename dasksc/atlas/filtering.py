@@ -209,6 +209,11 @@ def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFram
 
 def _text_result(column: pd.Series[Any], method: str, arguments: Sequence[ast.expr]) -> pd.Series[Any]:
     """Evaluate a method such as ``.str.startswith('...')`` on a column; the result is missing for missing text."""
+    # `column` is a piece, which pandas refuses if it has no text, although other pieces of the column may have some.
+    if column.dtype == object:
+        column = column.where(np.fromiter((isinstance(value, str) for value in column), dtype=bool, count=len(column)))
+    elif column.isna().all():
+        column = column.astype(object)
     result = getattr(column.str, method)(*map(ast.literal_eval, arguments)).astype("boolean")
     return result.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else result
 

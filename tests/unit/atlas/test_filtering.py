@@ -160,6 +160,12 @@ def test_a_missing_text_is_no_match_and_no_mismatch_whatever_its_type(kind: str)
         assert dasksc.rows_where(obs, expression).tolist() == expected, expression
 
 
+def test_text_is_missing_in_a_column_without_labels() -> None:
+    obs = pd.DataFrame({"kind": pd.Categorical([None, None])})
+    assert not filtering.holds("kind.str.startswith('x')", obs).any()
+    assert not filtering.holds("not kind.str.startswith('x')", obs).any()
+
+
 def test_nullable_booleans_are_compared_as_they_are() -> None:
     obs = pd.DataFrame({"ob": np.array([True, None, False, np.nan], dtype=object), "n": range(4)})
     for expression, expected in (
@@ -306,7 +312,9 @@ def test_pieces_of_a_table_give_the_same_result_as_the_whole(monkeypatch: pytest
         }
     )
     obs.loc[:20, "flag"] = None
+    obs["mixed"] = obs["text"].mask(obs.index < 20, 1)
     expressions = [
+        "mixed.str.startswith('x') or mixed == 1",
         "n > 3 and kind == 'b'",
         "not flag",
         "not text.str.startswith('x')",
