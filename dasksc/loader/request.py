@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dasksc.batches.batch import Batch, torch_dtype
+from dasksc.checks import names_or_none
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneRequest
 from dasksc.storage import Layout
@@ -43,7 +44,7 @@ class BatchRequest:
             names = getattr(self, option)
             if isinstance(names, str):
                 raise WrongTypeError(f"{option}={names!r} is a string; give a list of names: {option}=[{names!r}]")
-            object.__setattr__(self, option, tuple(names))
+            object.__setattr__(self, option, tuple(names_or_none(option, names)))
         if self.layout not in ("dense", "csr"):
             raise InputError(f"layout must be 'dense' or 'csr'; got {self.layout!r}")
 

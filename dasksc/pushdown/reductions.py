@@ -19,7 +19,7 @@ import numpy as np
 import scipy.sparse as sp
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "mean_of", "variance_of"]
+__all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "variance_of"]
 
 Axis = int | tuple[int, ...] | None
 
@@ -72,7 +72,12 @@ def _mean(
     keepdims: bool = False,
     split_every: Any = None,
 ) -> da.Array:
-    return _moment(array, mean_of, axis, dtype, keepdims, split_every)
+    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
+    wide = np.result_type(result, np.float64)
+    total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
+    n = math.prod(array.shape[number] for number in ((0, 1) if axis is None else np.atleast_1d(axis)))
+    # Of no values, the mean is NaN.
+    return _shaped((total / n if n else total * np.nan).astype(result), axis, keepdims=keepdims)
 
 
 def _var(
@@ -83,7 +88,10 @@ def _var(
     ddof: int = 0,
     split_every: Any = None,
 ) -> da.Array:
-    return _moment(array, partial(variance_of, ddof=ddof), axis, dtype, keepdims, split_every)
+    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
+    moments = _reduce(array, chunk_moments, combine_moments, axis, split_every, MOMENTS)
+    finished = moments.map_blocks(partial(variance_of, ddof=ddof), dtype=np.float64, meta=np.empty((0, 0)))
+    return _shaped(finished.astype(result), axis, keepdims=keepdims)
 
 
 def _std(
@@ -95,20 +103,6 @@ def _std(
     split_every: Any = None,
 ) -> da.Array:
     return da.sqrt(_var(array, axis, dtype, keepdims, ddof, split_every))
-
-
-def _moment(
-    array: da.Array,
-    finish: Callable[[NDArray[np.void]], NDArray[np.float64]],
-    axis: Axis,
-    dtype: DTypeLike | None,
-    keepdims: bool,
-    split_every: Any,
-) -> da.Array:
-    result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
-    moments = _reduce(array, chunk_moments, combine_moments, axis, split_every, MOMENTS)
-    finished = moments.map_blocks(finish, dtype=np.float64, meta=np.empty((0, 0)))
-    return _shaped(finished.astype(result), axis, keepdims=keepdims)
 
 
 def _reduce(
@@ -203,11 +197,6 @@ def combine_moments(parts: NDArray[np.void], axis: tuple[int, ...], keepdims: bo
     merged = np.empty(n.shape, MOMENTS)
     merged["n"], merged["mean"], merged["squares"] = n, mean, squares
     return merged if keepdims else merged.squeeze(axis)
-
-
-def mean_of(moments: NDArray[np.void]) -> NDArray[np.float64]:
-    """Return the means; NaN where there are no values."""
-    return np.where(moments["n"] > 0, moments["mean"], np.nan)
 
 
 def variance_of(moments: NDArray[np.void], *, ddof: int) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ from dasksc._compat.dask import ELEMENTWISE_NAMES, chunk
 from dasksc._compat.scanpy import REDUCTION_NAMES, SCALE_ROWS
 from dasksc.errors import InputError
 from dasksc.pushdown.elementwise import ELEMENTWISE_FUNCTIONS, DenseOnly, Elementwise, of_blocks
-from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, mean_of, variance_of
+from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, variance_of
 
 __all__ = ["Trust", "calls", "is_strict", "row_local", "trust_in"]
 
@@ -57,7 +57,7 @@ _ELEMENTWISE = frozenset(
         *(*ELEMENTWISE_FUNCTIONS, np.real, np.imag, np.isreal),
         # Conversions, which keep every value in its position.
         *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, builtins.list, builtins.tuple),
-        *(mean_of, variance_of),
+        variance_of,
     ]
 )
 # SCALE_ROWS counts as elementwise: its scaling factors are a separate input of the task, so the graph shows whether
