@@ -9,7 +9,7 @@ import numpy as np
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["check_flags", "is_whole", "names_or_none", "true_or_false", "whole_number"]
+__all__ = ["check_flags", "is_whole", "name_or_none", "names_or_none", "true_or_false", "whole_number"]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -49,6 +49,19 @@ def check_flags(**flags: Any) -> None:
     """Raise an error unless all values are True or False, so that text such as ``"no"`` does not count as True."""
     for name, value in flags.items():
         true_or_false(name, value)
+
+
+def name_or_none(name: str, value: Any) -> str | None:
+    """Return `value` if it is a string or None.
+
+    Raises
+    ------
+    WrongTypeError
+        If `value` is anything else. The message contains `name`.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    raise WrongTypeError(f"{name} must be a single name, or None; got {value!r}")
 
 
 def names_or_none(name: str, value: Any) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 
 __all__ = ["MultiIndexable", "count_rows", "take_rows"]
 
@@ -23,10 +23,17 @@ def count_rows(data: Any) -> int:
     ----------
     data
         Object with a ``shape`` or a ``len()``. SciPy sparse matrices have only a shape.
+
+    Raises
+    ------
+    WrongTypeError
+        If `data` has no length.
     """
     shape = getattr(data, "shape", None)
     if isinstance(shape, tuple) and shape:
         return int(shape[0])
+    if not hasattr(data, "__len__"):
+        raise WrongTypeError(f"data of type {type(data).__name__} has no rows: it has neither a shape nor a length")
     return len(data)
 
 

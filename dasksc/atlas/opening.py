@@ -32,7 +32,7 @@ from dasksc.atlas.options import (
 )
 from dasksc.atlas.stored_anndata import open_path
 from dasksc.checks import check_flags
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.storage import Cache, UseMmap
 
 __all__ = ["is_several", "open", "several_of", "warn_of_repeated_names"]
@@ -195,6 +195,8 @@ def open(
         raise InputError(
             "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
         )
+    if not isinstance(storage_options, Mapping | None):
+        raise WrongTypeError(f"storage_options must be a dict of options, or None; got {storage_options!r}")
     options = OpenOptions(
         mmap=mmap,
         has_names=names,

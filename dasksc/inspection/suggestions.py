@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
-from dasksc.checks import check_flags
+from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.loader import components_of, scDataset
+from dasksc.loader.source import Hooks
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.sampling.strategies import BlockShuffling
@@ -67,8 +68,9 @@ def estimate_sample_size(
     1200
     """
     data_collection = _opened(data_collection)
-    hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
-    if _is_yielded_dense(data_collection) and not any(hooks):
+    whole_number("n_samples", n_samples, 0)
+    hooks = Hooks(fetch_callback, fetch_transform, batch_callback, batch_transform)
+    if _is_yielded_dense(data_collection) and not hooks:
         return int(np.dtype(np.float32).itemsize * data_collection.shape[1])
 
     n_rows = count_rows(data_collection)
@@ -145,7 +147,14 @@ def suggest_parameters(
     (0, True)
     """
     check_flags(verbose=verbose)
-    if not 0 < target_ram_fraction <= 1:
+    for name, number, low in (
+        ("batch_size", batch_size, 1),
+        ("max_workers", max_workers, 0),
+        ("min_workers", min_workers, 0),
+    ):
+        whole_number(name, number, low)
+    share: Any = target_ram_fraction
+    if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     data_collection = _opened(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
@@ -156,14 +165,14 @@ def suggest_parameters(
         batch_callback=batch_callback,
         batch_transform=batch_transform,
     )
-    num_workers = min(max(min_workers, 0), max_workers)
+    num_workers = min(min_workers, max_workers)
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
     fetch_factor = int(budget_bytes // max(batch_size * sample_bytes, 1))
     fetch_factor = min(fetch_factor, _MAX_FETCH_FACTOR)
     n_obs = getattr(data_collection, "shape", (None,))[0]
     if isinstance(n_obs, int):  # a fetch cannot exceed the collection
-        fetch_factor = min(fetch_factor, -(-n_obs // max(batch_size, 1)))
+        fetch_factor = min(fetch_factor, -(-n_obs // batch_size))
     fetch_factor = max(fetch_factor, 1)
     fetch_bytes = batch_size * fetch_factor * sample_bytes
 
@@ -211,16 +220,15 @@ def _measure_blocks(
     data: Any, batch_size: int, fetch_factor: int, labels: Any, hooks: Mapping[str, Any]
 ) -> list[dict[str, float]]:
     """Return the diversity and the rows per second of each block size."""
-    if isinstance(data, (str, os.PathLike)):
-        from dasksc.atlas.opening import open as open_collection
-
-        data = open_collection(data)
     measured = []
     for block_size in _BLOCK_SIZES:
         dataset = scDataset(
             data, BlockShuffling(block_size), batch_size, fetch_factor, **hooks, rank=0, world_size=1, seed=0
         )
-        of_rows = components_of(dataset).source.labels_of(labels) if isinstance(labels, str) else labels
+        source = components_of(dataset).source
+        of_rows = source.labels_of(labels) if isinstance(labels, str) else labels
+        if count_rows(of_rows) != source.n_obs:
+            raise InputError(f"labels has {count_rows(of_rows):,} labels, but the collection has {source.n_obs:,} rows")
         measured.append(
             {
                 "block_size": block_size,

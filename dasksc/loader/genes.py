@@ -14,6 +14,7 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc.atlas.lookup import require_key, some, with_advice
+from dasksc.checks import name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import Columns
@@ -109,8 +110,7 @@ class GeneRequest:
         ):
             if value not in allowed:
                 raise InputError(f"{option} must be {' or '.join(map(repr, allowed))}; got {value!r}")
-        if self.key is not None and not isinstance(self.key, str):
-            raise WrongTypeError(f"genes_key must be the name of a column of var; got {self.key!r}")
+        name_or_none("genes_key", self.key)
         if self.genes is None and self._names_only:
             raise InputError(f"{self._names_only} cannot be used without genes=")
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dasksc.checks import check_flags, whole_number
+from dasksc.checks import check_flags, name_or_none, whole_number
 from dasksc.displays import brief, constructor, html_table, set_arguments
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
@@ -423,6 +423,7 @@ class ClassBalancedSampling(BuiltInStrategy):
 
     def __post_init__(self) -> None:
         _check_rounds(self)
+        name_or_none("label_key", self.label_key)
         if (self.labels is None) == (self.label_key is None):
             raise InputError("give either labels=, one per row, or label_key=, the name of an obs column")
         if isinstance(self.labels, str):

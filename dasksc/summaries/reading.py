@@ -18,8 +18,8 @@ from dasksc import config
 from dasksc.atlas import filtering
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open as open_atlas
-from dasksc.checks import check_flags
-from dasksc.errors import InputError, WrongTypeError
+from dasksc.checks import check_flags, name_or_none
+from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader import scDataset
 from dasksc.loader.dataset import components_of
@@ -112,8 +112,7 @@ class Pass:
         progress: bool = False,
     ) -> None:
         check_flags(progress=progress)
-        if layer is not None and not isinstance(layer, str):
-            raise WrongTypeError(f"layer must be the name of a layer or None; got {layer!r}")
+        name_or_none("layer", layer)
         wanted = [*columns, *([] if filter is None else filtering.columns_of(filter))]
         self.adata: AnnData = open_atlas(data, obs=list(dict.fromkeys(wanted)), names=names)
         self.label = "X" if layer is None else f"layer {layer!r}"

@@ -23,7 +23,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.options import Openable
-from dasksc.checks import whole_number
+from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.summaries.dispersions import by_dispersion
@@ -120,6 +120,7 @@ def highly_variable_genes(
     if flavor not in get_args(Flavor):
         raise InputError(f"flavor={flavor!r} is none of {', '.join(map(repr, get_args(Flavor)))}")
     n_top_genes = whole_number("n_top_genes", n_top_genes)
+    name_or_none("batch_key", batch_key)
     columns = [] if batch_key is None else [batch_key]
     source = Pass(adata, layer=layer, columns=columns, filter=filter, progress=progress)
     if not source.n_rows:

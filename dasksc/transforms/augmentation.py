@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
-from dasksc.checks import whole_number
+from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import augment as kernels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
@@ -41,9 +41,7 @@ class _Augmentation:
     purpose: Purpose
 
     def __init__(self, *, layer: str | None, seed: int) -> None:
-        if layer is not None and not isinstance(layer, str):
-            raise InputError(f"layer={layer!r} is not the name of a layer; give a name, or None for X")
-        self.layer = layer
+        self.layer = name_or_none("layer", layer)
         self.seed = whole_number("seed", seed, 0, 2**64)
         self.part = "X" if layer is None else f"layers/{layer}"
         self._number = 0
