@@ -157,7 +157,7 @@ def test_masked_values_are_those_of_the_twin(cells, key, p):
     assert sp.csr_matrix((values, columns, indptr), dense.shape).toarray().tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", ["f4", "f8", "i4"])
+@pytest.mark.parametrize("dtype", ["f4", "i4"])
 @pytest.mark.parametrize("bad", [-1, 0.5, np.nan, np.inf, 2.0**60])
 def test_the_first_value_that_is_no_count_is_found(dtype, bad):
     if dtype == "i4" and bad != -1:
@@ -169,7 +169,7 @@ def test_the_first_value_that_is_no_count_is_found(dtype, bad):
 
 
 @pytest.mark.parametrize("n_vars", [1, 63, 64, 65, 700, 20_000])
-@pytest.mark.parametrize("dtype", ["u1", "i4", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["f4", "i4"])
 def test_dense_rows_become_what_csr_ones_do(n_vars, dtype):
     rng = np.random.default_rng(n_vars)
     given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(dtype)
