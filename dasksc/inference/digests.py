@@ -176,10 +176,13 @@ def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
 def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
     """Return the attributes of a module that may change its results; those of torch's own modules are public."""
     state = part.__getstate__()
+    # Lightning's attributes tell what its trainer does, such as the name of the running method.
+    of_lightning = [set(vars(cls())) for cls in type(part).__mro__ if cls.__name__ == "LightningModule"]
+    ignored = (_OF_MODULES | _REPEATED).union(*of_lightning)
     return {
         key: held
         for key, held in (state.items() if isinstance(state, dict) else [("state", state)])
-        if key not in _OF_MODULES | _REPEATED
+        if key not in ignored
         and not key.startswith(_OF_SHARDING)
         and not (is_of_torch and key.startswith("_"))
         # `register_fsdp_forward_method` replaces a method of a module by a wrapper.
