@@ -175,6 +175,8 @@ def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
 
 def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
     """Return the attributes of a module that may change its results; those of torch's own modules are public."""
+    if hasattr(part, "_orig_mod"):  # a module that `torch.compile` wraps, with the state of the compiler
+        return {}
     state = part.__getstate__()
     # Lightning's attributes tell what its trainer does, such as the name of the running method.
     of_lightning = [set(vars(cls())) for cls in type(part).__mro__ if cls.__name__ == "LightningModule"]

@@ -603,6 +603,13 @@ def test_devices_and_locks_do_not_count_in_a_digest():
     assert model_digest(Holder("at", torch.device("cpu"))) == model_digest(Holder("at", torch.device("cuda", 1)))
 
 
+def test_a_compiled_module_keeps_its_digest_when_it_is_called():
+    module = torch.compile(nn.Linear(3, 2), backend="eager")
+    before = model_digest(module)
+    module(torch.ones(2, 3))
+    assert model_digest(module) == before != model_digest(torch.compile(nn.Linear(3, 2), backend="eager"))
+
+
 def test_modules_that_refer_to_each_other_have_a_digest():
     model = Embedder()
     model.parts = [model]
