@@ -17,7 +17,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.sampling.arrays import EMPTY_INTS
-from dasksc.sampling.labels import listed
+from dasksc.sampling.labels import check_categories, listed
 
 __all__ = ["ConditionRequest", "Conditions", "SplitRows", "is_control", "table_of"]
 
@@ -296,10 +296,11 @@ def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32]
     """
     column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
-        codes, values = np.asarray(column.array.codes)[rows], list(column.array.categories)
+        codes, uniques = np.asarray(column.array.codes)[rows], column.array.categories
     else:
         codes, uniques = pd.factorize(column.iloc[rows])
-        values = list(uniques)
+    check_categories(uniques, f"obs column {name!r}")
+    values = list(uniques)
     order = sorted(range(len(values)), key=lambda code: str(values[code]))
     places = np.full(len(values) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
     places[order] = np.arange(len(values))

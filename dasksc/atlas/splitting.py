@@ -22,7 +22,7 @@ from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
 from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.labels import encode_labels
+from dasksc.sampling.labels import check_categories, encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["split"]
@@ -331,9 +331,10 @@ def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tup
     """Return codes of the values of a column, shape (n,), -1 if missing, and its name."""
     column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
-        codes = np.asarray(column.array.codes)[rows]
+        codes, values = np.asarray(column.array.codes)[rows], column.array.categories
     else:
-        codes = pd.factorize(column.iloc[rows])[0]
+        codes, values = pd.factorize(column.iloc[rows])
+    check_categories(values, f"obs column {name!r}")
     return codes.astype(np.int32, copy=False), name
 
 

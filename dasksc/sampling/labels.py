@@ -22,13 +22,16 @@ _MAX_FRACTIONAL_LABELS = 100
 
 def check_categories(categories: Any, column: object) -> None:
     """Raise an error for categories of several types, such as 1 and "1", which would be different classes."""
-    types = {type(one): one for one in np.asarray(categories, dtype=object).tolist()}
+    if getattr(categories, "dtype", object) != object:
+        return
+    values = np.asarray(categories, dtype=object).tolist()
+    types = {str if isinstance(one, str) else type(one): one for one in values}
     if len(types) > 1 and not all(issubclass(one, Real) and not issubclass(one, bool) for one in types):
         first, second = list(types.values())[:2]
         raise InputError(
             f"the categories of {column} mix types: {first!r} is a {type(first).__name__}, and {second!r} a "
-            f"{type(second).__name__}. Joined atlases must store a label as the same type; convert the column to "
-            "strings in each of them"
+            f"{type(second).__name__}. In all joined atlases, labels must have the same type; convert them to "
+            "strings"
         )
 
 
@@ -85,6 +88,8 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
             codes, names = pd.factorize(cast(Any, chunk), sort=False)
         except (TypeError, ValueError) as error:
             raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
+        if names.dtype == object:
+            check_categories(names, "labels")
         if names.dtype.kind in "mM":
             names = pd.Index(names)  # its items are those of categories of dates, and equal those of datetime
         places = [position.setdefault(name, len(position)) for name in names]
