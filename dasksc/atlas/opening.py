@@ -31,7 +31,7 @@ from dasksc.atlas.options import (
     refuse_feature_choice,
 )
 from dasksc.atlas.stored_anndata import open_path
-from dasksc.checks import check_flags
+from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.storage import Cache, UseMmap
 
@@ -171,6 +171,7 @@ def open(
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     check_mmap(mmap)
     check_flags(names=names, raw=raw)
+    name_or_none("label", label)
     if join not in ("inner", "outer"):
         raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
     if merge not in (None, *MERGES) and not callable(merge):

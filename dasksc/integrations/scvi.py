@@ -221,7 +221,7 @@ class SCVIDataModule(scDataModule):
         if n_last == 1 and any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
             raise InputError(
                 f"with batch_size={plan.batch_size}, the last batch of an epoch has one cell, but the BatchNorm1d of "
-                "the model needs two. Give drop_last=True or another batch_size"
+                f"the model needs two. Give {'' if plan.batch_size == 1 else 'drop_last=True or '}another batch_size"
             )
         return dataset
 

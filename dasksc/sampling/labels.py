@@ -22,7 +22,8 @@ _MAX_FRACTIONAL_LABELS = 100
 
 def check_categories(categories: Any, column: object) -> None:
     """Raise an error for categories of several types, such as 1 and "1", which would be different classes."""
-    if getattr(categories, "dtype", object) != object:
+    objects = np.dtype(object)
+    if getattr(categories, "dtype", objects) != objects:
         return
     values = np.asarray(categories, dtype=object).tolist()
     types = {str if isinstance(one, str) else type(one): one for one in values}

@@ -284,7 +284,10 @@ class RankTokens(_Tokens):
         )
         if isinstance(medians, Mapping):
             raise WrongTypeError("medians is a dict; give an array with one value per gene, in the order of `genes`")
-        self.medians = None if medians is None else np.asarray(medians, dtype=np.float32)
+        try:
+            self.medians = None if medians is None else np.asarray(medians, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise WrongTypeError(f"medians must be an array of numbers, one per gene: {error}") from error
         if self.medians is not None:
             if self.medians.shape != self._ids.shape:
                 raise InputError(

@@ -134,6 +134,8 @@ class Vocabulary:
         InputError
             If the content of the file is invalid.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise WrongTypeError(f"a vocabulary is a dasksc.tokens.Vocabulary, or the path of a file; got {path!r}")
         path = Path(path)
         try:
             if path.suffix in PICKLES:

@@ -1,8 +1,8 @@
 """Pytest plugin for the core tier, whose tests are quick and stay in this process.
 
 A core test fails if it starts a process, binds a socket, or uses more than `LIMIT_S` of CPU time; compiling kernels
-does not count. CPU time hardly depends on what else the machine does. The modules in `SMOKES` use real parts and are
-exempt.
+does not count. CPU time hardly depends on what else the machine does. Property tests with more examples
+(`make test-faults`) are not core tests. The modules in `SMOKES` use real parts and are exempt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ sys.addaudithook(_watch)
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     global _watched
-    if item.get_closest_marker("core") is None or item.nodeid.startswith(SMOKES):
+    has_more_examples = item.config.getoption("--hypothesis-profile") == "thorough"
+    if has_more_examples or item.get_closest_marker("core") is None or item.nodeid.startswith(SMOKES):
         return (yield)
     events = _watched = []
     compiling, start = event.TimingListener(), time.process_time()

@@ -14,7 +14,7 @@ import pytest
 
 import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, Streaming
-from dasksc.tokens import Vocabulary
+from dasksc.tokens import RankTokens, Vocabulary
 from dasksc.train.models import Autoencoder
 from dasksc.transforms import Downsample
 
@@ -50,6 +50,9 @@ CALLS: list[tuple[Callable[[ad.AnnData, Path], Any], str]] = [
     (lambda *_: Vocabulary(["CD4"]), "ids"),
     (lambda *_: Vocabulary("x"), "ids"),
     (lambda *_: Vocabulary.of_genes(3), "genes"),
+    (lambda *_: RankTokens(["a"], vocabulary=3), "vocabulary"),
+    (lambda *_: RankTokens(["a"], medians="x"), "medians"),
+    (lambda adata, _: dasksc.open([adata, adata], label=3), "label"),
     (lambda adata, _: dasksc.scDataset(adata, transform=Downsample), "Downsample"),
     (lambda adata, _: dasksc.scDataset(adata, transform=[Downsample]), "Downsample"),
     (lambda adata, _: dasksc.scDataset(adata, fetch_transform=Downsample(0.5)), "fetch_transform"),
