@@ -217,7 +217,7 @@ def test_pickles_of_anything_else_are_refused_and_run_nothing(
         ({"genes_missing": "zero"}, "genes_missing= cannot be used without genes="),
         ({"genes": [-1]}, r"genes contains position -1; positions must lie in \[0, 7\)"),
         ({"genes": Path("nowhere.json")}, "there is no vocabulary file"),
-        ({"genes": ["c"], "genes_key": 3}, "genes_key must be the name of a column of var; got 3"),
+        ({"genes": ["c"], "genes_key": 3}, "genes_key must be .* got 3"),
     ],
     ids=range(13),
 )

@@ -173,7 +173,7 @@ def test_objects_other_than_batches_of_X_are_refused():
         (lambda: Downsample(target_counts=0), "target_counts"),
         (lambda: Downsample(target_counts=1.5), "target_counts"),
         (lambda: Downsample(0.5, seed=-1), "seed"),
-        (lambda: Downsample(0.5, layer=3), "layer=3 is not the name"),
+        (lambda: Downsample(0.5, layer=3), "layer must be .* got 3"),
         (lambda: MaskGenes(1.0), r"p must be a probability in \[0, 1\); got 1.0"),
         (lambda: MaskGenes(-0.1), "got -0.1"),
         (lambda: MaskGenes(float("nan")), "got nan"),
