@@ -254,7 +254,7 @@ def test_two_ranks_divide_training_and_validation_and_each_infers_every_cell(pat
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 299), (1, 23), (2, 149), (1, 1)])
 def test_a_batch_of_one_cell_is_refused_before_training_with_batch_normalization(path, world_size, batch_size):
     normalized = torch.nn.Sequential(torch.nn.Linear(N_VARS, 2), torch.nn.BatchNorm1d(2))
-    with pytest.raises(InputError, match=rf"batch_size={batch_size}\b.*drop_last"):
+    with pytest.raises(InputError, match=rf"batch_size={batch_size}\b"):
         rank_of(path, 0, world_size, normalized, batch_size=batch_size)
     rank_of(path, 0, world_size, torch.nn.Linear(N_VARS, 2), batch_size=batch_size)
     if batch_size > 1:
