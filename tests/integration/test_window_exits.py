@@ -6,23 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Any
 
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.programs
-
-# Order and bounds
-
-
-# Failures
-
-
-# Stopping early
-
-
-# Processes and forks
 
 
 def run_script(script: str, *, interrupt: bool = False) -> subprocess.CompletedProcess[str]:
@@ -152,31 +139,3 @@ if __name__ == "__main__":
         assert done.stderr == ""  # a Dask scheduler may log that it can start no more threads
     assert done.stdout == f"{expected}\n"
     assert done.returncode == 0
-
-
-# Dask's own callbacks
-
-
-# Clusters
-
-
-class CountsPickling:
-    """Large task that counts how often it is pickled in this process."""
-
-    n_pickled = 0
-
-    def __init__(self) -> None:
-        self.payload = np.zeros(12 << 20, dtype=np.uint8)
-
-    def __getstate__(self) -> dict[str, Any]:
-        CountsPickling.n_pickled += 1
-        return self.__dict__
-
-    def __call__(self, k: int) -> int:
-        return len(self.payload) + k
-
-
-# Choosing the scheduler
-
-
-# CPUs
