@@ -175,11 +175,14 @@ def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
 
 def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
     """Return the attributes of a module that may change its results; those of torch's own modules are public."""
-    if hasattr(part, "_orig_mod"):  # a module that `torch.compile` wraps, with the state of the compiler
+    if is_of_torch and hasattr(
+        part, "_orig_mod"
+    ):  # wrapped by `torch.compile`, with its own state
         return {}
     state = part.__getstate__()
     # Lightning's attributes tell what its trainer does, such as the name of the running method.
-    of_lightning = [set(vars(cls())) for cls in type(part).__mro__ if cls.__name__ == "LightningModule"]
+    bases = [cls for cls in type(part).__mro__ if cls.__name__ == "LightningModule" and _is_of_lightning(cls)]
+    of_lightning = [set(vars(cls())) for cls in bases]
     ignored = (_OF_MODULES | _REPEATED).union(*of_lightning)
     return {
         key: held
@@ -194,6 +197,10 @@ def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
 
 def _is_of_torch(cls: type) -> bool:
     return cls.__module__.partition(".")[0] == "torch"
+
+
+def _is_of_lightning(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
 
 
 def _add_function(function: FunctionType, update: Update, seen: Visited) -> None:

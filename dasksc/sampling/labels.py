@@ -89,13 +89,12 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
             codes, names = pd.factorize(cast(Any, chunk), sort=False)
         except (TypeError, ValueError) as error:
             raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
-        if names.dtype == object:
-            check_categories(names, "labels")
         if names.dtype.kind in "mM":
             names = pd.Index(names)  # its items are those of categories of dates, and equal those of datetime
         places = [position.setdefault(name, len(position)) for name in names]
         seen = np.array([*places, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
         encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
+    check_categories(list(position), "labels")  # chunks of a Dask array may have labels of different types
     n_labels = sum(map(len, encoded))
     table, classes = _classes(list(position), n_labels, negative_is_missing=not by_value)
     if by_value:

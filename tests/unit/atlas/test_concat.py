@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -642,6 +643,9 @@ def test_categories_of_several_types_are_no_labels(tmp_path: Path, columns: Any)
         lambda: dasksc.split(adata, stratify="kind"),
         lambda: dasksc.split(adata, conditions=["kind"], fractions=(0.5, 0.5)),
         lambda: dasksc.ClassBalancedSampling(np.array([*columns[0], *columns[1]], dtype=object)).get_len(adata),
+        lambda: dasksc.ClassBalancedSampling(
+            da.from_array(np.array([*columns[0], *columns[1]], dtype=object), chunks=2)
+        ).get_len(adata),
     ):
         with pytest.raises(InputError, match="kind|labels"):
             use()
