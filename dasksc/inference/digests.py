@@ -175,9 +175,7 @@ def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
 
 def _attributes(part: Any, *, is_of_torch: bool) -> dict[str, Any]:
     """Return the attributes of a module that may change its results; those of torch's own modules are public."""
-    if is_of_torch and hasattr(
-        part, "_orig_mod"
-    ):  # wrapped by `torch.compile`, with its own state
+    if is_of_torch and hasattr(part, "_orig_mod"):  # wrapped by `torch.compile`, with its own state
         return {}
     state = part.__getstate__()
     # Lightning's attributes tell what its trainer does, such as the name of the running method.
