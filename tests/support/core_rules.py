@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import urllib3  # noqa: F401, it binds a socket when it is first imported
 from numba.core import event
 
 import dasksc.conversion
