@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
 
 from dasksc import pushdown as lazy
-from tests.programs import with_slurm
 from tests.support.data import FORMATS, LAYOUTS, make_adata, write_store
 from tests.support.servers import Bucket, HTTPServer, s3_endpoint, serving
 
@@ -239,12 +238,3 @@ def mpirun() -> None:
     """Skip the test if Open MPI is not installed."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian: openmpi-bin)")
-
-
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[dict[str, str]]:
-    """Return the environment variables for commands on a one-node Slurm cluster."""
-    if absent := with_slurm.missing():
-        pytest.skip(f"no Slurm here (Debian: slurm-wlm, munge; as root): {', '.join(absent)}")
-    with with_slurm.cluster() as environment:
-        yield environment

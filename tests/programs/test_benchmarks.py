@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from distributed.deploy.spec import SpecCluster
 
-import dasksc
 from tests.support import programs
 from tests.support.programs import ROOT
 
@@ -182,28 +181,6 @@ def test_opening_measures_each_work_in_a_process_of_its_own(tmp_path):
     assert all(row["seconds"][0] > 0 and row["bytes"][0] >= 0 for row in report["rows"])
 
 
-def test_a_peer_is_credited_with_its_better_rate_and_we_are_not():
-    from _harness import Result
-    from _targets import ROWS, report_of
-
-    def result(name, produced, consumed):
-        start = {"total_s": 1.0, "fetch": 512}
-        return Result(name=name, cold_start=start, produced=produced, consumed=consumed, cores=[1.0] * len(produced))
-
-    rows = {row.name: row for row in ROWS}
-    ours, theirs = result("ours", [90.0, 100.0, 80.0], [50.0] * 3), result("theirs", [10.0] * 3, [20.0, 15.0, 30.0])
-    limits = {"decode": {"is": "a", "cells_per_s": 600.0}, "fill": {"is": "b", "cells_per_s": 300.0}}
-    against_peer = report_of(rows["gzip dense"], ours, theirs, limits)
-    assert (against_peer["ratio"], against_peer["theirs_credited"]) == (90 / 20, "consumed")
-    assert against_peer["ratio_range"] == [80 / 30, 100 / 15]
-    assert not against_peer["met"]
-    # Sequential limits combine to 1 / (1 / 600 + 1 / 300).
-    assert against_peer["limit_cells_per_s"] == pytest.approx(200)
-    assert against_peer["share_of_limit"] == pytest.approx(0.45)
-    against_ourselves = report_of(rows["dask gzip"], ours, theirs, limits)
-    assert (against_ourselves["ratio"], against_ourselves["met"]) == (90 / 10, True)
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -254,127 +231,3 @@ def test_plans_names_the_targets_that_are_missed():
     assert missed({"case": "one huge weight", "block": 1, "share_of_reading": {"dense": 0.05, "csr": 0.07}}) == [
         "share of reading csr"
     ]
-
-
-def test_recall_counts_each_type_by_itself():
-    import balanced
-
-    recall, labels, is_rare = np.array([1.0, 0.5, 0.0]), np.array([0, 0, 0, 0, 1, 1, 2]), np.array([False, True, True])
-    scores = balanced.scores_of(recall, labels, is_rare)
-    assert scores == {"balanced_accuracy": 0.5, "rare_balanced_accuracy": 0.25, "accuracy": pytest.approx(5 / 7)}
-
-
-def test_plain_tokens_are_the_genes_of_a_cell_by_descending_value():
-    import tokens
-    import torch
-
-    X = torch.tensor([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])
-    like = dasksc.tokens.RankTokens(["a", "b", "c", "d"], max_genes=3)
-    for made in (tokens.by_numpy(X.to_sparse_csr(), np.arange(3, 7), like), tokens.by_topk(X, np.arange(3, 7), like)):
-        ids, values = made
-        assert values.tolist() == [[5, 2, 2], [1, 0, 0]]
-        assert [sorted(row) for row in ids.tolist()] == [[4, 5, 6], [0, 0, 3]]
-        assert ids[0, 0] == 5
-
-
-class Clock:
-    """Clock that advances only when a batch is created."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize(
-    ("seconds", "n_rows"),
-    [
-        (0, 100),  # one epoch
-        (1, 40),  # a fetch of 40 rows takes 4 s, so the measurement ends after the first fetch
-        (5, 80),
-        (9, 100),  # the third fetch ends with the epoch, after 20 rows
-        (11, 140),  # the measurement ends in the second epoch
-    ],
-)
-def test_measure_counts_whole_fetches_and_goes_on_with_the_next_epoch(monkeypatch, seconds, n_rows):
-    import _harness
-
-    clock = Clock()
-    closed = []
-    monkeypatch.setattr(_harness.time, "perf_counter", clock)
-
-    def epoch():
-        try:
-            for _ in range(10):
-                clock.now += 1
-                yield np.ones(10)
-        finally:
-            closed.append(clock.now)
-
-    result = _harness.measure(epoch, seconds=seconds, fetch_rows=40, consume=lambda batch: batch.sum())
-    assert (result.n_rows, result.checksum) == (n_rows, n_rows)
-    assert result.elapsed_s == n_rows / 10
-    assert result.rows_per_s == 10
-    assert closed[-1] == clock.now
-
-
-def test_a_contender_that_fails_is_dropped_and_reported(tmp_path):
-    from _harness import Contender, compete
-
-    script = tmp_path / "broken.py"
-    script.write_text("raise SystemExit('no such loader')")
-    messages = []
-    results = compete(
-        [lambda: Contender("broken", python=sys.executable, script=script, spec={}, log=tmp_path / "broken.log")],
-        rounds=1,
-        seconds=1,
-        warm_up_s=0,
-        say=messages.append,
-    )
-    assert results == []
-    assert "broken ended" in messages[0]
-    assert "no such loader" in messages[0]
-
-
-def test_soak_finds_cells_that_are_lost_repeated_or_in_the_same_order(monkeypatch):
-    import soak
-    import torch
-
-    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(soak.dist, "all_reduce", lambda counts: None)
-    epoch = soak.Epoch(mode="threads", n_steps=3, digest="a", n_padded=1, anon_bytes=0, n_files=0)
-    steps = [3, 3]
-
-    def gather(everyone, one):
-        everyone[:] = [soak.dataclasses.replace(one, n_steps=n) for n in steps]
-
-    monkeypatch.setattr(soak.dist, "all_gather_object", gather)
-    seen: set[str] = set()
-
-    def problems(counts, digest):
-        one = soak.dataclasses.replace(epoch, digest=digest)
-        return soak.compare(one, torch.tensor(counts, dtype=torch.int32), seen, 7)
-
-    assert problems([1, 1, 2], "a") == []
-    assert problems([1, 1, 2], "a") == ["epoch 7 repeats another"]
-    assert problems([1, 0, 2], "b") == ["epoch 7: 1 cells not seen, 1 more than once, 1 padded"]
-    assert problems([1, 2, 2], "c") == ["epoch 7: 0 cells not seen, 2 more than once, 1 padded"]
-    steps[1] = 2
-    assert problems([1, 1, 2], "d") == ["epoch 7: steps [3, 2]"]
-
-
-def test_whole_epochs_are_measured_to_their_end():
-    import _harness
-
-    n_begun = 0
-
-    def epoch():
-        nonlocal n_begun
-        n_begun += 1
-        yield from [np.zeros((10, 1))] * 7
-
-    options = {"seconds": 1e-9, "fetch_rows": 10, "consume": None}
-    assert _harness.measure(epoch, **options).n_rows == 10
-    assert _harness.measure(epoch, **options, whole_epochs=True).n_rows == 70
-    assert n_begun == 2

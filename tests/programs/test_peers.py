@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
 import anndata
 import numpy as np
@@ -119,75 +118,3 @@ def test_whether_dataloader_workers_repeat_the_first_epoch(make_loader: Callable
     first, second = ([int(row) for batch in loader for row in batch.ravel()] for _ in range(2))
     assert sorted(first) == sorted(second) == list(range(N_CELLS))
     assert (first == second) == repeats
-
-
-def test_dasksc_resumes_within_an_epoch():
-    def made() -> dasksc.scDataset:
-        return dasksc.scDataset(cells(), dasksc.BlockShuffling(), BATCH, seed=0)
-
-    expected = [batch.ravel().tolist() for batch in made()]
-    loader = made()
-    batches = iter(loader)
-    first = [next(batches).ravel().tolist() for _ in range(3)]
-    resumed = made()
-    resumed.load_state_dict(loader.state_dict())
-    assert first + [batch.ravel().tolist() for batch in resumed] == expected
-
-
-def scdataset_made() -> Iterable:
-    scdataset = pytest.importorskip("scdataset")
-    return scdataset.scDataset(cells(), scdataset.BlockShuffling(), BATCH)
-
-
-def annbatch_made() -> Iterable:
-    annbatch = pytest.importorskip("annbatch")
-    loader = annbatch.Loader(chunk_size=8, preload_nchunks=16, batch_size=BATCH, preload_to_gpu=False)
-    return loader.add_adata(anndata.AnnData(sp.csr_matrix(cells())))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [scdataset_made, annbatch_made, lambda: annloader(anndata.AnnData(cells()))],
-    ids=["scDataset", "annbatch", "AnnLoader"],
-)
-def test_other_loaders_have_no_state_to_resume_from(make: Callable[[], Iterable]):
-    assert not hasattr(make(), "state_dict")
-
-
-@pytest.fixture
-def h5ad(tmp_path: Path) -> Path:
-    """Write the cells to a sparse h5ad file."""
-    anndata.AnnData(sp.csr_matrix(cells())).write_h5ad(tmp_path / "cells.h5ad")
-    return tmp_path / "cells.h5ad"
-
-
-def dasksc_of_h5ad(path: Path) -> Iterable:
-    return dasksc.scDataset(path, batch_size=BATCH)
-
-
-def scdataset_of_h5ad(path: Path) -> Iterable:
-    def read(adata: anndata.AnnData, rows: np.ndarray) -> np.ndarray:
-        return adata.X[rows].toarray()
-
-    scdataset = pytest.importorskip("scdataset")
-    adata = anndata.read_h5ad(path, backed="r")
-    return scdataset.scDataset(adata, scdataset.BlockShuffling(), BATCH, fetch_callback=read)
-
-
-def annloader_of_h5ad(path: Path) -> Iterable:
-    return (batch.X for batch in annloader(anndata.read_h5ad(path, backed="r")))
-
-
-@pytest.mark.parametrize(
-    "read", [dasksc_of_h5ad, scdataset_of_h5ad, annloader_of_h5ad], ids=["dasksc", "scDataset", "AnnLoader"]
-)
-def test_loaders_that_read_a_sparse_h5ad_without_conversion(read: Callable[[Path], Iterable], h5ad):
-    assert sorted(int(row) for batch in read(h5ad) for row in batch.ravel()) == list(range(N_CELLS))
-
-
-def test_annbatch_does_not_read_a_sparse_h5ad(h5ad):
-    loader = pytest.importorskip("annbatch").Loader(
-        chunk_size=8, preload_nchunks=16, batch_size=BATCH, preload_to_gpu=False
-    )
-    with pytest.raises(TypeError, match="backed by h5ad"):
-        loader.add_dataset(anndata.read_h5ad(h5ad, backed="r").X)

@@ -60,13 +60,6 @@ def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
     assert bool(run_page(page, tmp_path, atlas).stdout) == prints
 
 
-def test_the_ten_lines_are_ten():
-    (program, *_) = blocks(ROOT / "README.md", "python")
-    imports, rest = program[2].split("\n\n")
-    assert all(line.startswith("import ") for line in imports.splitlines())
-    assert len(rest.splitlines()) == 10
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_in_every_page_are_python(page):
     for block in blocks(page, "python"):

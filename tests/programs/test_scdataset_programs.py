@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader
 
 from dasksc import (
     BlockShuffling,
-    BlockWeightedSampling,
-    ClassBalancedSampling,
     MultiIndexable,
     SamplingStrategy,
     Streaming,
@@ -126,18 +124,6 @@ def test_adata_to_mindex_with_obs_columns(adata, num_workers):
     assert sorted(seen) == list(range(N_OBS))
 
 
-def test_fetch_transform_and_batch_transform_on_anndata(adata):
-    dataset = scDataset(
-        adata,
-        BlockShuffling(block_size=4),
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_transform=lambda part: part.to_memory(),
-        batch_transform=lambda part: torch.from_numpy(part.X.toarray()),
-    )
-    assert sorted(rows_of(dataset)) == list(range(N_OBS))
-
-
 def test_fetch_transform_adata_gives_batches_of_tensors(adata):
     dataset = scDataset(adata, Streaming(), BATCH, FETCH_FACTOR, fetch_transform=fetch_transform_adata)
     batches = list(dataset)
@@ -145,16 +131,20 @@ def test_fetch_transform_adata_gives_batches_of_tensors(adata):
     np.testing.assert_array_equal(torch.cat(batches).numpy(), counts())
 
 
-def test_batch_callback_picks_positions_of_the_fetch(adata):
-    dataset = scDataset(
-        adata,
-        BlockShuffling(block_size=4),
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_transform=lambda part: part.to_memory(),
-        batch_callback=lambda part, positions: torch.tensor(part.X[positions].toarray()),
-    )
-    assert sorted(rows_of(dataset)) == list(range(N_OBS))
+def test_batches_without_hooks_equal_those_of_fetch_transform_adata(path):
+    options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
+    hooked = scDataset(path, fetch_transform=fetch_transform_adata, **options)
+    for ours, theirs in zip(scDataset(path, **options), hooked, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_obs_yields_the_codes_of_the_values_of_adata_to_mindex(path):
+    options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
+    hooked = scDataset(path, fetch_transform=partial(adata_to_mindex, columns=["cell_type"]), **options)
+    plain = scDataset(path, obs=["cell_type"], **options)
+    for ours, theirs in zip(plain, hooked, strict=True):
+        assert [plain.categories["cell_type"][code] for code in ours.obs["cell_type"]] == list(theirs["cell_type"])
+        np.testing.assert_array_equal(ours.X, theirs["X"])
 
 
 def test_an_ann_collection_of_backed_files(path):
@@ -246,33 +236,6 @@ def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, 
 # --- Hooks --------------------------------------------------------------------------------------------
 
 
-def test_hooks_run_in_order_on_sorted_rows_and_on_positions():
-    calls = []
-
-    def fetch_callback(data, rows):
-        assert (np.diff(rows) >= 0).all()
-        calls.append("fetch_callback")
-        return data[rows]
-
-    def fetch_transform(data):
-        calls.append("fetch_transform")
-        return data * 2
-
-    def batch_callback(data, positions):
-        calls.append("batch_callback")
-        return data[positions]
-
-    def batch_transform(batch):
-        calls.append("batch_transform")
-        return batch + 1
-
-    hooks = (fetch_callback, fetch_transform, batch_callback, batch_transform)
-    # By position: collection, strategy, batch_size, fetch_factor, drop_last, then the hooks.
-    batches = list(scDataset(np.arange(64), BlockShuffling(4), 16, 4, False, *hooks))
-    assert sorted(np.concatenate(batches).tolist()) == [2 * i + 1 for i in range(64)]
-    assert calls == ["fetch_callback", "fetch_transform", *["batch_callback", "batch_transform"] * 4]
-
-
 def test_the_attributes_that_programs_read():
     data, strategy = np.arange(64), Streaming()
     dataset = scDataset(data, strategy, 8, 2, True, rank=1, world_size=2, seed=0)
@@ -283,34 +246,6 @@ def test_the_attributes_that_programs_read():
 
 
 # --- Sampling -----------------------------------------------------------------------------------------
-
-
-def labels_in(batches) -> Counter:
-    return Counter(LABELS[rows_of(batches)].tolist())
-
-
-def test_weights_computed_from_obs(adata):
-    weights = 1.0 / adata.obs["cell_type"].map(adata.obs["cell_type"].value_counts()).astype(float)
-    dataset = scDataset(
-        adata,
-        BlockWeightedSampling(weights=weights.to_numpy(), total_size=1200, block_size=8),
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_callback=lambda d, idx: d[idx].X.toarray(),
-        seed=0,
-    )
-    drawn = labels_in(dataset)
-    assert sum(drawn.values()) == 1200
-    # The expectation is a third each, 400; six standard deviations are 98.
-    assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
-
-
-@pytest.mark.parametrize("labels", [LABELS, pd.Series(LABELS), pd.Categorical(LABELS), LABELS.tolist()])
-def test_class_balanced_sampling_from_labels(labels):
-    strategy = ClassBalancedSampling(labels, total_size=1200, block_size=8)
-    drawn = labels_in(scDataset(counts(), strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR, seed=0))
-    assert sum(drawn.values()) == 1200
-    assert all(abs(drawn[label] - 400) < 98 for label in ("T", "B", "NK"))
 
 
 # --- User-defined strategies --------------------------------------------------------------------------
@@ -376,36 +311,6 @@ def test_four_workers_and_prefetch_factor_of_one_more_than_fetch_factor(adata, p
         epochs.append(rows_of(batch["X"] for batch in batches))
         assert sorted(epochs[-1]) == list(range(N_OBS))
     assert epochs[0] != epochs[1]
-
-
-def test_a_training_loop_under_data_parallel_learns_the_labels(adata):
-    torch.manual_seed(0)
-    categories = list(adata.obs["cell_type"].cat.categories)
-    dataset = scDataset(
-        adata,
-        BlockShuffling(block_size=4),
-        batch_size=32,
-        fetch_factor=8,
-        fetch_transform=partial(adata_to_mindex, columns=["cell_type"]),
-        batch_transform=lambda batch: (
-            torch.from_numpy(batch["X"]) / N_OBS,
-            torch.tensor([categories.index(label) for label in batch["cell_type"]]),
-        ),
-        seed=0,
-    )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = torch.nn.DataParallel(torch.nn.Linear(N_VARS, len(categories))).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
-    losses = []
-    for _ in range(8):
-        for X, y in DataLoader(dataset, batch_size=None):
-            loss = torch.nn.functional.cross_entropy(model(X.to(device)), y.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    n = len(dataset)
-    assert np.mean(losses[-n:]) < 0.5 * np.mean(losses[:n])
 
 
 def test_every_public_name_is_found_where_it_was():

@@ -7,10 +7,8 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from make_atlas import make_atlas
 
 from dasksc.datasets import demo_data
@@ -64,35 +62,6 @@ def test_its_programs_run(library, folder):
 
 
 # --- Keys of YAML files and arguments of Lightning ----------------------------------------------------
-
-
-def names() -> dict[str, Any]:
-    """Return the names that the code of the table may use."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.loggers import CSVLogger
-    from lightning.pytorch.profilers import PyTorchProfiler
-    from lightning.pytorch.strategies import ModelParallelStrategy
-
-    classes = (CSVLogger, ModelCheckpoint, ModelParallelStrategy, PyTorchProfiler)
-    return {"pl": pl, "torch": torch, **{one.__name__: one for one in classes}}
-
-
-def arguments(code: list[str], **changes: object) -> dict[str, Any]:
-    """Return the trainer arguments of a row, with some numbers changed."""
-    given: dict[str, Any] = {}
-    for one in code:
-        if re.match(r"\w+=", one):
-            for name, value in changes.items():
-                one = re.sub(rf"\b{name}=\w+", f"{name}={value}", one)
-            given |= eval(f"dict({one})", names())
-    return given
-
-
-@pytest.fixture
-def pl(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return pytest.importorskip("lightning.pytorch")
 
 
 # The page's model on two processes: its shards, the global gradient norm before and after clipping, learning rates.

@@ -67,14 +67,6 @@ def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
     assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
 
 
-@pytest.mark.xdist_group("slurm")
-def test_srun_starts_the_ranks(atlas, tmp_path, slurm):
-    config = write(tmp_path, atlas, num_gpus=2)
-    command = ["srun", "-n", 2, *COMMAND, "--config", config, "--json"]
-    report = json.loads(train(command, tmp_path, slurm | NO_GPU))
-    assert (report["world_size"], report["strategy"], report["n_cells"]) == (2, "ddp", 600)
-
-
 def configurations() -> dict[str, str]:
     """Return every configuration in examples/ and on the page, by name."""
     page = (ROOT / "docs" / "guides" / "training.md").read_text()
