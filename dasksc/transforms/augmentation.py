@@ -24,11 +24,6 @@ from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["Downsample", "MaskGenes"]
 
-# Data types that the kernels do not support, and the types that their values are converted to.
-_KERNEL_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
-    np.dtype(np.float16): np.dtype(np.float32),
-    np.dtype(np.bool_): np.dtype(np.uint8),
-}
 # Key and number of a batch, its row numbers, and the position in the batch of the first row to change.
 _BatchRows = tuple[np.uint64, int, NDArray[np.int64], int]
 # Indices into the random keys of an epoch: one key is for the rows of a batch, the other for its control cells.
@@ -201,7 +196,9 @@ class _Augmentation:
         InputError
             If a value is invalid for this transform.
         """
-        with _in_kernel_dtype(values) as converted:
+        # Kernels take the types of the loader's batches, since each combination of types takes seconds to compile.
+        indptr, columns = indptr.astype(np.int64, copy=False), columns.astype(np.int32, copy=False)
+        with _in_dtype(values, self._kernel_dtype(values.dtype)) as converted:
             self._change((self._keys[self._key_index], self._number, rows, first_row), indptr, columns, converted)
 
     def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
@@ -221,7 +218,7 @@ class _Augmentation:
         InputError
             If a value is invalid for this transform.
         """
-        with _in_kernel_dtype(dense) as converted:
+        with _in_dtype(dense, self._kernel_dtype(dense.dtype)) as converted:
             self._change_dense((self._keys[self._key_index], self._number, rows, first_row), converted)
 
     def scatter(self, rows: NDArray[np.int64], source: tuple[Any, ...], dense: NDArray[Any]) -> bool:
@@ -241,9 +238,13 @@ class _Augmentation:
         bool
             False if the caller must use `change`, which supports more data types and reports invalid values.
         """
-        if dense.dtype in _KERNEL_DTYPES:
+        if dense.dtype != self._kernel_dtype(dense.dtype):
             return False
         return bool(self._scatter((self._keys[self._key_index], self._number, rows), source, dense))
+
+    def _kernel_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the data type in which the kernels change values of `dtype`."""
+        raise NotImplementedError
 
     def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         """Implement `change` for values of a data type that the kernels support."""
@@ -328,6 +329,9 @@ class Downsample(_Augmentation):
     def __repr__(self) -> str:
         how = f"fraction={self.fraction}" if self.fraction is not None else f"target_counts={self.target_counts}"
         return f"Downsample({how}, layer={self.layer!r}, seed={self.seed})"
+
+    def _kernel_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        return np.dtype(np.float32 if dtype in (np.float16, np.float32) else np.float64)
 
     def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         if self.target_counts is not None:
@@ -415,6 +419,11 @@ class MaskGenes(_Augmentation):
     def __repr__(self) -> str:
         return f"MaskGenes({self.p}, layer={self.layer!r}, seed={self.seed})"
 
+    def _kernel_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        # The kernels support neither float16 nor bool.
+        wide = {np.float16: np.float32, np.bool_: np.uint8}.get(dtype.type)
+        return dtype if wide is None else np.dtype(wide)
+
     def _change(self, batch: _BatchRows, indptr: NDArray[Any], columns: NDArray[Any], values: NDArray[Any]) -> None:
         kernels.mask(*batch, indptr, columns, values, self.p)
 
@@ -426,10 +435,9 @@ class MaskGenes(_Augmentation):
 
 
 @contextlib.contextmanager
-def _in_kernel_dtype(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Yield `values` in a data type that the kernels support, and write the changed values back."""
-    kernel_dtype = _KERNEL_DTYPES.get(values.dtype)
-    if kernel_dtype is None:
+def _in_dtype(values: NDArray[Any], kernel_dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """Yield `values` in the data type of a kernel, and write the changed values back."""
+    if values.dtype == kernel_dtype:
         yield values
     else:
         converted = values.astype(kernel_dtype)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import dasksc
 from dasksc import cli
-from dasksc.conversion import converting, scanning, staging
+from dasksc.conversion import converting, staging
 from dasksc.conversion.converting import needs_runs
 from dasksc.conversion.inputs import matrices_of
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
@@ -97,8 +97,7 @@ def test_groups_are_together_in_the_order_of_their_categories(tmp_path, order):
     same(written, source)
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.parametrize(("layout", "compression"), [("csr", "gzip"), ("dense", None)])
 @pytest.mark.usefixtures("small_parts")
 def test_a_shuffle_through_runs_is_the_same_shuffle(tmp_path, monkeypatch, layout, compression):
     source = few_columns(60, 17, layout=layout)
@@ -134,22 +133,15 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
     cases = [
         ([1, 255], "float32", "uint8"),
         ([1, 256], "float64", "uint16"),
-        ([1, 65_535], "int32", "uint16"),
         ([1, 65_536], "int64", "uint32"),
         # The largest uint32, which float32 cannot represent exactly.
         ([1, 2**32 - 1], "float64", "uint32"),
-        ([1, 2**32 - 1], "int64", "uint32"),
-        ([1, 2**32 - 1], "uint64", "uint32"),
         ([1, 2**32], "float64", "float64"),
-        ([1, 2**63], "uint64", "uint64"),
         ([1, 2**24], "float32", "float32"),
-        ([1, 2**32], "int64", "int64"),
         ([1, -1], "int32", "int32"),
         ([1, 0.5], "float32", "float32"),
         ([1, np.nan], "float32", "float32"),
-        ([1, np.inf], "float64", "float64"),
         ([1, -0.0], "float32", "float32"),
-        ([1, 3], "int8", "int8"),
         ([True, True], "bool", "bool"),
     ]
     layers = {
@@ -175,15 +167,13 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
             assert np.array_equal(np.signbit(stored), np.signbit(values)), name
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-@pytest.mark.parametrize("compression", [None, "gzip"])
 @pytest.mark.parametrize(
-    ("stored", "values", "written"),
+    ("stored", "values", "written", "compression", "narrow"),
     [
-        ("float32", [200, 100, 7], "uint16"),
-        ("float64", [0.5, 0.25, -2], "float64"),
-        ("uint8", [200, 100, 7], "uint16"),
-        ("int64", [2**62, 2**61, -1], "int64"),
+        ("float32", [200, 100, 7], "uint16", "gzip", True),
+        ("float64", [0.5, 0.25, -2], "float64", None, True),
+        ("uint8", [200, 100, 7], "uint16", "gzip", False),
+        ("int64", [2**62, 2**61, -1], "int64", None, False),
     ],
 )
 def test_duplicates_are_summed_before_they_are_narrowed(tmp_path, stored, values, written, compression, narrow):
@@ -219,7 +209,7 @@ def test_types_are_kept_if_asked_for_and_scipy_may_then_work_in_place(tmp_path):
 
 @pytest.mark.parametrize(
     ("n_vars", "expected"),
-    [(256, "uint8"), (257, "uint16"), (65_536, "uint16"), (65_537, "int32")],
+    [(256, "uint8"), (65_536, "uint16"), (65_537, "int32")],
 )
 def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_takes_it(tmp_path, n_vars, expected):
     X = sp.csr_matrix(([1.0, 2.0, 3.0], ([0, 0, 1], [0, 7, n_vars - 1])), shape=(2, n_vars))
@@ -242,8 +232,7 @@ def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_t
     assert abs(read(tmp_path / "wide.zarr")[["a", "b"]].X - X).max() == 0
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (4, 5)])
-@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize(("shape", "layout"), [((0, 5), "csr"), ((4, 0), "dense"), ((4, 5), "csr")])
 def test_atlases_without_cells_genes_or_values_come_out_as_they_are(tmp_path, shape, layout):
     X: Any = np.zeros(shape, dtype=np.float32)
     obs = pd.DataFrame(index=[f"c{i}" for i in range(shape[0])])
@@ -706,8 +695,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
 # --- Components of a conversion ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "float32", "int64", "float64", "bool", "float16"])
-@pytest.mark.parametrize("shape", [(103,), (40, 3)])
+@pytest.mark.parametrize(("dtype", "shape"), [("uint16", (103,)), ("float32", (40, 3)), ("bool", (103,))])
 def test_shards_are_read_by_zarr_python(tmp_path, dtype, shape):
     values = (np.arange(np.prod(shape)) % 7).astype(dtype).reshape(shape)
     array = shards.ShardedArray(shape=shape, dtype=np.dtype(dtype), chunk_rows=5, shard_rows=15)
@@ -720,30 +708,6 @@ def test_shards_are_read_by_zarr_python(tmp_path, dtype, shape):
     written = zarr.open_array(tmp_path / "a", mode="r")
     assert (written.chunks, written.shards) == ((5, *shape[1:]), (15, *shape[1:]))
     assert np.array_equal(written[:], values)
-
-
-def test_a_shard_that_lacks_rows_does_not_appear(tmp_path):
-    array = shards.ShardedArray(shape=(10,), dtype=np.dtype("u1"), chunk_rows=5, shard_rows=10)
-    with pytest.raises(ValueError, match="3 rows are missing"), shards.ShardWriter(array, tmp_path, 0) as to:
-        to.append(np.zeros(7))
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
-
-
-def test_digests_tell_rows_apart_and_not_the_types_or_order_they_are_held_in():
-    def digest(row: dict[int, float], dtype: str) -> tuple[int, float]:
-        from dasksc.storage import as_matrix
-
-        values = np.array(list(row.values())).astype(dtype)
-        matrix = sp.csr_matrix((values, np.array(list(row)), [0, len(row)]), shape=(1, 9))
-        (found,) = scanning.described(as_matrix(matrix, "m").fetch(np.array([0])), np.array([0]))
-        return int(found["digest"]), float(found["sum"])
-
-    one = digest({1: 3, 5: 200}, "float32")
-    assert one == digest({5: 200, 1: 3}, "uint8") == digest({1: 3, 5: 200}, "int64")
-    assert one[1] == 203
-    others = [{1: 200, 5: 3}, {2: 3, 5: 200}, {1: 3}, {1: 3, 5: 200, 6: 0}, {1: 4, 5: 199}, {1: 3, 5: 200.5}]
-    digests = {digest(other, "float64")[0] for other in [{1: 3, 5: 200}, *others]}
-    assert len(digests) == 1 + len(others)
 
 
 # --- The command ------------------------------------------------------------------------------------

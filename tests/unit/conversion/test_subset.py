@@ -36,8 +36,7 @@ def adata() -> ad.AnnData:
     return made
 
 
-@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
-@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize(("format", "layout"), [("h5ad", "csr"), ("zarr3", "dense")])
 def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format: str, layout: str) -> None:
     adata.X = adata.X if layout == "csr" else adata.X.toarray()
     path = write_store(adata, tmp_path, format)
@@ -62,30 +61,17 @@ def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format
     np.testing.assert_array_equal(found.varm["loadings"], adata.varm["loadings"])
 
 
-@pytest.mark.parametrize("order", ["keep", "shuffle"])
-def test_a_subset_is_grouped_and_shuffled(tmp_path: Path, adata: ad.AnnData, order: Any) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    found = written(tmp_path, path, filter="int64 > 0", genes=["gene4", "gene1"], group_by="cell_type", order=order)
-    rows = adata.obs_names.get_indexer(found.obs_names)
-    assert sorted(rows) == np.flatnonzero(adata.obs["int64"] > 0).tolist()
-    assert (np.diff(found.obs["cell_type"].cat.codes) >= 0).all()
-    np.testing.assert_array_equal(dense(found.X), dense(adata.X)[rows][:, [4, 1]])
-
-
-@pytest.mark.parametrize(("layout", "narrow"), [("csr", True), ("dense", False)])
 @pytest.mark.parametrize(
-    "genes",
+    ("genes", "layout", "narrow"),
     [
-        {"genes": ["gene5", "gene0", "gene16"]},
-        {"genes": slice(2, 9)},
-        {"genes": ["gene5", "new", "gene0"], "genes_missing": "zero"},
-        {"genes": ["gene5", "new", "gene0"], "genes_missing": "drop"},
-        {
-            "genes": ["new", "twice", "S1"],
-            "genes_key": "symbol",
-            "genes_repeated": "sum",
-            "genes_missing": "zero",
-        },
+        ({"genes": ["gene5", "gene0", "gene16"]}, "csr", True),
+        ({"genes": slice(2, 9)}, "dense", False),
+        ({"genes": ["gene5", "new", "gene0"], "genes_missing": "drop"}, "csr", True),
+        (
+            {"genes": ["new", "twice", "S1"], "genes_key": "symbol", "genes_repeated": "sum", "genes_missing": "zero"},
+            "dense",
+            False,
+        ),
     ],
     ids=str,
 )
@@ -142,12 +128,6 @@ def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad
     found = written(tmp_path, path, genes=["S4", "none", "twice"], **options)
     assert list(found.var["symbol"]) == ["S4", "none", "twice"]
     assert list(found.var_names) == ["gene4", "none", "gene2"]
-
-
-def test_arrays_that_cannot_follow_the_genes_are_named(tmp_path: Path, adata: ad.AnnData) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    report = dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "new"], genes_missing="zero")
-    assert "varm/loadings" in report.left_out
 
 
 def test_sums_of_narrow_counts_do_not_wrap(tmp_path: Path) -> None:
@@ -208,6 +188,3 @@ def test_an_unfinished_subset_is_resumed_by_the_same_one_only(
 
 def _killed(*args: Any, **kwargs: Any) -> None:
     raise KeyboardInterrupt
-
-
-# --- On the command line ------------------------------------------------------------------------------

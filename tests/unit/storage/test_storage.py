@@ -158,7 +158,7 @@ def check_fetched(fetched: RowBuffer, expected: NDArray[Any]) -> None:
             twin = expected[positions]
             if columns is not None:
                 twin = twin[:, columns.positions]
-            for dtype in (expected.dtype, np.dtype("float32"), np.dtype("float16")):
+            for dtype in {expected.dtype, np.dtype("float32")}:
                 out = np.full(twin.shape, 7, dtype=dtype)
                 fetched.gather(positions, out=out, columns=columns)
                 np.testing.assert_array_equal(out, twin.astype(dtype))
@@ -168,8 +168,6 @@ def check_fetched(fetched: RowBuffer, expected: NDArray[Any]) -> None:
             got = np.zeros_like(twin)
             got[np.repeat(np.arange(len(twin)), np.diff(indptr)), indices] = data
             np.testing.assert_array_equal(got, twin)
-            *_, data = fetched.gather_csr(positions, columns=columns, dtype=np.dtype("float16"))
-            assert data.dtype == np.float16
 
 
 def check_matrix(matrix: Matrix, expected: NDArray[Any]) -> None:
@@ -205,6 +203,16 @@ def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path
         check_fetched(fetched, expected)
         check_fetched(fetched.compact(), expected)
         check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
+
+
+def test_rows_are_gathered_in_half_precision(h5ad: Path) -> None:
+    for key in ("X", "layers/dense"):
+        expected = values_of(atlas(), key).astype("float16")
+        fetched, out = open_matrix(h5ad, key).fetch(np.arange(N_OBS)), np.empty((N_OBS, N_VARS), dtype="float16")
+        fetched.gather(np.arange(N_OBS), out=out)
+        np.testing.assert_array_equal(out, expected)
+        *_, data = fetched.gather_csr(np.arange(N_OBS), dtype=np.dtype("float16"))
+        np.testing.assert_array_equal(data, expected[expected != 0])
 
 
 def test_threads_fetch_and_gather_at_once(written: Path) -> None:
@@ -265,13 +273,12 @@ def test_a_numeric_dtype_reads_as_it_was_written(writer: str, dtype: str, tmp_pa
         check_matrix(open_matrix(path, key), values_of(adata, key))
 
 
-@pytest.mark.parametrize("index_dtype", ["uint16", "uint64"])
-def test_indices_of_any_integer_type_are_read(index_dtype: str, h5ad: Path) -> None:
+def test_indices_of_an_unusual_integer_type_are_read(h5ad: Path) -> None:
     with h5py.File(h5ad, "r+") as file:
         for name in ("indices", "indptr"):
             values = file[f"X/{name}"][:]
             del file[f"X/{name}"]
-            file[f"X/{name}"] = values.astype(index_dtype)
+            file[f"X/{name}"] = values.astype("uint64")
     matrix = open_matrix(h5ad, "X")
     check_matrix(matrix, values_of(atlas(), "X"))
 
@@ -595,8 +602,16 @@ GENES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint8"])
-@pytest.mark.parametrize("kind", [*(kind for kind in WRITERS if kind != "zipped zarr"), "memory"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("h5ad", "uint8"),
+        ("gzip h5ad", "float32"),
+        ("zarr v2", "uint8"),
+        ("sharded zarr v3", "float32"),
+        ("memory", "uint8"),
+    ],
+)
 def test_batches_are_canonical_whatever_is_stored(kind: str, dtype: str, tmp_path: Path) -> None:
     adata = untidy_atlas(dtype)
     values = untidy_values(adata)
@@ -651,7 +666,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Any], Any], Callable[[NDArray[Any]], NDArra
 
 @pytest.mark.parametrize(
     ("kind", "function"),
-    [(kind, function) for kind in ("h5ad", "zarr v3", "memory") for function in FUNCTIONS]
+    [("h5ad", function) for function in FUNCTIONS]
+    + [("zarr v3", "log1p"), ("memory", "power"), ("memory", "a function of blocks")]
     # If the user made the Dask array, functions given to map_blocks must handle duplicates and are not tested.
     + [("dask", "log1p"), ("dask", "power"), ("dask", "columns in another order")],
 )

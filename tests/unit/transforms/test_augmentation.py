@@ -52,7 +52,7 @@ def listed(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
 
 
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
 def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
     values = torch.from_numpy(np.random.default_rng(1).poisson(2, (9, N_VARS)))
     expected = transform(batch_of(values)).X
@@ -190,7 +190,7 @@ def test_arguments_out_of_range_are_refused(make, message):
 def test_a_loader_yields_what_a_transform_makes_of_its_batches(adata, stored, layout):
     counts = adata.X if stored == "csr" else adata.X.toarray()
     kept = ad.AnnData(counts, layers={"counts": counts * 2})
-    for dtype in ("float32", "float16", "int32"):
+    for dtype in ("float32", "int32"):
         for transform in (*KINDS, Downsample(0.5, layer="counts"), MaskGenes(0.3, layer="counts")):
             options: dict[str, Any] = {"layout": layout, "dtype": dtype, "layers": ["counts"]}
             dataset = epoch_of(kept, transform, **options)
