@@ -15,7 +15,6 @@ from dask.sizeof import sizeof
 from distributed.protocol import deserialize, serialize
 
 import dasksc
-from dasksc.errors import InputError
 from dasksc.executor.cluster import (
     file_visibility,
     transport,  # noqa: F401, registers the serializers of results
@@ -104,34 +103,6 @@ def test_counts_take_one_or_two_bytes_and_come_back_in_their_type(dtype: Any, la
     assert compact.dtype == dtype
     same_rows(compact, fetched)
     assert compact.gather_csr(np.arange(4))[2].dtype == dtype
-
-
-@pytest.mark.parametrize("odd", [0.5, -1, -0.0, np.nan])
-def test_values_that_are_no_counts_travel_as_they_are(odd: float) -> None:
-    values = sp.csr_matrix(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32))
-    values.data[3] = odd
-    fetched = as_matrix(values, "m").fetch(np.arange(2))
-    compact = fetched.compact()
-    assert compact.block[2].tobytes() == values.data.tobytes()
-    dense = np.empty((2, 3), dtype=np.float32)
-    compact.gather(np.arange(2), out=dense)
-    assert dense.tobytes() == values.toarray().tobytes()
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
-def test_duplicate_counts_are_summed_after_compaction_as_before(dtype: Any) -> None:
-    twice = sp.csr_matrix((np.array([200, 200, 3], dtype=np.float32), [1, 1, 2], [0, 3]), shape=(1, 5))
-    fetched = as_matrix(twice, "m").fetch(np.arange(1))
-    compact = fetched.compact()
-    assert compact.block[2].dtype == np.uint8
-    for one in (fetched, compact):
-        out = np.zeros((1, 5), dtype)
-        if dtype is np.uint8:
-            with pytest.raises(InputError, match="400"):
-                one.gather(np.arange(1), out=out)
-        else:
-            one.gather(np.arange(1), out=out)
-            np.testing.assert_array_equal(out, [[0, 400, 3, 0, 0]])
 
 
 def test_parts_of_a_fetch_may_hold_counts_of_other_widths() -> None:

@@ -155,14 +155,6 @@ def test_obs_columns_can_be_chosen_from_old_files(name: str) -> None:
     pd.testing.assert_frame_equal(dasksc.open(sample(name), obs=columns).obs, expected[columns])
 
 
-@pytest.mark.parametrize("given", ["path", "memory"])
-def test_an_unknown_obs_column_is_refused_with_the_nearest_names(tmp_path: Path, given: str) -> None:
-    adata = make_adata()
-    data = adata if given == "memory" else write_store(adata, tmp_path, "h5ad")
-    with pytest.raises(MissingKeyError, match=r"'cell_typ'.*did you mean 'cell_type'"):
-        dasksc.open(data, obs=["flag", "cell_typ"])
-
-
 def test_arrays_in_memory_are_shared_not_copied() -> None:
     adata = make_adata(layout="dense")
     opened = dasksc.open(adata)
@@ -171,28 +163,6 @@ def test_arrays_in_memory_are_shared_not_copied() -> None:
     assert (opened.X[7].compute() == 99).all()
     assert (opened.obsm["X_pca"][7].compute() == 98).all()
     assert opened.obsp["neighbours"] is adata.obsp["neighbours"]
-
-
-def test_edits_of_obs_are_not_shared_by_source_and_opened_atlas() -> None:
-    adata = make_adata()
-    opened = dasksc.open(adata)
-    opened.obs["new"] = 1
-    assert "new" not in adata.obs
-
-
-def test_a_backed_object_keeps_its_own_obs_and_var(tmp_path: Path) -> None:
-    path = write_store(make_adata(), tmp_path, "h5ad")
-    backed = ad.read_h5ad(path, backed="r")
-    backed.obs["fold"] = np.arange(backed.n_obs) % 3
-    backed.var["kept"] = True
-    backed.layers["scaled"][0] = -1
-    opened = dasksc.open(backed)
-    backed.file.close()
-    np.testing.assert_array_equal(opened.obs["fold"], np.arange(60) % 3)
-    assert opened.var["kept"].all()
-    assert (computed(opened.layers["scaled"])[0] == -1).all()
-    np.testing.assert_array_equal(dense(computed(opened.X)), dense(make_adata().X))
-    assert not isinstance(matrix_of(opened.X), DaskMatrix)
 
 
 @pytest.mark.parametrize("index", [np.arange(60) % 2 == 0, slice(10, 30), [5, 2, 40]])
@@ -206,15 +176,6 @@ def test_a_view_of_a_backed_object_opens_with_its_rows_and_columns(tmp_path: Pat
     assert list(opened.obs_names) == list(expected.obs_names)
     np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(expected.layers["counts"]))
     backed.file.close()
-
-
-def test_an_anndata_of_dask_arrays_keeps_them() -> None:
-    lazy = dasksc.open(make_adata())
-    lazy.X = da.log1p(lazy.X)
-    again = dasksc.open(lazy)
-    assert again.X is lazy.X
-    assert again.layers["counts"].name == lazy.layers["counts"].name
-    pd.testing.assert_frame_equal(again.obs, lazy.obs)
 
 
 def test_stored_arrays_inside_an_anndata_are_read_by_our_readers(tmp_path: Path) -> None:
@@ -256,15 +217,6 @@ def test_obsm_entries_that_are_no_matrices_are_read(tmp_path: Path) -> None:
         opened = dasksc.open(data)
         np.testing.assert_array_equal(opened.obsm["images"], adata.obsm["images"])
         np.testing.assert_array_equal(AnnDataView(opened)[[5, 6]].obsm["images"], adata.obsm["images"][[5, 6]])
-
-
-def test_a_file_can_be_opened_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adata = make_adata()
-    write_store(adata, tmp_path, "h5ad")
-    monkeypatch.chdir(tmp_path)
-    opened = dasksc.open("atlas.h5ad")
-    monkeypatch.chdir("/")
-    np.testing.assert_array_equal(dense(computed(opened.X)), dense(adata.X))
 
 
 def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
@@ -350,19 +302,6 @@ def test_scanpy_sums_over_cells_genes_and_groups_lazily(tmp_path: Path, layout: 
         pytest.skip("this scanpy aggregates no Dask arrays")
     expected = sc.get.aggregate(adata, "cell_type", "sum")
     np.testing.assert_allclose(dense(computed(groups.layers["sum"])), dense(expected.layers["sum"]), rtol=1e-6)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_taken_from_a_lazy_anndata_are_right(layout: str) -> None:
-    adata = make_adata(layout=layout)
-    mask = (adata.obs["cell_type"] == "T cell").to_numpy()
-    view = dasksc.open(adata)[mask, 2:11]
-    np.testing.assert_array_equal(dense(computed(view.X)), dense(adata.X)[mask, 2:11])
-    rows = np.array([0, 3, 3, 9])
-    taken = matrix_of(view.X).fetch(rows)
-    out = np.empty((4, 9), dtype=np.float32)
-    taken.gather(np.arange(4), out=out)
-    np.testing.assert_array_equal(out, dense(adata.X)[mask, 2:11][rows])
 
 
 def encoded(values: Any) -> tuple[list[Any], Any, str]:
@@ -513,18 +452,6 @@ def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, for
     assert dict(got.uns) == {"source": "made up"}
 
 
-def test_a_view_reads_each_matrix_once(tmp_path: Path) -> None:
-    opened = dasksc.open(write_store(make_adata(), tmp_path, "h5ad"))
-    view = AnnDataView(opened)
-    view[[0]]
-    with recorded_reads() as reads:
-        view[np.array([1, 20, 20, 59])]
-    for name in ("X/data", "X/indices", "layers/counts/data", "layers/scaled", "obsm/X_pca", "obsm/sparse/data"):
-        assert reads.n_calls(name) == 1, name
-    assert reads.n_items("layers/scaled") == 3
-    assert not reads.of("obsp")
-
-
 @pytest.mark.parametrize(
     ("index", "rows"),
     [
@@ -586,27 +513,3 @@ def test_names_are_left_out_if_asked(tmp_path, format):
     assert dasksc.open(unnamed).obs.index.equals(unnamed.obs.index)
     with pytest.raises(dasksc.InputError, match="index_unique"):
         dasksc.open([path, path], index_unique="-", names=False)
-
-
-@pytest.mark.parametrize("n_atlases", [1, 2])
-@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
-def test_opening_looks_for_repeated_names_at_most_once(
-    n_atlases: int, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths = []
-    for number in range(n_atlases):
-        adata = make_adata(n_obs=37)
-        adata.obs_names = [f"{number}-{name}" for name in adata.obs_names]
-        paths.append(write_store(adata, tmp_path, format, name=f"atlas{number}"))
-    scanned: list[str] = []
-    stored = vars(pd.Index)["is_unique"]
-
-    def is_unique(index: pd.Index[Any]) -> bool:
-        scanned.extend(map(str, index))
-        return bool(stored.fget(index))
-
-    # As in pandas, the index caches the result, so only computations are counted.
-    monkeypatch.setattr(pd.Index, "is_unique", type(stored)(is_unique))
-    opened = dasksc.open(paths[0] if n_atlases == 1 else paths)
-    assert opened.obs_names[0] in scanned
-    assert max(map(scanned.count, opened.obs_names)) == 1

@@ -603,24 +603,6 @@ def test_a_column_that_joining_drops_is_refused_with_the_atlases_that_lack_it(tm
         dasksc.open([atlas(0, 3), atlas(1, 3)], obs=["cell_typ"])
 
 
-def test_repeated_cell_names_are_reported_once_with_the_remedy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    paths = [write(atlas(0, 5, GENES, has=PARTS), tmp_path / f"part{i}", "plain") for i in range(3)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Observation names")
-        dasksc.open(paths)
-        dasksc.open([*paths, atlas(0, 5, GENES)], raw=False, join="outer")
-    messages = [record.getMessage() for record in caplog.records if "obs_names repeat" in record.getMessage()]
-    assert len(messages) == 2
-    assert all("index_unique='-'" in one for one in messages)
-    caplog.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Observation names")
-        dasksc.open(paths, index_unique="-")
-    assert not caplog.records
-
-
 def labelled(folder: Path, *columns: Any) -> list[Path]:
     """Write an atlas of two cells for each of the columns `kind`."""
     paths = []

@@ -107,14 +107,6 @@ def test_every_condition_is_held_out_as_often_as_another() -> None:
     assert all(abs(count - 90) < 40 for count in counts.values())
 
 
-def test_several_mappings_hold_out_what_fits_any_of_them_and_all_their_columns() -> None:
-    obs = screen()
-    chosen = [{"line": "RPE1", "gene": ["G1", "G2"]}, {"line": ["Jurkat"]}, {"gene": "G7"}]
-    parts = dasksc.split(obs, conditions=BY, hold_out=chosen, control=CONTROL)
-    expected = {("RPE1", "G1"), ("RPE1", "G2"), *(("Jurkat", f"G{i}") for i in range(20)), *((x, "G7") for x in LINES)}
-    assert conditions_of(obs, parts["test"]) == expected
-
-
 @pytest.mark.parametrize(
     "control",
     ["gene == 'non-targeting'", {"gene": ["non-targeting"]}, {"plate": ["p0", "p1"], "gene": "non-targeting"}],
@@ -160,14 +152,6 @@ def test_some_rows_are_split_and_all_others_left_out() -> None:
     assert conditions_of(obs, parts["test"]) == {one for one in conditions_of(obs, rows) if one[0] == "RPE1"}
     again = dasksc.split(obs, conditions=BY, hold_out={"line": "RPE1"}, control=CONTROL, indices=rows[::-1])
     assert all(np.array_equal(parts[name], again[name]) for name in parts)
-
-
-def test_one_column_is_a_condition_by_itself() -> None:
-    obs = screen()
-    parts = dasksc.split(obs, conditions="gene", hold_out={"gene": ["G1", "G2"]}, control=CONTROL)
-    assert set(obs.gene.iloc[parts["test"]]) == {"G1", "G2"}
-    assert parts.table.index.tolist() == ["all"]
-    assert parts.table["test conditions"].tolist() == [2]
 
 
 @pytest.mark.parametrize("kind", [pd.to_datetime, pd.to_timedelta])

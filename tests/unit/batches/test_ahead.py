@@ -60,20 +60,6 @@ def test_the_error_of_a_job_comes_in_its_turn_and_ends_the_rest(n_threads: int) 
     assert not gather_threads()
 
 
-def test_no_more_is_computed_than_was_requested() -> None:
-    handed_out = 0
-
-    def jobs() -> Iterator[Callable[[], int]]:
-        nonlocal handed_out
-        for i in range(40):
-            handed_out += 1
-            yield lambda i=i: i
-
-    results = run_ahead(jobs(), is_ready=lambda: True, n_ahead=5, n_threads=2)
-    for taken, _ in enumerate(results, start=1):
-        assert handed_out <= taken + 5
-
-
 def test_a_job_that_is_not_ready_is_requested_only_when_no_other_remains() -> None:
     requested: list[int] = []
 
@@ -86,24 +72,6 @@ def test_a_job_that_is_not_ready_is_requested_only_when_no_other_remains() -> No
     for i, result in enumerate(results):
         assert result == i
         assert requested == list(range(i + 1))
-
-
-@pytest.mark.parametrize("n_threads", [1, 2])
-def test_jobs_are_run_by_the_threads_alone(n_threads: int) -> None:
-    # A transform is not necessarily thread-safe, and PyTorch's modes are thread-local.
-    at_once, most, names = 0, 0, set()
-
-    def job() -> None:
-        nonlocal at_once, most
-        names.add(threading.current_thread().name)
-        at_once += 1
-        most = max(most, at_once)
-        time.sleep(0.0005)
-        at_once -= 1
-
-    assert len(list(run_ahead(iter([job] * 200), is_ready=lambda: True, n_ahead=4, n_threads=n_threads))) == 200
-    assert names <= {f"dasksc-gather-{i}" for i in range(n_threads)}
-    assert most <= n_threads
 
 
 def test_closing_ends_the_threads_and_drops_what_has_not_begun() -> None:

@@ -26,14 +26,6 @@ def test_parts_are_items_and_attributes() -> None:
     assert {"X", "obs", "layers", "index"} <= set(dir(batch))
 
 
-def test_an_unknown_attribute_says_what_to_request() -> None:
-    message = r"this batch has no 'donor'; expected one of X, index, layers, obs, obsm\. "
-    with pytest.raises(AttributeError, match=message + r".* scDataset\(\.\.\., obs=\['donor'\]"):
-        make_batch().donor  # noqa: B018
-    with pytest.raises(MissingKeyError, match="this batch has no 'layer'; did you mean 'layers'"):
-        make_batch()["layer"]
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [

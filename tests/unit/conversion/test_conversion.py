@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import cli
 from dasksc.conversion import converting, staging
-from dasksc.conversion.converting import needs_runs
-from dasksc.conversion.inputs import matrices_of
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.output import shards
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
@@ -75,12 +73,6 @@ def test_the_order_depends_on_the_seed(tmp_path):
     assert orders[0] != orders[2]
 
 
-def test_cells_stay_where_they_are_if_asked_for(tmp_path):
-    source = few_columns(60, 17)
-    dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
-    assert order_of(read(tmp_path / "out.zarr"), source).tolist() == list(range(60))
-
-
 @pytest.mark.parametrize("order", ["keep", "shuffle"])
 def test_groups_are_together_in_the_order_of_their_categories(tmp_path, order):
     source = few_columns(60, 17)
@@ -119,14 +111,6 @@ def _recording(function: Any, results: list[Any]) -> Any:
         return results[-1]
 
     return call
-
-
-def test_compressed_files_are_shuffled_through_runs_and_mapped_ones_are_not(tmp_path):
-    source = few_columns(60, 17)
-    for compression, expected in (("gzip", True), (None, False)):
-        source.write_h5ad(tmp_path / "atlas.h5ad", compression=compression)
-        matrix = matrices_of(dasksc.open(tmp_path / "atlas.h5ad"))["X"]
-        assert needs_runs(matrix) == expected
 
 
 def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_path):
@@ -308,21 +292,6 @@ def test_python_objects_in_obs_are_stored_as_what_they_are(tmp_path):
             ]
 
 
-@pytest.mark.filterwarnings("ignore:.*has several data types")
-def test_what_a_joined_atlas_lacks_is_missing(tmp_path):
-    parts = [small(3, note=list("xyz"), flag=[True, False, True]), small(2, n=[1, 2])]
-    parts[1].obs_names = ["d0", "d1"]
-    for i, part in enumerate(parts):
-        part.write_h5ad(tmp_path / f"part{i}.h5ad")
-    dasksc.convert(str(tmp_path / "part*.h5ad"), tmp_path / "out.zarr", join="outer", verify=True)
-    obs = read(tmp_path / "out.zarr").obs.loc[["c0", "c1", "c2", "d0", "d1"]]
-    assert obs["note"].tolist()[:3] == ["x", "y", "z"]
-    assert obs["flag"].tolist()[:3] == [True, False, True]
-    assert obs.isna().to_numpy().tolist() == [[False, False, True]] * 3 + [[True, True, False]] * 2
-    view = dasksc.open(tmp_path / "out.zarr")
-    assert view.obs["note"].isna().sum() == 2
-
-
 @pytest.mark.parametrize(
     ("values", "what"),
     [
@@ -343,22 +312,6 @@ def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_
     with pytest.raises(InputError, match=r"uns\['bad'\] cannot be written by AnnData"):
         dasksc.convert(source, tmp_path / "out.zarr")
     assert os.listdir(tmp_path) == []
-
-
-def test_raw_that_all_have_is_joined(tmp_path):
-    parts = [make_adata(30, 17), make_adata(20, 17)]
-    for i, part in enumerate(parts):
-        part.obs_names = [f"part{i}-{name}" for name in part.obs_names]
-        part.raw = part[:, i : 12 + i].copy()
-        part.write_h5ad(tmp_path / f"part{i}.h5ad")
-    report = dasksc.convert(tmp_path, tmp_path / "out.zarr", join="outer", verify=True)
-    assert "raw" not in report.left_out
-    written, expected = (
-        read(tmp_path / "out.zarr"),
-        ad.concat(parts, join="outer")[read(tmp_path / "out.zarr").obs_names],
-    )
-    assert list(written.raw.var_names) == list(expected.raw.var_names)
-    assert np.array_equal(dense(written.raw.X), dense(expected.raw.X))
 
 
 @pytest.mark.filterwarnings("ignore:obsm/X_pca has data type float32 and becomes float64")
@@ -450,19 +403,6 @@ def test_nothing_is_overwritten_unasked(tmp_path, gzipped):
     with pytest.raises(InputError, match="is not a Zarr store, so it is not overwritten"):
         dasksc.convert(gzipped, folder, overwrite=True)
     assert folder.exists()
-
-
-def test_another_unfinished_conversion_is_neither_mixed_in_nor_dropped_unasked(tmp_path, gzipped, monkeypatch):
-    target = tmp_path / "out.zarr"
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dasksc.convert(gzipped, target, seed=1)
-    with pytest.raises(InputError, match="unfinished conversion that differs from this one in seed"):
-        dasksc.convert(gzipped, target, seed=2)
-    dasksc.convert(gzipped, target, seed=2, overwrite=True, verify=True)
-    dasksc.convert(gzipped, tmp_path / "straight.zarr", seed=2)
-    assert contents(target) == contents(tmp_path / "straight.zarr")
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")
@@ -693,21 +633,6 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
 
 
 # --- Components of a conversion ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("dtype", "shape"), [("uint16", (103,)), ("float32", (40, 3)), ("bool", (103,))])
-def test_shards_are_read_by_zarr_python(tmp_path, dtype, shape):
-    values = (np.arange(np.prod(shape)) % 7).astype(dtype).reshape(shape)
-    array = shards.ShardedArray(shape=shape, dtype=np.dtype(dtype), chunk_rows=5, shard_rows=15)
-    for k in range(array.n_shards):
-        start, stop = array.rows(k)
-        with shards.ShardWriter(array, tmp_path / "a", k) as to:
-            for i in range(start, stop, 4):
-                to.append(values[i : min(i + 4, stop)])
-    array.write_metadata(tmp_path / "a", {"encoding-type": "array"})
-    written = zarr.open_array(tmp_path / "a", mode="r")
-    assert (written.chunks, written.shards) == ((5, *shape[1:]), (15, *shape[1:]))
-    assert np.array_equal(written[:], values)
 
 
 # --- The command ------------------------------------------------------------------------------------

@@ -111,13 +111,6 @@ def test_results_come_in_order_whatever_the_delays(any_scheduler: Any) -> None:
     assert eventually(lambda: not our_threads())
 
 
-def test_a_window_over_no_fetches_is_empty(any_scheduler: Any) -> None:
-    with Window(double, range(0), name="w", depth=5, scheduler=any_scheduler) as window:
-        assert window.next_is_done()
-        assert list(window) == []
-    assert eventually(lambda: not our_threads())
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_no_more_than_depth_are_in_flight_or_unconsumed(depth: int) -> None:
     gauge = Gauge()
@@ -177,24 +170,6 @@ def test_the_byte_bound_holds_and_lets_one_fetch_through(max_bytes: int, expecte
     assert gauge.most == expected
 
 
-def test_the_caller_can_ask_whether_the_next_result_is_there() -> None:
-    go = threading.Event()
-
-    def wait_for_go(k: int) -> int:
-        assert go.wait(WAIT_S)
-        return k
-
-    with Window(wait_for_go, range(2), name="w", depth=2, scheduler="threads", n_threads=2) as window:
-        assert not window.next_is_done()
-        go.set()
-        assert eventually(window.next_is_done)
-        assert next(window) == (0, 0)
-        assert eventually(window.next_is_done)
-        assert next(window) == (1, 1)
-        assert window.next_is_done()
-        assert next(window, None) is None
-
-
 def test_the_window_holds_no_result_that_was_consumed() -> None:
     with Window(Gauge(), range(6), name="w", depth=2, scheduler="threads") as window:
         for _ in range(5):
@@ -203,18 +178,6 @@ def test_the_window_holds_no_result_that_was_consumed() -> None:
             del result
             # The executor or the Dask worker releases its reference shortly after the result arrives.
             assert eventually(lambda gone=gone: gone() is None)
-
-
-def test_figures_add_up(any_scheduler: Any) -> None:
-    with Window(np.zeros, range(1, 11), name="w", depth=3, scheduler=any_scheduler, argument=double) as window:
-        next(window)
-        assert window.stats.n_done == 1
-        list(window)
-    stats = window.stats
-    assert stats.n_submitted == stats.n_done == 10
-    assert stats.n_bytes == 8 * sum(2 * k for k in range(1, 11))
-    assert stats.fetch_s > 0
-    assert stats.wait_s > 0
 
 
 @pytest.mark.parametrize("bad", [{"depth": 0}, {"depth": 1, "max_bytes": 0}, {"depth": 1, "n_threads": 0}])
@@ -421,12 +384,6 @@ def test_a_callback_that_fails_is_dropped_and_the_epoch_goes_on() -> None:
 
 
 # Choosing the scheduler
-
-
-def test_without_a_client_fetches_run_on_threads() -> None:
-    assert resolve_scheduler(None).kind == "threads"
-    assert resolve_scheduler("threads").in_process
-    assert resolve_scheduler("synchronous").kind == "synchronous"
 
 
 @pytest.mark.parametrize("bad", ["thread", "processes", 3])

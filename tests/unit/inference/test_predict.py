@@ -248,14 +248,6 @@ def test_missing_units_are_predicted_by_any_number_of_ranks(atlas, tmp_path, n_b
     assert np.array_equal(read(out).obsm["X_emb"], plain(model, atlas))
 
 
-def test_repeating_a_completed_call_does_nothing(atlas, tmp_path):
-    model = Embedder()
-    first = predict(model, atlas, tmp_path / "emb.zarr")
-    again = predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    assert (again.n_predicted, again.is_complete, again.keys) == (0, True, first.keys)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "emb.zarr"]
-
-
 def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options: Any) -> None:
     """Interrupt a prediction after `n_batches` batches."""
     overwrite = options.pop("overwrite", False)

@@ -62,11 +62,6 @@ def test_classes_are_counted_in_few_sets_and_without_controls(n_controls: int) -
     assert classes["A"] + classes["B"] == 1
 
 
-def test_a_set_larger_than_the_sample_is_counted() -> None:
-    with mock.patch("dasksc.inspection.dryrun._MAX_COUNTED_ROWS", 5):
-        assert sum(one.drawn for one in dasksc.check(dataset()).classes) == 1
-
-
 def test_more_ranks_than_sets_are_warned_of_as_sets() -> None:
     (warning,) = dasksc.check(dataset(n_sets=3), world_size=4).warnings
     assert warning == (

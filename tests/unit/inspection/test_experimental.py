@@ -15,17 +15,6 @@ from dasksc.multiindexable import MultiIndexable
 pytestmark = pytest.mark.core
 
 GIB = 1024**3
-KEYS = {
-    "num_workers",
-    "fetch_factor",
-    "block_size_conservative",
-    "block_size_balanced",
-    "block_size_aggressive",
-    "prefetch_factor",
-    "estimated_memory_per_fetch_mb",
-    "estimated_total_memory_mb",
-    "system_info",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -86,36 +75,12 @@ def test_hooks_run_in_the_loaders_order_on_one_read_of_rows_spread_over_the_coll
     assert size == 20
 
 
-def test_suggestions_have_the_keys_and_fit_the_memory_there_is():
-    result = suggest_parameters(np.broadcast_to(np.zeros(2048), (10**6, 2048)), batch_size=64, verbose=False)
-    assert set(result) == KEYS
-    # With 16 KiB per row and 64 rows per batch, a batch is 1 MiB, and 20% of 10 GiB holds 2,048 batches.
-    assert result["fetch_factor"] == 256
-    assert result["estimated_memory_per_fetch_mb"] == 256
-    assert result["estimated_total_memory_mb"] == 512
-    assert result["system_info"]["estimated_sample_size_bytes"] == 16384
-    assert result["system_info"]["available_ram_gb"] == 10
-
-
-@pytest.mark.parametrize("target_ram_fraction", [0.01, 0.05, 0.2])
-@pytest.mark.parametrize("min_workers", [0, 1, 4])
-def test_the_total_stays_within_the_share_of_memory_asked_for(target_ram_fraction, min_workers):
-    result = suggest_parameters(np.zeros((10, 2048)), 512, target_ram_fraction, min_workers=min_workers, verbose=False)
-    assert result["fetch_factor"] >= 1
-    assert result["estimated_total_memory_mb"] <= target_ram_fraction * 10 * 1024
-
-
 def test_a_fetch_has_no_more_batches_than_there_are(tmp_path):
     adata = ad.AnnData(np.zeros((100, 8), np.float32))
     adata.write_h5ad(tmp_path / "atlas.h5ad")
     for data in (adata, tmp_path / "atlas.h5ad", str(tmp_path / "atlas.h5ad")):
         assert suggest_parameters(data, 32, verbose=False)["fetch_factor"] == 4
         assert suggest_parameters(data, 1000, verbose=False)["fetch_factor"] == 1
-
-
-def test_one_batch_a_fetch_is_the_least_that_is_suggested():
-    result = suggest_parameters(np.zeros((10, 2048)), 10**6, verbose=False)
-    assert result["fetch_factor"] == result["block_size_conservative"] == 1
 
 
 @pytest.mark.parametrize(("bounds", "expected"), [({}, 0), ({"min_workers": 1}, 1), ({"max_workers": 0}, 0)])
@@ -179,17 +144,6 @@ def test_labels_may_be_a_column(monkeypatch):
     adata = ad.AnnData(np.zeros((500, 10), np.float32), obs=obs)
     result = suggest_parameters(adata, 16, verbose=False, labels="kind")
     assert result["block_size_balanced"] == 1
-
-
-def test_silence_is_kept(capsys):
-    suggest_parameters(np.zeros((10, 8)), 4, verbose=False)
-    assert capsys.readouterr().out == ""
-
-
-def test_the_memory_of_the_machine_is_read(monkeypatch):
-    monkeypatch.undo()
-    available, total = suggestions._memory_of_machine()
-    assert 0 < available <= total
 
 
 def test_a_fetch_holds_at_most_the_rows_of_a_collection_of_known_length():

@@ -103,15 +103,6 @@ def test_long_rows_are_cleared_whatever_the_order_of_their_columns(n_vars: int, 
     np.testing.assert_array_equal(out, csr.toarray())
 
 
-@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
-def test_scattered_rows_do_not_depend_on_the_type_of_the_indices(index_dtype: str) -> None:
-    rows = Rows(index_dtype=index_dtype)
-    out = garbage((len(rows.positions), N_VARS), "float32")
-    bad = kernels.scatter_rows(rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes)
-    assert bad == -1
-    np.testing.assert_array_equal(out, rows.expected)
-
-
 @pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
 def test_scattered_columns_equal_the_columns_of_the_dense_matrix(stored: str, wanted: str) -> None:
     rows = Rows(data_dtype=stored)
@@ -210,24 +201,6 @@ def test_a_repeated_column_adds_up_as_in_scipy() -> None:
     np.testing.assert_array_equal(out, sp.csr_array((data, indices, np.array([0, 3])), shape=(1, 4)).toarray())
 
 
-@pytest.mark.parametrize("index_dtype", ["uint16", "int32", "int64"])
-@pytest.mark.parametrize("n", [63, 64, 65, 66, 128, 129, 200])
-def test_a_descent_anywhere_in_a_long_row_is_noticed(n: int, index_dtype: str) -> None:
-    data = np.arange(1, n + 1, dtype="f4")
-    for k in range(1, n):
-        for column in (2 * k - 2, 2 * k - 3):  # equal to the preceding column, or less by one
-            indices = (2 * np.arange(n)).astype(index_dtype)
-            indices[k] = max(column, 0)
-            out = garbage((1, 2 * n), "float32")
-            where = np.array([0]), np.array([n]), *(np.array([address(part)], np.uint64) for part in (data, indices))
-            arguments = *where, 2 * n, out, data[:0], indices[:0]
-            assert kernels.scatter_rows(*arguments, False) == kernels.UNORDERED
-            assert kernels.scatter_rows(*arguments) == -1
-            expected = np.zeros(2 * n, "f4")
-            np.add.at(expected, indices, data)
-            np.testing.assert_array_equal(out[0], expected)
-
-
 def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Return the lengths and addresses of rows that are contiguous in memory."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
@@ -264,30 +237,6 @@ def test_merged_rows_ascend_and_hold_the_sums(
                 sums[lookup[column]] = sums[lookup[column]] + value if lookup[column] in sums else value
         assert got[start:stop].tolist() == sorted(sums)
         np.testing.assert_array_equal(data[start:stop], [sums[column] for column in sorted(sums)])
-
-
-def test_missing_columns_are_filled_and_columns_of_zeros_are_zero() -> None:
-    dense = np.arange(1.0, 13.0).reshape(3, 4)
-    rows_at = (address(dense.view(np.uint8).ravel()) + np.arange(3) * 32).astype(np.uint64)
-    sources = np.array([[3, kernels.NOWHERE, kernels.ZERO], [kernels.ZERO, 0, kernels.NOWHERE]])
-    out = garbage((3, 3), "f8")
-    maps = np.array([0, 1, 0], np.int32)
-    kernels.copy_columns(np.array([2, 1, 0]), rows_at, maps, sources, out, np.array([-7.0]), dense[:0, 0])
-    assert out.tolist() == [[12, -7, 0], [0, 5, -7], [4, -7, 0]]
-
-
-@pytest.mark.parametrize(("stored", "wanted"), [("u1", "i8"), ("f4", "f4"), ("f4", "f8"), ("u8", "u8"), ("?", "f4")])
-def test_neighbouring_columns_are_added_up_from_left_to_right(stored: str, wanted: str) -> None:
-    rng = np.random.default_rng(0)
-    values = (rng.random((5, 9)) * 250).astype(stored)
-    starts = np.array([0, 2, 3, 9])
-    out = garbage((5, 3), wanted)
-    kernels.add_up(values, starts, out)
-    twin = np.empty((5, 3), wanted)
-    for row, sums in zip(values, twin, strict=True):
-        for g, (start, stop) in enumerate(pairwise(starts)):
-            sums[g] = np.add.accumulate(row[start:stop].astype(wanted))[-1]
-    np.testing.assert_array_equal(out, twin)
 
 
 @pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
@@ -364,18 +313,6 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     for i, row in enumerate(positions):
         source = sources[maps[row]]
         np.testing.assert_array_equal(out[i], np.where(source < 0, np.nan, dense[row, source]))
-
-
-def test_squeezing_keeps_what_is_not_zero_nan_included() -> None:
-    dense = np.array([[0, 1, np.nan], [0, 0, 0], [2, 0, -0.0]], "f4")
-    counts = garbage((3,), "int64")
-    kernels.count_nonzeros(dense, counts)
-    np.testing.assert_array_equal(counts, [2, 0, 1])
-    indptr, indices, data = garbage((4,), "int64"), garbage((3,), "int32"), garbage((3,), "float32")
-    assert kernels.squeeze(dense, indptr, indices, data) == 3
-    np.testing.assert_array_equal(indptr, [0, 2, 2, 3])
-    np.testing.assert_array_equal(indices, [1, 2, 0])
-    np.testing.assert_array_equal(data, np.array([1, np.nan, 2], "f4"))
 
 
 @pytest.mark.parametrize("n_vars", [0, 1, 63, 64, 65, 127, 128, 200])

@@ -22,7 +22,7 @@ from dask.diagnostics import Profiler, ProgressBar
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import dasksc
-from dasksc import Batch, BlockShuffling, FetchError, Streaming, scDataset
+from dasksc import BlockShuffling, FetchError, Streaming, scDataset
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -126,17 +126,6 @@ def _batch_rows(one: scDataset) -> list[np.ndarray]:
     return [plan.batch_rows(i) for i in range(plan.n_batches)]
 
 
-@pytest.mark.parametrize("scheduler", ["threads", None])
-def test_every_scheduler_gives_the_same_batches(path, scheduler):
-    reference = list(dataset(path, obs=["cell_type"], scheduler="synchronous"))
-    batches = list(dataset(path, obs=["cell_type"], scheduler=scheduler))
-    assert len(batches) == len(reference)
-    for batch, expected in zip(batches, reference, strict=True):
-        assert torch.equal(batch.index, expected.index)
-        assert torch.equal(batch.X, expected.X)
-        assert torch.equal(batch.obs["cell_type"], expected.obs["cell_type"])
-
-
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize(
     "genes",
@@ -192,23 +181,6 @@ def test_batches_that_are_kept_keep_their_values(adata, path):
 # --- Batch ------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_a_dict_with_attributes_that_moves_and_pickles_as_one(path):
-    batch = next(iter(dataset(path, obs=["flag"], obsm=["X_pca"])))
-    assert isinstance(batch, Batch)
-    assert isinstance(batch, dict)
-    assert batch.X is batch["X"]
-    assert list(batch) == ["X", "obs", "layers", "obsm", "index"]
-    for moved in (batch.to("cpu"), batch.to("cpu", non_blocking=True), pickle.loads(pickle.dumps(batch))):
-        assert isinstance(moved, Batch)
-        assert torch.equal(moved.X, batch.X)
-        assert torch.equal(moved.obsm["X_pca"], batch.obsm["X_pca"])
-    on_meta = batch.to("meta")
-    assert on_meta.obs["flag"].device.type == "meta"
-    with pytest.raises(AttributeError, match=r"no 'labels'; did you mean 'layers'\? .*obs=\['labels'\]"):
-        batch.labels  # noqa: B018
-    assert isinstance(Batch(batch.items()), Batch)
-
-
 # --- Hooks ------------------------------------------------------------------------------------------
 
 
@@ -239,12 +211,6 @@ def test_hooks_run_in_order_and_one_at_a_time(path):
     assert calls[:2] == ["fetch_callback", "fetch_transform"]
     assert calls.count("fetch_callback") == calls.count("fetch_transform") == one.plan(0).n_fetches
     assert calls.count("batch_callback") == calls.count("batch_transform") == len(one)
-
-
-def test_without_a_fetch_callback_hooks_get_an_anndata(adata, path):
-    for batch in dataset(path, batch_transform=lambda batch: batch):
-        assert isinstance(batch, ad.AnnData)
-        np.testing.assert_array_equal(dense(batch.X), adata[batch.obs_names].X.toarray())
 
 
 def test_an_error_in_a_batch_hook_says_in_which_batch(path):
@@ -350,18 +316,6 @@ def test_progress_shows_a_bar_that_counts_batches(path, capfd):
     assert text.rstrip().endswith(f"{stats['rows_per_s']:,.0f} cells/s, waited {stats['wait_share']:.0%}]")
 
 
-def test_stats_of_a_resumed_epoch_count_its_rest(path):
-    one = dataset(path)
-    list(islice(one, 5))
-    assert (one.stats()["n_batches"], one.stats()["n_batches_left"]) == (5, len(one) - 5)
-    other = dataset(path)
-    other.load_state_dict(one.state_dict())
-    list(islice(other, 3))
-    stats = other.stats()
-    assert (stats["n_batches_before"], stats["n_batches"], stats["n_batches_left"]) == (5, 3, len(one) - 8)
-    assert (stats["rank"], stats["world_size"]) == (0, 1)
-
-
 def test_dasks_own_diagnostics_see_the_fetches_of_an_epoch(path):
     one = dataset(path, scheduler="threads")
     output = io.StringIO()
@@ -404,13 +358,6 @@ def test_fetch_factor_none_fits_the_memory_limit(path):
     assert small.projected_bytes <= 17e6
     assert large.projected_bytes <= 18e6
     assert sum(len(batch) for batch in large) == N_OBS
-
-
-def test_a_data_set_can_be_asked_for_a_few_batches_and_then_for_an_epoch(path):
-    one = dataset(path)
-    first = [batch.clone() for batch in islice(one, 2)]
-    assert len(first) == 2
-    assert len(list(one)) == len(one)
 
 
 # --- Laziness ---------------------------------------------------------------------------------------

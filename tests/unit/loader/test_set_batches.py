@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
 from tests.support.screens import N, dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
@@ -63,12 +63,6 @@ def test_sizes_count_controls(path: Path) -> None:
     # With a limit of half the projected memory, the larger fetches do not fit.
     with pytest.raises(InputError, match="memory_limit"):
         dataset(path, sets(n_controls=2), fetch_factor=64, memory_limit=2_000)
-
-
-def test_batches_of_x_alone_have_sets_too(path: Path) -> None:
-    batch = next(iter(dataset(path, sets(control=None))))
-    assert set(batch) >= {"X", "sets", "index"}
-    assert "control" not in batch
 
 
 WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -158,17 +152,6 @@ def test_expressions_and_filters(path: Path) -> None:
         dataset(path, sets(control_indices=[int(np.argmax(obs.dose))]), filter="dose < 0.5")
 
 
-def test_a_filter_takes_weights_by_group_for_what_they_are(path: Path) -> None:
-    # Here, `weights` is a string or a mapping. Its length equals the number of rows, so `weights` could be mistaken for
-    # one weight per row.
-    for weights in ("cells", {"A": 1.0, "B": 1.0, "C": 1.0, "ctrl": 1.0}):
-        rows = [int(np.flatnonzero(screen().obs.gene == gene)[0]) for gene in ("A", "B", "C", "ctrl")]
-        rows += [int(np.flatnonzero(screen().obs.gene == "A")[1])] * (weights == "cells")
-        few = dasksc.CellSets("gene", 1, indices=rows, weights=weights)
-        data = dataset(path, few, batch_size=1, filter="dose >= 0")
-        assert {row for batch in data for row in batch.index.tolist()} <= set(rows)
-
-
 def test_transforms_hooks_and_devices(path: Path) -> None:
     data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
     assert all(len(one) == 2 for one in data)
@@ -181,12 +164,6 @@ def test_transforms_hooks_and_devices(path: Path) -> None:
         for batch in dataset(screen(), sets(control=None), batch_transform=lambda adata: adata)
     ]
     assert all(len(set(labels[i : i + 8])) == 1 for labels in rows for i in range(0, len(labels), 8))
-
-
-def test_a_missing_column_names_the_argument(path: Path) -> None:
-    with pytest.raises(MissingKeyError, match="lines") as caught:
-        dataset(path, dasksc.CellSets(["lines", "gene"], 8))
-    assert "obs" in str(caught.value)
 
 
 def test_modalities_have_controls_of_every_kind() -> None:

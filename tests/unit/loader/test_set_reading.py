@@ -84,19 +84,6 @@ def test_negative_labels_are_the_same_from_any_source(tmp_path: Path) -> None:
     assert set(dataset(adata, every).groups.day) == {-1, 0, 14}
 
 
-def test_csr_batches_hold_the_same_values(path: Path, expected: list[Any]) -> None:
-    for batch, (codes, index, controls, X, own) in zip(dataset(path, layout="csr"), expected, strict=True):
-        assert (batch.sets.tolist(), batch.index.tolist(), batch.control.index.tolist()) == (codes, index, controls)
-        assert (batch.X.to_dense().tolist(), batch.control.X.to_dense().tolist()) == (X, own)
-
-
-def test_a_mask_of_controls_draws_as_their_labels_do(path: Path, expected: list[Any]) -> None:
-    is_control = (screen().obs.gene == "ctrl").to_numpy()
-    for mask in (is_control, is_control.tolist(), screen().obs.gene == "ctrl"):
-        masked = dataset(path, sets(control=mask, match="line"))
-        assert [numbers(batch) for batch in masked] == expected
-
-
 # --- Reads ------------------------------------------------------------------------------------------
 
 

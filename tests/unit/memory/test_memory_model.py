@@ -51,18 +51,6 @@ def test_pages_of_mapped_fetches_count_until_their_batches_are_made() -> None:
     assert read.total == read.anonymous + read.pages
 
 
-def test_rows_by_themselves_need_more_pages() -> None:
-    pages = [model(run_rows=n, n_obs=10**7).demand(depth=9, n_threads=2, unmapped=()).pages for n in (1.0, 64.0)]
-    assert pages[0] > 1.5 * pages[1]
-
-
-def test_pages_of_a_small_file_are_not_counted_several_times() -> None:
-    small = model(n_obs=2_000, fetch_factor=4_096)
-    for unmapped in ((), {"X"}):
-        pages = small.demand(depth=9, n_threads=2, unmapped=unmapped).pages
-        assert 0 < pages < 2_000 * ROW + 3 * 4_096
-
-
 @pytest.mark.parametrize(
     ("mib", "unmapped", "depth", "fits"),
     [(4096, set(), 4, True), (1024, {"X"}, 9, True), (500, {"X"}, range(1, 9), True), (100, set(), 1, False)],
@@ -74,25 +62,10 @@ def test_with_less_memory_files_are_read_then_fetches_shrink_and_finally_do_not_
     assert found.fits is fits
 
 
-def test_the_projection_holds_whatever_memory_the_machine_has() -> None:
-    assert reading_mode(2**40, limit=300 * MIB).unmapped == set()
-    assert reading_mode(2**40, limit=300 * MIB).demand.anonymous < 300 * MIB
-    # The limit is below the size of the fetches, so X is mapped. Few fetches are in flight, so their pages stay in the
-    # page cache.
-    poor = reading_mode(1500 * MIB, limit=100 * MIB)
-    assert (poor.unmapped, poor.fits) == (set(), True)
-    assert poor.depth < 4
-    assert not reading_mode(600 * MIB, limit=30 * MIB).fits
-
-
 def test_a_prefetch_that_was_asked_for_is_kept() -> None:
     assert reading_mode(500 * MIB, prefetch=3).depth == 3
     assert not reading_mode(500 * MIB, prefetch=3).fits
     assert reading_mode(2**40, prefetch=3, may_map=False).depth == 3 * model().n_parts({"X"})
-
-
-def test_without_address_space_nothing_is_mapped() -> None:
-    assert reading_mode(2**40, may_map=False).unmapped == {"X"}
 
 
 def test_what_other_processes_read_is_held_here_and_not_mapped() -> None:
@@ -137,11 +110,3 @@ def test_more_memory_never_reads_less_at_a_time_in_the_same_way(
     assert greater.fits or not less.fits
     if less.unmapped == greater.unmapped and less.fits:
         assert greater.depth >= less.depth
-
-
-def test_the_parts_of_a_fetch_can_be_settled() -> None:
-    settled = model(fixed_n_parts=1)
-    assert settled.n_parts({"X"}) == 1
-    found = settled.reading_mode(prefetch=None, n_threads=2, limit=2**31, available=2**30)
-    assert (found.n_parts, found.unmapped) == (1, {"X"})
-    assert found.demand.total <= 2**30

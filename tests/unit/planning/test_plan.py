@@ -229,12 +229,6 @@ def test_drop_last_leaves_every_row_out_as_often_as_any_other(
     assert np.abs(left_out / n_epochs - share).max() <= z * np.sqrt(share * (1 - share) / n_epochs)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_streaming_drops_its_end(shuffle: bool) -> None:
-    plan = plan_of(dasksc.Streaming(shuffle=shuffle), 103, batch_size=10, drop_last=True, fetch_factor=2)
-    np.testing.assert_array_equal(np.sort(yielded_by(plan)), np.arange(100))
-
-
 def test_streaming_shuffles_inside_fetches_only() -> None:
     plan = plan_of(dasksc.Streaming(shuffle=True), 100, batch_size=5, fetch_factor=4)
     for k in range(plan.n_fetches):
@@ -294,20 +288,6 @@ def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
 
 
 # --- Distribution to ranks --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [64, 67])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_single_rows_are_dealt_round_robin(n: int, world_size: int) -> None:
-    order = BlockOrder.shuffled(n, seed=5, epoch=2).at(np.arange(n))
-    n_rounds, n_left = divmod(n, world_size)
-    remaining = set(order[n_rounds * world_size :].tolist())
-    for rank in ranks_of(plan_of(dasksc.BlockShuffling(1), n, seed=5, epoch=2, world_size=world_size)):
-        dealt = set(order[rank.rank : n_rounds * world_size : world_size].tolist())
-        rows = set(yielded_by(rank).tolist())
-        assert dealt <= rows
-        assert len(rows - dealt) == (n_left > 0)
-        assert rows - dealt <= remaining
 
 
 def test_full_blocks_stay_whole() -> None:

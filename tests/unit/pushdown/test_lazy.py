@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -124,22 +121,6 @@ def test_one_row_or_one_column_of_a_dense_array_is_one_dimensional(row: int) -> 
     np.testing.assert_array_equal(array[row, 3:6].compute(), values[row, 3:6])
 
 
-def test_chunks_are_as_large_as_configured() -> None:
-    layer = as_matrix(np.zeros((100, 50), dtype=np.float32), "layers/x")
-    with dask.config.set({"dasksc.chunk-bytes": 10 * 50 * 4}):
-        assert to_dask(layer).chunks[0] == (10,) * 10
-    with dask.config.set({"dasksc.chunk-bytes": "1 B"}):
-        assert to_dask(layer).chunks[0] == (1,) * 100
-    assert to_dask(layer).chunks[0] == (100,)
-
-
-def test_an_empty_matrix_has_one_empty_chunk() -> None:
-    for empty in (sp.csr_matrix((0, 5)), np.empty((0, 5))):
-        array = to_dask(as_matrix(empty, "X"))
-        assert array.shape == array.compute().shape == (0, 5)
-        assert matrix_of(array).shape == (0, 5)
-
-
 def test_a_chunk_of_no_rows_is_refused() -> None:
     with pytest.raises(InputError, match="chunk_rows=0"):
         to_dask(recorded("csr")[0], chunk_rows=0)
@@ -151,17 +132,6 @@ def test_a_file_that_was_replaced_gives_other_keys(tmp_path: Path) -> None:
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
     assert to_dask(open_matrix(path, "X")).name != before
-
-
-@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_the_matrix_is_found_after_pickling(tmp_path: Path, dumps: Any) -> None:
-    adata = make_adata()
-    path = write_store(adata, tmp_path, "h5ad")
-    array = pickle.loads(dumps(to_dask(open_matrix(path, "X"))))
-    matrix = matrix_of(array)
-    assert not isinstance(matrix, DaskMatrix)
-    rows = np.array([3, 7, 7, 41])
-    np.testing.assert_array_equal(read(matrix, rows), dense(adata.X)[rows])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -211,15 +181,6 @@ def test_a_dask_matrix_computes_only_the_chunks_that_the_rows_touch() -> None:
     matrix.fetch(np.array([0, 1, 27, 27, 30]))
     # Each row chunk has four column chunks.
     assert sorted(blocks) == [0] * 4 + [2] * 4
-
-
-def test_a_dask_matrix_pickles_with_the_lambdas_in_it() -> None:
-    array, values = computed_array("dense")
-    matrix = DaskMatrix(array.map_blocks(lambda block: block + 1))
-    again = pickle.loads(pickle.dumps(matrix))
-    rows = np.array([1, 50])
-    np.testing.assert_array_equal(read(again, rows), values[rows] + 1)
-    assert again.label == matrix.label
 
 
 @pytest.mark.parametrize("rows", [[-1, 3], [3, N_OBS], [5, 4]])

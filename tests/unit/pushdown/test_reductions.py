@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import pickle
 import tracemalloc
-import weakref
 from typing import Any
 
-import anndata as ad
 import dask.array as da
 import numpy as np
 import pytest
@@ -100,23 +96,6 @@ def test_variances_about_a_large_mean_are_exact_enough():
     np.testing.assert_allclose(array.var(axis=0).compute(), dense(values).var(axis=0), rtol=1e-6)
 
 
-def test_an_array_without_rows_has_sums_and_no_means():
-    array = to_dask(as_matrix(sp.csr_matrix((0, 4), dtype="f4"), "made:/X"))
-    np.testing.assert_array_equal(array.sum(axis=0).compute(), np.zeros(4))
-    assert np.isnan(array.mean(axis=0).compute()).all()
-    assert np.isnan(array.var(axis=0).compute()).all()
-
-
-def test_opened_and_joined_atlases_have_sums(tmp_path):
-    adata = make_adata(40, 12, layout="csr")
-    paths = [write_store(adata, tmp_path, "h5ad", name) for name in "ab"]
-    values = dense(adata.X)
-    for opened, rows in ((dasksc.open(paths[0]), values), (dasksc.open(paths), np.vstack([values, values]))):
-        assert isinstance(opened, ad.AnnData)
-        np.testing.assert_allclose(opened.X.sum(axis=1).compute(), rows.sum(axis=1), rtol=1e-5)
-        np.testing.assert_allclose(opened.X.mean(axis=0).compute(), rows.mean(axis=0), rtol=1e-5)
-
-
 @pytest.mark.parametrize("layer", [None, "counts"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_normalized_atlases_have_sums(layout, layer, tmp_path):
@@ -130,11 +109,6 @@ def test_normalized_atlases_have_sums(layout, layer, tmp_path):
             found = getattr(array, method)(axis=axis, keepdims=True).compute()
             expected = getattr(values, method)(axis=axis, keepdims=True)
             np.testing.assert_allclose(found, expected, rtol=1e-4)
-
-
-def test_an_array_with_sums_is_pickled():
-    array, values = lazy("f4")
-    np.testing.assert_array_equal(dense(pickle.loads(pickle.dumps(array)).compute()), values)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +125,3 @@ def test_sums_over_genes_are_computed_row_by_row(code, tmp_path):
         rows = np.arange(3, 33, 5)
         found = dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
     np.testing.assert_allclose(found, expected[rows], rtol=1e-5)
-
-
-def test_an_array_is_released_without_the_garbage_collector():
-    gc.disable()
-    try:
-        array = weakref.ref(lazy("f4")[0])  # outside of the assert statement, in which pytest keeps values
-        assert array() is None
-    finally:
-        gc.enable()

@@ -387,12 +387,6 @@ def test_assumed_row_local_code_is_compared_with_one_whole_chunk_in_each_process
     assert matrix.cost.kept >= 3 * 13 * N_VARS * matrix.dtype.itemsize
 
 
-def test_known_code_is_accepted_without_reading_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, counts = read_rows(normalized(leaf("csr")), np.array([1, 17, 18, 40]), monkeypatch)
-    assert counts == [4, 4, 4]
-    assert matrix_of(normalized(leaf("csr"))).cost.kept == matrix_of(leaf("csr")).cost.kept
-
-
 STRICTLY = {
     "known": (normalized, RowLocalMatrix),
     "sums over genes": (lambda x: x / x.sum(axis=1, keepdims=True), RowLocalMatrix),
@@ -500,44 +494,6 @@ def test_blocks_of_different_types_are_put_together_right() -> None:
     np.testing.assert_array_equal(dense(found), dense(make_values(N_OBS, N_VARS)))
 
 
-CALLS: list[int] = []
-
-
-def counted(block: Any) -> Any:
-    CALLS.append(block.shape[0])
-    return block * 2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_chunks_that_are_computed_alike_are_computed_as_one(layout: str, monkeypatch) -> None:
-    x = leaf(layout, chunk_rows=4)
-    array = da.log1p(x.map_blocks(row_local(counted), dtype=x.dtype))
-    matrix = matrix_of(array)
-    rows = np.arange(0, N_OBS, 2)
-    expected = dense(array.compute(scheduler="synchronous"))[rows]
-    rows_of(matrix, rows[:1])  # includes the trial
-    CALLS.clear()
-    np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
-    assert CALLS == [30]
-
-    monkeypatch.setattr("dasksc.pushdown.rowlocal.matrix.N_COMPUTED", 7)
-    CALLS.clear()
-    np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
-    assert sum(CALLS) == 30
-    assert max(CALLS) <= 7 + 2  # a chunk is not split, so its 2 rows may exceed the limit of 7
-
-
-def test_columns_that_do_not_ascend_are_scaled_and_logged() -> None:
-    x = make_values(N_OBS, N_VARS, layout="csr")[:, ::-1]
-    x.has_sorted_indices = x.has_canonical_format = False
-    assert not np.array_equal(x.indices, np.sort(x.indices))
-    array = normalized(to_dask(as_matrix(x, "X"), chunk_rows=13))
-    rows = np.array([0, 3, 14, 14, 40], dtype=np.int64)
-    expected = array.compute()[rows]
-    fetched = RowLocalMatrix(array).fetch(rows)
-    np.testing.assert_array_equal(gather_block(fetched, np.arange(5)).toarray(), expected.toarray())
-
-
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 def test_a_function_may_change_in_place_what_known_functions_share(
     threshold: float, caplog: pytest.LogCaptureFixture
@@ -581,19 +537,6 @@ def test_functions_are_elementwise_in_whole_chunks_too(name: str, optimized: boo
     assert type(matrix) is DaskMatrix
     rows = np.arange(len(expected))
     np.testing.assert_allclose(rows_of(matrix, rows), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_a_dataset_over_scaled_x_yields_the_scaled_rows(tmp_path: Path, layout: str) -> None:
-    adata = make_adata()
-    lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
-    weights = np.linspace(0.5, 2, adata.n_vars).astype("float32")
-    lazy.X = da.log1p(lazy.X * weights)
-    expected = np.log1p(dense(adata.X) * weights)
-    for batch in dasksc.scDataset(
-        lazy, dasksc.BlockShuffling(block_size=4), batch_size=8, layout=layout, obs=["flag"], seed=0
-    ):
-        np.testing.assert_allclose(batch.X.to_dense().numpy(), expected[batch.index.numpy()], rtol=1e-6)
 
 
 WRONG_WIDTHS: dict[str, Callable[[da.Array], da.Array]] = {
@@ -685,13 +628,6 @@ def test_what_all_row_chunks_need_is_computed_once(
     (record,) = caplog.records
     assert ".mean(axis=0).compute()" in record.getMessage()
     assert "fewer rows per chunk" not in record.getMessage()
-
-
-def test_a_statistic_computed_first_pushes_down(caplog: pytest.LogCaptureFixture) -> None:
-    x = leaf("dense", 5)
-    means = x.mean(axis=0).compute()
-    assert type(matrix_of(x - means)) is RowLocalMatrix
-    assert caplog.records == []
 
 
 @pytest.mark.parametrize("literal", [[2.0], np.arange(float(N_VARS))])

@@ -62,12 +62,6 @@ def test_controls_are_targets_when_included() -> None:
     assert "ctrl" not in set(bound(screen(), "gene", 8, control=CONTROL).table.gene)
 
 
-def test_without_control_every_label_is_a_group() -> None:
-    sampler = bound(screen(), "gene", 8)
-    assert sampler.table.gene.tolist() == ["A", "B", "C", "D", "ctrl"]
-    assert all(controls == () for _, _, controls in sets_of(plan_of(sampler)))
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_group_smaller_than_a_set_repeats_its_cells_evenly(replace: bool) -> None:
     obs = pd.DataFrame({"gene": ["A"] * 3 + ["B"] * 40})
@@ -96,18 +90,6 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
     # Another epoch leaves out other rows.
     later = {row for _, rows, _ in sets_of(plan_of(dropped, epoch=1)) for row in rows}
     assert later != set(rows)
-
-
-def test_neighbours_are_read_together_where_the_atlas_is_sorted() -> None:
-    def runs(obs: pd.DataFrame) -> float:
-        sampler = bound(obs, ["line", "gene"], 16, control=CONTROL, block_size=8)
-        drawn = [part for _, rows, controls in sets_of(plan_of(sampler)) for part in (rows, controls)]
-        return float(np.mean([np.count_nonzero(np.diff(sorted(rows)) != 1) + 1 for rows in drawn]))
-
-    # A set of 16 cells, in blocks of 8, forms 2 runs, or 3 if it contains the short block or spans the end of the
-    # group.
-    assert runs(screen(20_000, is_sorted=True)) < 3
-    assert runs(screen(20_000)) > 15
 
 
 # --- Distributions ----------------------------------------------------------------------------------

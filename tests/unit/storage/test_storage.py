@@ -232,13 +232,6 @@ def test_threads_fetch_and_gather_at_once(written: Path) -> None:
         list(pool.map(work, range(16)))
 
 
-@pytest.mark.parametrize("key", ["X", "layers/dense"])
-def test_opening_reads_nothing_of_the_matrix(written: Path, key: str) -> None:
-    with recorded_reads() as reads:
-        open_matrix(written, key)
-    assert reads.of(key) == []
-
-
 def test_a_fetch_reads_the_wanted_rows_only(written: Path) -> None:
     rows = np.array([3, 4, 4, 50])
     wanted = int(np.diff(random_csr().indptr)[rows].sum())
@@ -618,15 +611,6 @@ def test_batches_are_canonical_whatever_is_stored(kind: str, dtype: str, tmp_pat
     opened = dasksc.open(adata if kind == "memory" else WRITERS[kind](adata, tmp_path / "untidy"))
     for genes in GENES.values():
         check_batches(opened, values, genes)
-
-
-@pytest.mark.parametrize("genes", GENES)
-def test_batches_of_tidy_rows_ascend_in_any_order_of_genes(genes: str, tmp_path: Path) -> None:
-    adata = untidy_atlas("float32")
-    values = untidy_values(adata)
-    adata.X, adata.layers["counts"] = sp.csr_matrix(values["X"]), sp.csr_matrix(values["counts"])
-    adata.layers["columns"] = sp.csc_matrix(values["columns"])
-    check_batches(dasksc.open(WRITERS["h5ad"](adata, tmp_path / "tidy")), values, GENES[genes])
 
 
 @pytest.mark.parametrize("join", ["inner", "outer"])

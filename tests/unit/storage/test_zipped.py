@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import struct
 import warnings
 import zipfile
@@ -117,16 +116,6 @@ def test_compressed_members_are_read_through_zarr_python(tmp_path: Path, caplog:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_archives_that_zarr_and_anndata_write_are_read(tmp_path: Path) -> None:
-    adata = make_adata()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with zarr.storage.ZipStore(tmp_path / "a.zarr.zip", mode="w") as store:
-            adata.write_zarr(store)
-    with only_direct():
-        np.testing.assert_array_equal(dense(dasksc.open(tmp_path / "a.zarr.zip").X.compute()), dense(adata.X))
-
-
 def test_the_last_of_several_members_of_one_name_counts(tmp_path: Path) -> None:
     archive = zip_of(write_store(make_adata(), tmp_path, "zarr3"))
     with zipfile.ZipFile(archive) as file:
@@ -141,17 +130,6 @@ def test_the_last_of_several_members_of_one_name_counts(tmp_path: Path) -> None:
             file.writestr(name, content)
             file.writestr("X/indptr/zarr.json", metadata)
     np.testing.assert_array_equal(dense(dasksc.open(archive).X.compute()), before)
-
-
-def test_folders_and_patterns_take_archives(tmp_path: Path) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3", name="first")
-    (tmp_path / "zipped").mkdir()
-    for name in ("first", "second"):
-        os.rename(zip_of(store), tmp_path / "zipped" / f"{name}.zarr.zip")
-    for data in (tmp_path / "zipped", str(tmp_path / "zipped" / "*.zarr.zip")):
-        both = dasksc.open(data, label="part", index_unique="-")
-        assert both.obs["part"].unique().tolist() == ["first", "second"]
-        assert both.n_obs == 2 * make_adata().n_obs
 
 
 # --- Damaged and hostile archives ---------------------------------------------------------------------

@@ -143,13 +143,6 @@ def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
     assert not kinds & kernels.NOT_A_NUMBER
 
 
-def test_missing_values_stay_missing():
-    values = np.array([[1.0, np.nan], [2.0, 3.0]])
-    found = dasksc.statistics(ad.AnnData(values)).genes
-    assert found["sum"].tolist()[0] == 3.0
-    assert found[["sum", "mean", "var"]].iloc[1].isna().all()
-
-
 # --- Groups ---------------------------------------------------------------------------------------------
 
 
@@ -280,17 +273,6 @@ def test_the_command_writes_what_the_function_finds(tmp_path):
         assert run(path, *wrong).exit_code == 1
 
 
-def test_a_pass_reads_every_row_once_in_order(tmp_path, monkeypatch):
-    adata = make_adata(60, 17)
-    monkeypatch.setattr(reading, "_LEAST_ROW_BYTES", reading._FETCH_BYTES // 14)
-    monkeypatch.setattr(reading, "_FETCH_BATCHES", 7)
-    parts = list(reading.Pass(write_store(adata, tmp_path, "h5ad"), layer=None))
-    assert len(parts) == 30  # batches of two rows
-    assert [part.places.start for part in parts] == [0, *[part.places.stop for part in parts[:-1]]]
-    found = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 17)) for p in parts])
-    np.testing.assert_array_equal(found.toarray(), dense(adata.X))
-
-
 # --- Memory ---------------------------------------------------------------------------------------------
 
 
@@ -335,12 +317,6 @@ def test_results_add_up_and_rows_of_a_filter_count():
     all_rows, some_rows = a_pass(0), a_pass(0, filter="int64 > -1e9")
     assert some_rows.n_rows == 600
     assert some_rows.projected_bytes - all_rows.projected_bytes == 600 * (8 + 8)  # row numbers, and the column
-
-
-def test_the_genes_of_a_set_may_be_a_python_set():
-    adata = make_adata(20, 9, layout="csr")
-    listed, unordered = (dasksc.statistics(adata, qc={"a": some}) for some in (["gene1", "gene2"], {"gene1", "gene2"}))
-    pd.testing.assert_frame_equal(listed.cells, unordered.cells)
 
 
 def test_genes_of_a_set_that_the_atlas_lacks_raise():

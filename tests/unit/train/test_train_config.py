@@ -17,7 +17,6 @@ from dasksc import InputError, MissingPathError, World, cli
 from dasksc.train import Config
 from dasksc.train.config import Data, Fsdp, Open, Optimizer, Profile, Scheduler, Training, Validation
 from dasksc.train.launch import local_rank_of
-from dasksc.train.loggers import CSVLog
 from dasksc.train.optim import factor_at, make_optimizer
 from dasksc.train.parallel import RankContext, modules_to_shard, strategy_of, unused_of
 
@@ -125,16 +124,6 @@ def test_missing_files_and_invalid_yaml_are_reported(tmp_path):
     for path in (tmp_path / "c.yaml", tmp_path):
         with pytest.raises(InputError, match=r"is not a text file with a configuration.*\. Give a YAML file$"):
             Config.load(path)
-
-
-def test_sections_that_are_switched_off_are_none():
-    config = Config.of({**SMALL, "data": {"path": "a", "validation": 0}, "training": {"profile": False}})
-    assert (config.data.validation, config.training.profile) == (None, None)
-
-
-def test_arguments_of_the_default_strategy_need_no_name():
-    strategy = Config.of(SMALL, changes=["data.strategy.block_size=64"]).data.strategy
-    assert (strategy.name, strategy.arguments) == ("block_shuffling", {"block_size": 64})
 
 
 def test_set_replaces_single_values_of_any_depth():
@@ -366,30 +355,6 @@ def test_modules_are_sharded_by_size_those_inside_first():
     expected = [net.layers[0][0], net.layers[0][1], net.layers[1][0], net.layers[1][1], net.attention]
     assert modules_to_shard(net, 30) == expected
     assert modules_to_shard(net, 140) == [net.layers[0], net.layers[1], net.attention]
-
-
-def test_the_table_of_figures_gains_columns_and_is_truncated_where_a_run_resumes(tmp_path):
-    path = tmp_path / "metrics.csv"
-    table = CSVLog(path)
-    table.write({"step": 1, "loss": 2.5})
-    table.write({"step": 2, "loss": 1.5})
-    table.write({"step": 2, "validation_loss": 3.0})
-    again = CSVLog(path, resumed_at=2)
-    assert (
-        again.rows
-        == table.rows
-        == [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}, {"step": 2, "validation_loss": 3.0}]
-    )
-    assert [row["step"] for row in CSVLog(path, resumed_at=1).rows] == [1]
-    assert path.read_text().splitlines() == ["step,loss", "1,2.5"]
-
-
-def test_a_gradient_that_overflowed_is_read_again_from_the_table(tmp_path):
-    path = tmp_path / "metrics.csv"
-    CSVLog(path).write({"step": 1, "gradient_norm": math.inf, "lr": 1e-05})
-    (row,) = CSVLog(path, resumed_at=1).rows
-    assert row == {"step": 1, "gradient_norm": math.inf, "lr": 1e-05}
-    assert isinstance(row["step"], int)
 
 
 def test_the_command_checks_a_configuration_and_tells_what_is_wrong(tmp_path):

@@ -152,15 +152,6 @@ def test_edges_are_those_of_numpy_to_the_bit_and_ties_are_spread_over_their_bins
         assert len(np.unique(found)) > 40  # even if most values are 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool])
-def test_values_of_any_type_are_tokens(dtype):
-    X = torch.tensor([[0, 1, 0], [1, 1, 1]])
-    parts = Batch(X=X.to(dtype), index=torch.arange(2))
-    csr = Batch(X=X.to(dtype).to_sparse_csr(), index=torch.arange(2))
-    for batch in (parts, csr):
-        assert RankTokens(list("abc"))(batch).input_ids.tolist() == [[4, 0, 0], [3, 4, 5]]
-
-
 @given(
     cells=CELLS,
     ratio=st.sampled_from([0.01, 0.15, 0.5, 0.99]),
@@ -240,12 +231,6 @@ def test_medians_put_a_gene_that_is_rare_for_its_median_first():
 
 
 # --- Vocabularies ---------------------------------------------------------------------------------------
-
-
-def test_a_vocabulary_of_names_numbers_them_after_the_special_ones():
-    vocabulary = Vocabulary.of_genes(pd.Index(["b", "a"]))
-    assert vocabulary.ids == {PAD: 0, MASK: 1, CLS: 2, "b": 3, "a": 4}
-    assert (vocabulary.pad_id, vocabulary.mask_id, vocabulary.cls_id, vocabulary.size) == (0, 1, 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +329,6 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
 def test_arguments_that_cannot_be_used_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         RankTokens(GENES, **options)
-
-
-def test_one_bin_is_too_few():
-    with pytest.raises(InputError, match="n_bins must be a whole number of at least 2"):
-        ValueBins(GENES, n_bins=1)
 
 
 def test_names_that_are_there_twice_are_refused():
@@ -473,19 +453,6 @@ def test_a_transform_and_hooks_exclude_each_other(path, options):
 
 
 # --- From a configuration -------------------------------------------------------------------------------
-
-
-def test_a_configuration_makes_the_transform_it_describes():
-    section = {"strategy": "rank_value", "max_genes": 7, "prepend_cls": True, "masking": {"mask_ratio": 0.15}}
-    tokens = from_config(section, genes=GENES, seed=5)
-    assert isinstance(tokens, RankTokens)
-    assert (tokens.max_genes, tokens.prepend_cls, tokens.mask_ratio, tokens.seed) == (7, True, 0.15, 5)
-    bins = from_config({"strategy": "value_bins", "n_bins": 9}, genes=GENES, vocabulary=Vocabulary.of_genes(GENES))
-    assert isinstance(bins, ValueBins)
-    assert (bins.n_bins, bins.mask_ratio) == (9, 0.0)
-    section["masking"] = {"mask_ratio": 0.2, "random_replace_ratio": 0.1, "keep_ratio": 0.3}
-    tokens = from_config(section, genes=GENES)
-    assert (tokens.mask_ratio, tokens.random_replace_ratio, tokens.keep_ratio) == (0.2, 0.1, 0.3)
 
 
 @pytest.mark.parametrize(
