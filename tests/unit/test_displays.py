@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dasksc
-from dasksc.displays import brief, changed_arguments, constructor, html_table
+from dasksc.displays import brief, html_table
 
 pytestmark = pytest.mark.core
 
@@ -81,14 +81,6 @@ def a_function(first: int, second: Any = None, *, names: Any = (), third: float 
 )
 def test_a_value_is_one_short_line(value: Any, expected: str) -> None:
     assert brief(value) == expected
-
-
-def test_only_arguments_that_differ_from_defaults_are_shown() -> None:
-    assert constructor(Request("x", 8, [])) == "Request(name='x')"
-    assert constructor(Request("x", 9, ["a"], secret="key")) == "Request(name='x', size=9, tags=['a'])"
-    given = {"first": 1, "second": np.zeros(3), "names": [], "third": 0, "other": 5}
-    assert changed_arguments(a_function, given) == {"first": "1", "second": "ndarray(shape=(3,), dtype=float64)"}
-    assert changed_arguments(a_function, {"names": ["a"]}) == {"names": "['a']"}
 
 
 @pytest.mark.parametrize(

@@ -92,25 +92,6 @@ def test_taking_rows_keeps_names_members_in_step_and_what_lies_beside():
         assert as_list(member) == [as_list(KINDS[kind])[i] for i in (1, 5)]
 
 
-def test_names_that_are_also_parameters_survive_taking_rows():
-    part = MultiIndexable({"names": X, "unstructured": X + 1})[:2]
-    assert part.keys() == ["names", "unstructured"]
-    np.testing.assert_array_equal(part["unstructured"], X[:2] + 1)
-
-
-def test_changing_what_lies_beside_a_part_leaves_the_whole_alone():
-    multi = MultiIndexable(X, unstructured={"n": 1})
-    multi[:2].unstructured["n"] = 2
-    assert multi.unstructured == {"n": 1}
-
-
-def test_a_subclass_stays_one_when_rows_are_taken():
-    class Modalities(MultiIndexable):
-        pass
-
-    assert isinstance(Modalities(X=X)[:2], Modalities)
-
-
 def test_it_pickles():
     multi = pickle.loads(pickle.dumps(MultiIndexable(X=X, unstructured={"n": 1})))
     np.testing.assert_array_equal(multi["X"], X)

@@ -17,7 +17,7 @@ from dasksc import InputError, MissingPathError
 from dasksc.train import Config, fit, load_model
 from dasksc.train.config import Validation
 from dasksc.train.data import make_loaders, split_rows
-from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer, log_normalised
+from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
 from tests.programs import train_models
 from tests.support.training import checkpoints, losses, rows_of, small, train
@@ -421,13 +421,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(raw):
         match=r"the loss is \S+ at step \d+\. The first 203 rows of X hold no NaN and no negative .*: lower training",
     ):
         train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
-
-
-def test_counts_are_scaled_whatever_their_layout():
-    counts = torch.tensor([[1.0, 3.0, 0.0], [0.0, 0.0, 0.0]])
-    expected = torch.log1p(torch.tensor([[2500.0, 7500.0, 0.0], [0.0, 0.0, 0.0]]))
-    assert torch.allclose(log_normalised(counts), expected)
-    assert torch.allclose(log_normalised(counts.to_sparse_csr()), expected)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer", "own"])

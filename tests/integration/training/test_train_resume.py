@@ -12,8 +12,6 @@ from torch import nn
 
 from dasksc import InputError
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.config import Optimizer
-from dasksc.train.optim import hyperparameters_of, make_optimizer
 from dasksc.train.parallel import RankContext
 from tests.support.training import (
     checkpoints,
@@ -56,13 +54,6 @@ def test_the_best_checkpoints_exclude_those_of_the_abandoned_branch(tmp_path):
     kept.save(5, *linear(), {}, 4.0)
     assert checkpoints(tmp_path) == [3, 5]
     assert checkpoints(tmp_path / "abandoned-1") == [2, 4]
-
-
-def test_hyperparameters_are_what_constructors_take():
-    optimizer = make_optimizer([nn.Parameter(torch.ones(1))], Optimizer(name="tests.support.training:Counting"))
-    names = hyperparameters_of(optimizer)
-    assert {"lr", "momentum", "weight_decay", "gain", "params"} <= names
-    assert "n_steps" not in names
 
 
 # --- Mismatches ---------------------------------------------------------------------------------------
@@ -122,12 +113,6 @@ def test_a_checkpoint_of_changed_code_is_refused(raw, monkeypatch):
         match=r"arguments are the same, so the code or the data differ.*has shape \[5, 40\] and had \[4, 40\]",
     ):
         train(raw, training__resume_from="auto")
-
-
-def test_arguments_that_change_no_shape_may_change(raw):
-    train(raw)
-    raw["model"]["dropout"] = 0.5
-    assert train(raw, training__resume_from="auto", training__max_steps=8).n_steps == 8
 
 
 @pytest.mark.parametrize(("before", "after"), [("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "adam")])

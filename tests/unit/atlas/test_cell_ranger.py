@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scanpy as sc
-import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
@@ -131,24 +130,6 @@ def test_batches_equal_those_of_the_h5ad(tmp_path: Path, v3: Path, options: Any,
 
     for ours, theirs in zip(yielded(opened), yielded(tmp_path / "same.h5ad"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint16", "int32", "int64", "uint32", "float32"])
-@pytest.mark.parametrize("index", ["int32", "int64", "uint64", "uint32"])
-def test_any_type_of_counts_and_of_places_is_read(tmp_path: Path, dtype: str, index: str) -> None:
-    counts = make_counts(40, 10, dtype=dtype)
-    types = {"indptr": index, "indices": index, "shape": index}
-    path = write_v3(tmp_path / "a.h5", counts, types=types)
-    opened = dasksc.open(path)
-    np.testing.assert_array_equal(opened.X.compute().toarray(), counts.toarray())
-    # Narrow integers would overflow in arithmetic, so X is opened as a floating type.
-    assert opened.X.dtype == ("float32" if np.dtype(dtype).itemsize <= 2 or dtype == "float32" else "float64")
-
-
-def test_counts_beyond_float32_stay_exact(tmp_path: Path) -> None:
-    counts = sp.csr_matrix(np.array([[2**24 + 1, 0], [0, 3]], dtype=np.int32))
-    opened = dasksc.open(write_v3(tmp_path / "a.h5", counts))
-    assert opened.X.compute()[0, 0] == 2**24 + 1
 
 
 def test_probes_have_their_own_names(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
-from anndata.experimental import AnnCollection
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -188,17 +187,6 @@ def test_rows_of_an_atlas_that_lacks_a_column_match_nothing(tmp_path: Path) -> N
     for expression in ("cell_type.str.startswith('T')", "not cell_type.str.contains('T|B')", "not `is doublet`"):
         expected = dasksc.rows_where(whole, expression)
         np.testing.assert_array_equal(dasksc.rows_where(opened, expression), expected)
-
-
-def test_filters_agree_for_every_way_to_pass_a_table_of_cells(tmp_path: Path) -> None:
-    adata = atlas()
-    expected = dasksc.rows_where(adata, "n_genes > 500")
-    np.testing.assert_array_equal(dasksc.rows_where(adata.obs, "n_genes > 500"), expected)
-    both = AnnCollection([adata[:50], adata[50:]], label="part", index_unique="-")
-    np.testing.assert_array_equal(dasksc.rows_where(both, "n_genes > 500"), expected)
-    np.testing.assert_array_equal(dasksc.rows_where(both, "part == '1'"), np.arange(50, N))
-    parts = dasksc.split(both, groups="part", fractions=(0.5, 0.5))
-    assert sorted(map(len, parts.values())) == [50, N - 50]
 
 
 def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: Path) -> None:

@@ -237,12 +237,6 @@ def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[in
     np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
 
 
-def test_batches_of_modalities_are_pinned_and_moved_part_by_part() -> None:
-    dataset = dasksc.scDataset(dasksc.Modalities(parts()), dasksc.Streaming(), 8, device="meta", seed=0)
-    batch = next(iter(dataset))
-    assert batch.rna.X.device == batch.prot.X.device == batch.index.device == torch.device("meta")
-
-
 @pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
 def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kind: str) -> None:
     own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import pairwise
 
 import click
@@ -10,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from dasksc import InputError, cli
-from dasksc.cli._messages import as_options, collected_warnings, folded
 
 pytestmark = pytest.mark.core
 
@@ -64,33 +62,3 @@ def test_the_command_prints_its_version() -> None:
     result = CliRunner().invoke(cli.group, ["--version"])
     assert result.exit_code == 0
     assert result.output.startswith("dasksc, version ")
-
-
-@click.command()
-@click.argument("paths", nargs=-1)
-@click.option("--fetch-factor", type=int)
-@click.option("--filter", "expression")
-@click.option("--drop-last", is_flag=True)
-@click.option("--storage-option", "storage_options", multiple=True)
-def reads(**given: object) -> None:
-    """Log warnings about four files and about one other problem."""
-    with collected_warnings():
-        logger = logging.getLogger("dasksc.storage")
-        for i in range(4):
-            logger.warning("p%d.h5ad is slow. Store it by rows once: dasksc convert p%d.h5ad NEW.zarr", i, i)
-        logger.warning("raise fetch_factor")
-
-
-def test_reports_are_folded_at_the_width_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    title = "a title that is longer than the terminal is wide"
-    assert folded(f"{title}\n  rows     one two three four five six\n  short  1") == (
-        f"{title}\n  rows     one two three four\n           five six\n  short  1"
-    )
-    assert folded("dasksc: one two three four five six", indent=2) == "dasksc: one two three four\n  five six"
-
-
-def test_advice_about_an_option_that_the_command_lacks_is_left_out() -> None:
-    message = "none of the genes is in var. Use symbols in both, or match a column of var with genes_key="
-    with click.Context(reads):
-        assert as_options(message) == "none of the genes is in var. Use symbols in both"

@@ -86,18 +86,6 @@ def test_a_limit_that_is_no_size_is_refused() -> None:
         dasksc.scDataset(AnnData(X=VALUES), dasksc.Streaming(), 4, memory_limit="abc", rank=0, world_size=1)
 
 
-def test_array_code_is_projected_by_what_is_stored(gzipped: Path) -> None:
-    plain, changed = dasksc.open(gzipped), dasksc.open(gzipped)
-    changed.X = da.log1p(changed.X * 2.0)
-    options = {"fetch_factor": 16, "seed": 0, "rank": 0, "world_size": 1, "prefetch": 1}
-    stored, computed = (
-        dasksc.scDataset(adata, dasksc.BlockShuffling(64), 64, **options).projected_bytes for adata in (plain, changed)
-    )
-    row = 1500 * 0.3 * 8
-    # Computed rows of every layer are held in addition to the rows read.
-    assert computed - stored > 2 * 16 * 64 * row
-
-
 class WithoutLength:
     """Collection that has no length and can be read only through a callback."""
 
@@ -182,12 +170,6 @@ def test_a_strategy_is_given_by_its_name(named: dict[str, Any], expected: dasksc
     assert type(by_name.strategy) is type(expected)
     assert rows_of(by_name) == rows_of(by_object)
     assert repr(by_name) == repr(by_object)
-
-
-def test_a_path_alone_is_shuffled_in_batches_of_64(gzipped: Path) -> None:
-    dataset = dasksc.scDataset(gzipped)
-    assert (dataset.batch_size, repr(dataset.strategy)) == (64, "BlockShuffling()")
-    assert next(iter(dataset)).shape == (64, 1500)
 
 
 @pytest.mark.parametrize(

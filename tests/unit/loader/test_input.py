@@ -42,10 +42,6 @@ def refuse(error, match, data, strategy=None, batch_size=8, **options):
     assert not reads.of("layers/")
 
 
-def test_a_missing_path(path):
-    refuse(MissingPathError, r"nothing at .*missing\.h5ad", path.with_name("missing.h5ad"))
-
-
 def test_a_directory_that_is_no_store(tmp_path):
     refuse(StorageError, "neither a Zarr group", tmp_path)
 
@@ -210,15 +206,6 @@ def test_an_anndata_without_x():
     adata.X = None
     with pytest.raises(InputError, match="no X"):
         scDataset(adata, Streaming(), 8)
-
-
-def test_columns_of_a_collection_that_is_read_by_indexing():
-    refuse(
-        InputError,
-        "obs= cannot be used here: the data must be an AnnData .* got ndarray",
-        np.ones((9, 2)),
-        obs=["cell_type"],
-    )
 
 
 def test_mapping_cannot_be_switched_off_after_opening(path):

@@ -172,15 +172,6 @@ def test_a_forced_way_of_reading_is_used_whatever_the_memory(path: Path, monkeyp
         dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap="yes")
 
 
-def test_the_size_of_a_fetch_does_not_depend_on_the_container(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen() -> int:
-        return dasksc.scDataset(path, dasksc.Streaming(), 8, fetch_factor=None, rank=0, world_size=1).fetch_factor
-
-    expected = chosen()
-    monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(0))
-    assert chosen() == expected
-
-
 def spoil_names(path: Path) -> None:
     """Overwrite the stored names of cells with bytes that no reader accepts."""
     if path.suffix == ".h5ad":

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 
 from dasksc.planning.epochs import EpochCounter
 
 pytestmark = pytest.mark.core
-
-
-def test_epochs_count_up_and_peeking_uses_none() -> None:
-    counter = EpochCounter()
-    assert [counter.peek(), counter.advance(), counter.peek(), counter.advance()] == [0, 0, 1, 1]
-    counter.set(7)
-    assert counter.advance() == 7
 
 
 def test_workers_of_one_pass_read_one_epoch() -> None:
@@ -34,13 +24,6 @@ def test_a_worker_seen_before_begins_the_next_epoch_under_the_same_seed() -> Non
 def test_two_passes_at_once_do_not_mix() -> None:
     counter = EpochCounter()
     assert [counter.join(1, 0, 2), counter.join(2, 0, 2), counter.join(1, 1, 2), counter.join(2, 1, 2)] == [0, 1, 0, 1]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])
-def test_copies_count_together(copied) -> None:
-    counter = EpochCounter()
-    twin = copied(counter)
-    assert [counter.advance(), twin.advance(), counter.advance()] == [0, 1, 2]
 
 
 def test_workers_that_resume_a_pass_read_its_epoch_and_the_next_pass_reads_the_next():

@@ -141,29 +141,6 @@ def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, expect
     assert warning.startswith(f"rank 0 stopped iteration 0 over this data set after 2 batches; rank 1 {expected}")
 
 
-def test_a_data_set_for_one_rank_alone_disturbs_nobody():
-    def act(rank, store):
-        one = rank_of(rank, 2, store)
-        if rank == 0:
-            next(iter(rank_of(0, 1, store)))
-        return len(list(one))
-
-    assert on_ranks(2, act) == [11, 11]
-
-
-def test_data_sets_meet_in_the_order_in_which_each_rank_makes_them():
-    def act(rank, store):
-        first, second = rank_of(rank, 2, store, seed=1), rank_of(rank, 2, store, seed=2)
-        order = [second, first] if rank else [first, second]
-        return sum(len(list(one)) for one in order)
-
-    store = HashStore()
-    assert on_ranks(2, act, store) == [22, 22]
-    # Later data sets with the same store get new keys. With a new store, the numbering of keys restarts.
-    assert on_ranks(2, act, store) == [22, 22]
-    assert on_ranks(2, act) == [22, 22]
-
-
 def test_groups_do_not_read_each_others_keys_in_the_store():
     def act(rank, store):
         one = rank_of(rank % 2, 2, store, group=f"group {rank // 2}")

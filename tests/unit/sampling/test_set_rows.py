@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,18 +82,3 @@ def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
     out = np.empty(len(numbers), dtype=np.uint64)
     kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
     assert out.tolist() == [twins.stream(key, number) for number in numbers]
-
-
-def test_repeated_indices_repeat_in_sets() -> None:
-    obs = pd.DataFrame({"gene": ["A"] * 4 + ["ctrl"] * 2})
-    options: dict[str, Any] = {"control": CONTROL, "match": [], "indices": [0, 0, 1, 4, 4, 5]}
-    ((_, rows, controls),) = sets_of(plan_of(bound(obs, "gene", 3, replace=False, **options)))
-    assert sorted(rows) == [0, 0, 1]
-    assert sorted(controls) == [4, 4, 5]
-
-
-def test_a_control_that_is_a_target_may_be_its_own_control() -> None:
-    obs = pd.DataFrame({"gene": ["ctrl"] * 3})
-    sampler = bound(obs, "gene", 3, control=CONTROL, include_control=True, n_sets=50)
-    pairs = [pair for _, rows, controls in sets_of(plan_of(sampler)) for pair in zip(rows, controls, strict=True)]
-    assert set(pairs) == {(i, j) for i in range(3) for j in range(3)}

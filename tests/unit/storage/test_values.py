@@ -135,31 +135,6 @@ def test_every_obs_column_of_a_real_file_is_encoded(real: Opened) -> None:
         torch.from_numpy(array.copy())
 
 
-def test_the_kinds_of_column_get_the_dtypes_promised(written: Opened) -> None:
-    opened, _ = written
-    encoded = {name: encode_column(opened.obs[name]) for name in opened.obs}
-    dtypes = {name: str(array.dtype) for name, (array, _) in encoded.items()}
-    assert dtypes == {
-        "cell_type": "int64",
-        "cell_type_missing": "int64",
-        "ordered": "int64",
-        "text": "int64",
-        "flag": "bool",
-        "flag_missing": "int64",
-        "int8": "int8",
-        "int64": "int64",
-        "uint16": "uint16",
-        "nullable_int": "int64",
-        "nullable_int_missing": "float64",
-        "float32": "float32",
-        "float64_missing": "float64",
-    }
-    assert encoded["cell_type"][1] == ["T cell", "B cell", "NK cell", "never seen"]
-    assert encoded["ordered"][1] == ["B cell", "NK cell", "T cell"]
-    assert encoded["text"][1] == ["B cell", "NK cell", "T cell"]
-    assert (encoded["cell_type_missing"][0] == -1).any()
-
-
 def test_every_batch_of_a_dataset_holds_the_rows_it_names(written: Opened) -> None:
     opened, expected = written
     assert_batches_equal(opened, expected, batch_size=7)

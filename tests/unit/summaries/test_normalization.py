@@ -90,13 +90,3 @@ def test_what_has_no_median_or_is_not_there_is_refused(counts):
         dasksc.normalize(ad.AnnData(obs=counts.obs), target_sum=5)
     with pytest.raises(MissingKeyError, match="layers has no 'nothing'"):
         dasksc.normalize(counts, layer="nothing")
-
-
-def test_variable_genes_are_found_in_what_is_normalized(counts, tmp_path):
-    sc = pytest.importorskip("scanpy")
-    path = write_store(counts, tmp_path, "h5ad")
-    ours = dasksc.highly_variable_genes(dasksc.normalize(path, target_sum=1e4), 5)
-    sc.pp.normalize_total(counts, target_sum=1e4)
-    sc.pp.log1p(counts)
-    theirs = sc.pp.highly_variable_genes(counts, n_top_genes=5, inplace=False)
-    assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()

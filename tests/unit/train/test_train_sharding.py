@@ -90,15 +90,3 @@ def test_modules_of_enough_parameters_are_gathered_by_themselves(min_num_params,
     distribute(model, training, PLACE)
     sharded = [module for module in model.modules() if type(module).__name__.startswith("FSDP")]
     assert len(sharded) == n_groups
-
-
-@pytest.mark.parametrize("is_offloaded", [False, True])
-def test_parameters_are_kept_on_the_host_if_wanted(is_offloaded, monkeypatch):
-    given = []
-
-    def fully_shard(module: nn.Module, **options: object) -> None:
-        given.append(options["offload_policy"])
-
-    monkeypatch.setattr("dasksc.train.parallel.fully_shard", fully_shard)
-    spread_out("FULL_SHARD", cpu_offload=is_offloaded)
-    assert {type(policy).__name__ for policy in given} == {"CPUOffloadPolicy" if is_offloaded else "OffloadPolicy"}
