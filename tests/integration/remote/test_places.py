@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import pickle
 import shutil
@@ -20,7 +19,6 @@ import pytest
 import torch
 import zarr
 from anndata import AnnData
-from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from fsspec.utils import infer_storage_options
 
@@ -30,7 +28,7 @@ from dasksc.storage.remote import fsspec_client
 from dasksc.storage.remote.connecting import client_of
 from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import batches, make_adata, same, write_store
-from tests.support.servers import SECRET, Bucket, azure_container, google_options, serving
+from tests.support.servers import SECRET, Bucket, google_options, serving
 
 pytest.importorskip("obstore")
 
@@ -150,18 +148,6 @@ def test_a_folder_takes_one_listing(bucket: Bucket, monkeypatch: pytest.MonkeyPa
     assert listings == ["parts"]
 
 
-def test_two_stars_list_each_folder_once_and_none_within_a_store(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = client_of(f"s3://{bucket.name}", bucket.options)
-    listings = []
-    children = client.children
-    monkeypatch.setattr(client, "children", lambda prefix: listings.append(prefix) or children(prefix))
-    opened = dasksc.open(f"s3://{bucket.name}/p*/**/*.h5ad", storage_options=bucket.options, index_unique="-")
-    assert opened.n_obs == 62
-    assert sorted(listings) == ["", "parts", "parts/notes.txt"]
-
-
 def test_a_name_that_looks_like_a_pattern_is_a_name(folder: Path, bucket: Bucket) -> None:
     adata = dasksc.open(f"s3://{bucket.name}/odd/a[1].h5ad", storage_options=bucket.options)
     same(adata, dasksc.open(folder / "parts/part0.h5ad"))
@@ -196,13 +182,6 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
             same(one, local)
 
 
-@pytest.mark.parametrize("url", ["https://host/a?token=b", "file:///a", "s3://bucket/a", "memory://a"])
-@pytest.mark.parametrize("name", ["b", "b c", "100%", "%41"])
-def test_the_url_of_a_location_is_that_of_the_same_location(url: str, name: str) -> None:
-    location = RemoteLocation.of(url).below(name)
-    assert RemoteLocation.of(location.url) == location
-
-
 # --- Other clouds -------------------------------------------------------------------------------------
 
 
@@ -225,49 +204,7 @@ def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket
     are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
 
 
-def test_atlases_on_azure_are_the_local_ones(folder: Path) -> None:
-    program = shutil.which("azurite-blob")
-    if program is None:
-        pytest.skip("Azure's emulator is not here: npm install --global azurite")
-    import obstore
-
-    with azure_container("atlases", program) as options:
-        store = obstore.store.from_url("az://atlases", **options)
-        for file in sorted((folder / "parts").rglob("*")):
-            if file.is_file():
-                obstore.put(store, file.relative_to(folder).as_posix(), file.read_bytes())
-        are_the_local_parts("az://atlases", options, folder)
-        wrong = options | {"account_key": base64.b64encode(SECRET.encode()).decode()}
-        with pytest.raises(StorageError, match="credentials") as caught:
-            dasksc.open("az://atlases/parts/part0.h5ad", storage_options=wrong)
-        assert wrong["account_key"] not in "".join(traceback.format_exception(caught.value))
-
-
 # --- Sizes suited to a network ------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Writing zarr v2")
-def test_a_small_useful_share_of_network_reads_causes_a_warning(tmp_path: Path) -> None:
-    n_obs, chunk_rows = 3000, 100
-    AnnData(np.ones((n_obs, 4), dtype=np.float32)).write_zarr(tmp_path / "atlas.zarr", chunks=(chunk_rows, 4))
-
-    def dataset(path: Any, block_size: int, fetch_factor: int = 8) -> dasksc.scDataset:
-        return dasksc.scDataset(
-            path, dasksc.BlockShuffling(block_size), 32, fetch_factor=fetch_factor, seed=0, rank=0, world_size=1
-        )
-
-    with serving(tmp_path) as server:
-        url = f"{server.url}/atlas.zarr"
-        (warning,) = dasksc.check(dataset(url, 8)).warnings
-        assert "chunks of about 100 rows are transferred whole, but blocks have only 8 rows" in warning
-        plan = dataset(url, 8).plan()
-        read = [len(np.unique(plan.fetch(number).rows // chunk_rows)) * chunk_rows for number in range(plan.n_fetches)]
-        # The share over twelve fetches has a standard error of less than half a percentage point.
-        share = int(warning.partition("%")[0].rpartition(" ")[2]) / 100
-        assert share == pytest.approx(n_obs / sum(read), abs=0.02)
-        assert dasksc.check(dataset(url, 200)).warnings == ()
-        assert dasksc.check(dataset(url, 8, 90)).warnings == ()
-    assert dasksc.check(dataset(tmp_path / "atlas.zarr", 8)).warnings == ()
 
 
 # --- Through fsspec -----------------------------------------------------------------------------------
@@ -343,14 +280,6 @@ def test_registered_file_systems_are_read_and_failed_requests_are_repeated(
     assert next(faulty.numbers) > 14, "too little was asked for to fail"
 
 
-def test_no_more_is_read_than_is_asked_for(faulty: type[Faulty]) -> None:
-    client = client_of("faulty://", {})
-    data, identity = client.get("parts/part0.h5ad", 8, 12)
-    assert bytes(data) == (faulty.folder / "parts/part0.h5ad").read_bytes()[8:12]
-    assert faulty.read_bytes == 4
-    assert identity.size == (faulty.folder / "parts/part0.h5ad").stat().st_size
-
-
 def test_listings_equal_those_of_object_stores(folder: Path, memory: str, bucket: Bucket) -> None:
     client, expected = RemoteLocation.of(memory + "/x").client, client_of(f"s3://{bucket.name}", bucket.options)
     assert client.children("places/parts") == expected.children("parts")
@@ -382,21 +311,6 @@ def test_permanent_failures_are_named_without_credentials(
     assert "bytes" in str(caught.value)
     text = "".join(traceback.format_exception(caught.value)) + repr(adata) + str(adata.X.dask) + caplog.text
     assert SECRET not in text
-
-
-def test_an_object_is_checked_at_intervals(folder: Path, faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    info = faulty.info
-    monkeypatch.setattr(faulty, "info", lambda self, path, **options: looks.append(path) or info(self, path))
-    monkeypatch.setattr(fsspec_client, "_RECHECK_S", 1e9)
-    client = client_of("faulty://", {"password": "of a client of its own"})
-    identity = client.stat("parts/part0.h5ad")
-    for start in range(10):
-        client.get("parts/part0.h5ad", start, start + 1, expected=identity)
-    assert len(looks) == 2  # one of them by fsspec, which queries the size
-    monkeypatch.setattr(fsspec_client, "_RECHECK_S", 0.0)
-    client.get("parts/part0.h5ad", 0, 1, expected=identity)
-    assert len(looks) == 3
 
 
 def test_a_file_that_was_replaced_in_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,25 +351,6 @@ def test_forked_dataloader_workers_read_through_fsspec(folder: Path) -> None:
         np.testing.assert_array_equal(one.numpy(), other)
 
 
-def test_a_cache_keeps_what_is_read_through_fsspec(memory: str, tmp_path: Path) -> None:
-    adata = dasksc.open(f"{memory}/parts/part0.h5ad", cache=tmp_path / "cache")
-    assert len(batches(adata)) == 2
-    assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
-
-
-def test_objects_without_a_version_or_time_are_not_cached(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    info = MemoryFileSystem.info
-    bare = ("name", "size", "type")
-    monkeypatch.setattr(
-        MemoryFileSystem, "info", lambda self, path, **options: {key: info(self, path, **options)[key] for key in bare}
-    )
-    adata = dasksc.open(f"{memory}/parts/part0.h5ad", cache=tmp_path / "cache")
-    assert len(batches(adata)) == 2
-    assert not (tmp_path / "cache").exists()
-
-
 @pytest.mark.parametrize(
     ("url", "options", "says"),
     [
@@ -485,20 +380,6 @@ def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
             dasksc.open(url.replace("part0", "part2"), raw=True)
     texts = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
     assert not [text for text in texts if SECRET in text]
-
-
-def test_the_times_of_the_last_checks_are_kept_for_a_limited_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsspec_client, "_MAX_CHECKS", 20)
-    system = fsspec.filesystem("memory")
-    for number in range(100):
-        system.pipe(f"/looks/{number}", b"x")
-    client = fsspec_client.FsspecClient("memory://", {})
-    try:
-        for number in (*range(100), 0):
-            assert client.stat(f"looks/{number}").size == 1
-        assert [*client._checked_at] == [*(f"looks/{number}" for number in range(81, 100)), "looks/0"]
-    finally:
-        system.rm("/looks", recursive=True)
 
 
 # --- Zip files ----------------------------------------------------------------------------------------

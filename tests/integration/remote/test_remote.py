@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import re
 import shutil
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from distributed import Client
-from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -24,7 +22,7 @@ from dasksc.output.inputs import token_of
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.remote.remote_file import AHEAD_BYTES, RemoteFile, in_order, merged_ranges
+from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
@@ -96,14 +94,6 @@ def test_objects_of_a_server_without_head_and_ranges_are_read_whole(stores: Path
     same(dasksc.open(f"{web_stores.url}/dense.zarr3.zarr"), dasksc.open(stores / "dense.zarr3.zarr"))
     with pytest.raises(StorageError, match="byte ranges"):
         dasksc.open(f"{web_stores.url}/csr.h5ad")
-
-
-def test_an_empty_object_is_named_without_head(tmp_path: Path) -> None:
-    (tmp_path / "empty.h5ad").touch()
-    with serving(tmp_path) as server:
-        server.faults.head = 405
-        with pytest.raises(StorageError, match=r"empty\.h5ad is not an HDF5 file"):
-            dasksc.open(f"{server.url}/empty.h5ad")
 
 
 @pytest.mark.parametrize("head", [None, 403])
@@ -193,14 +183,6 @@ def test_forked_dataloader_workers_read_for_themselves(web_stores: HTTPServer, n
         np.testing.assert_array_equal(one.numpy(), other)
 
 
-def test_dask_workers_read_for_themselves(s3_stores: Bucket, in_process_client: Client) -> None:
-    data = dasksc.open(f"s3://{s3_stores.name}/csr.h5ad", storage_options=s3_stores.options)
-    expected = batches(data)
-    with in_process_client.as_current():
-        for one, other in zip(batches(data), expected, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 def test_dask_workers_in_processes_read_for_themselves(s3_stores: Bucket, two_process_client: Client) -> None:
     client = two_process_client
     data = dasksc.open(f"s3://{s3_stores.name}/csr.h5ad", storage_options=s3_stores.options)
@@ -230,10 +212,6 @@ def _first_rows(matrix: Matrix) -> np.ndarray:
 def test_urls_that_lead_nowhere_are_refused(url: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         dasksc.open(url)
-
-
-def test_file_urls_are_paths(stores: Path) -> None:
-    same(dasksc.open((stores / "csr.h5ad").as_uri()), dasksc.open(stores / "csr.h5ad"))
 
 
 def test_several_urls_are_one_atlas(stores: Path, web_stores: HTTPServer) -> None:
@@ -286,35 +264,3 @@ def test_a_store_on_a_web_server_needs_consolidated_metadata(tmp_path: Path) -> 
 ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=20).map(
     lambda pairs: [(start, start + size) for start, size in sorted(pairs)]
 )
-
-
-@given(ranges=ranges, gap=st.integers(0, 40), longest=st.integers(1, 200), block=st.sampled_from([0, 64]))
-def test_parts_cover_their_ranges_and_no_more_than_they_may(
-    ranges: list[tuple[int, int]], gap: int, longest: int, block: int
-) -> None:
-    parts = merged_ranges(ranges, gap=gap, longest=longest, block=block)
-    assert [number for part in parts for number in range(part.first, part.after)] == list(range(len(ranges)))
-    for part in parts:
-        inside = ranges[part.first : part.after]
-        assert (part.start, part.stop) == (inside[0][0], inside[-1][1])
-        for (_, stop), (start, _) in itertools.pairwise(inside):
-            assert stop <= start
-            assert start - stop <= gap or start // block == max(stop - 1, 0) // block
-        if len(inside) > 1 and not block:
-            assert part.stop - part.start <= longest
-
-
-def test_ordered_calls_run_ahead_by_bytes_and_stop_with_their_consumer() -> None:
-    made = []
-
-    def call(number: int) -> Callable[[], int]:
-        def made_by(number: int = number) -> int:
-            made.append(number)
-            return number
-
-        return made_by
-
-    results = in_order((call(number), AHEAD_BYTES // 2) for number in range(1000))
-    assert [next(results) for _ in range(5)] == list(range(5))
-    results.close()
-    assert max(made) < 10

@@ -161,17 +161,6 @@ def test_training_resumes_from_the_checkpoint_of_every_step_with_the_next_batch(
         assert again.seen["train"] == batches[step:], step
 
 
-def test_from_the_end_of_an_epoch_training_goes_on_with_the_next(path, tmp_path):
-    unbroken = Recorder()
-    trainer(tmp_path, max_epochs=3).fit(unbroken, module(path))
-    first = Recorder()
-    saved = ModelCheckpoint(tmp_path, filename="end", save_on_train_epoch_end=True)
-    trainer(tmp_path, max_epochs=1, callbacks=[saved], enable_checkpointing=True).fit(first, module(path))
-    again = Recorder()
-    trainer(tmp_path, max_epochs=3).fit(again, module(path), ckpt_path=tmp_path / "end.ckpt")
-    assert first.seen["train"] + again.seen["train"] == unbroken.seen["train"]
-
-
 def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):
     unbroken = Recorder()
     options = {"limit_train_batches": 4, "max_epochs": 3}
@@ -214,12 +203,6 @@ def test_with_another_batch_size_the_rest_of_the_epoch_is_read_once(path, tmp_pa
     assert Counter(chain(*again.seen["validate"])) == dict.fromkeys(HELD_OUT.tolist(), 3)
 
 
-def test_overfitting_reads_the_same_batches_every_epoch(path, tmp_path):
-    model = Recorder()
-    trainer(tmp_path, overfit_batches=3, max_epochs=2).fit(model, module(path))
-    assert model.seen["train"][:3] == model.seen["train"][3:]
-
-
 def test_the_batch_size_finder_of_lightning_sets_the_batch_size_of_every_stage(path, tmp_path):
     model, data = Recorder(), module(path, batch_size=1, seed=None)
     finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=2, max_trials=3)
@@ -228,15 +211,6 @@ def test_the_batch_size_finder_of_lightning_sets_the_batch_size_of_every_stage(p
     assert [len(batch) for batch in model.seen["train"][-7:]] == [8] * 6 + [2]
     assert sorted(chain(*model.seen["train"][-7:])) == TRAINING.tolist()
     assert [len(batch) for batch in model.seen["validate"][-2:]] == [8, 2]
-
-
-def test_a_second_run_reads_new_epochs(path, tmp_path):
-    data, first, second = module(path), Recorder(), Recorder()
-    trainer(tmp_path, max_epochs=1).fit(first, data)
-    trainer(tmp_path, max_epochs=1).fit(second, data)
-    both = Recorder()
-    trainer(tmp_path, max_epochs=2).fit(both, module(path))
-    assert first.seen["train"] + second.seen["train"] == both.seen["train"]
 
 
 def test_training_without_validation_is_fine_and_validating_says_what_is_missing(path, tmp_path):
@@ -252,15 +226,6 @@ def test_wrong_arguments_are_refused(path):
         scDataModule(path, 8)
     with pytest.raises(InputError, match="call setup"):
         module(path).train_dataloader()
-
-
-def test_labels_can_be_had_before_there_is_a_trainer(path, tmp_path):
-    data = module(path)
-    data.setup("fit")
-    assert data.datasets["train"].categories["cell_type"][:2] == ["T cell", "B cell"]
-    model = Recorder()
-    trainer(tmp_path, max_epochs=1).fit(model, data)
-    assert sorted(chain(*model.seen["train"])) == TRAINING.tolist()
 
 
 def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):
@@ -280,37 +245,6 @@ def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path,
     seen = [*chain(*(chain(*rank["train"][:2]) for rank in whole)), *chain(*alone.seen["train"][:-7])]
     assert sorted(seen) == TRAINING.tolist()
     assert sorted(chain(*alone.seen["train"][-7:])) == TRAINING.tolist()
-
-
-def test_looking_at_the_module_reads_nothing(path):
-    def module() -> scDataModule:
-        return scDataModule(path, 8, train=BlockShuffling(4), validate=Streaming(), obs=["cell_type"], seed=1)
-
-    looked = module()
-    assert "train=BlockShuffling(" in str(looked), "also before there are data sets"
-    looked.setup()
-    before = looked.datasets["train"].state_dict()
-    for text in (str(looked), f"{looked}", repr(looked)):
-        assert "train=scDataset(" in text
-        assert "validate=scDataset(" in text
-    assert looked.datasets["train"].state_dict() == before
-    other = module()
-    other.setup()
-    assert [b.index.tolist() for b in looked.datasets["train"]] == [b.index.tolist() for b in other.datasets["train"]]
-
-
-def test_a_module_can_be_displayed_before_construction_and_with_custom_strategies(path):
-    class Own(scDataModule):
-        def __init__(self):
-            self.early = repr(self), str(self)
-            super().__init__(path, 8, train=Drawn())
-
-    class Drawn(dasksc.SamplingStrategy):
-        def __repr__(self):
-            raise AssertionError("code of the user runs in a display")
-
-    assert Own().early == ("Own()", "Own()")
-    assert str(Own()) == "Own(train=Drawn(...))"
 
 
 def test_stages_have_strategies_by_name_and_only_balance_takes_labels(path):

@@ -159,36 +159,6 @@ def test_arguments_that_do_not_fit_are_refused_at_once(path, options, error, fac
         data_module(path, **options)
 
 
-def test_arguments_of_an_inference_loader_are_checked(path):
-    data = data_module(path)
-    with pytest.raises(InputError, match="batch_size"):
-        data.inference_dataloader(batch_size=0)
-    with pytest.raises(WrongTypeError, match="Batch"):
-        next(iter(data_module(path, transform=lambda batch: batch.X).inference_dataloader()))
-
-
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, [str(i) for i in range(N_VARS)]),
-        ({"genes": np.arange(N_VARS) % 10 == 3}, ["3", "13", "23", "33"]),
-        ({"genes": [True, *[False] * (N_VARS - 1)]}, ["0"]),
-        ({"genes": [5, 2]}, ["5", "2"]),
-        ({"genes": slice(38, None)}, ["38", "39"]),
-        ({"genes": ["7", "none", "1"], "genes_missing": "zero"}, ["7", "none", "1"]),
-        ({"genes": ["7", "none", "1"], "genes_missing": "drop"}, ["7", "1"]),
-    ],
-)
-def test_the_registry_describes_the_genes_of_a_batch(adata, path, options, names):
-    data = data_module(path, **options)
-    field = data.registry["field_registries"]["X"]
-    assert list(data.var_names) == list(field["state_registry"]["column_names"]) == names
-    assert data.n_vars == field["summary_stats"]["n_vars"] == len(names)
-    batch = next(iter(data.inference_dataloader(batch_size=N_OBS)))
-    assert batch["X"].shape == (N_OBS, len(names))
-    assert np.array_equal(batch["X"][:, 0], adata[:, names[0]].X[:, 0])
-
-
 def test_without_keys_a_model_is_trained_on_some_genes_and_cells(adata, path, tmp_path):
     mask = np.arange(N_VARS) % 2 == 0
     data = SCVIDataModule(path, 40, train="shuffle", genes=mask, filter="sex == 'f'", seed=0, mmap=False)

@@ -57,19 +57,6 @@ def test_every_state_resumes_with_the_next_batch_and_the_following_epochs(num_wo
         assert [head + rows(after), rows(after), rows(after)] == epochs, step
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_second_epoch_can_be_gone_on_with_too(num_workers):
-    epochs = unbroken(num_workers)
-    before = loader(num_workers)
-    assert rows(before) == epochs[0]
-    iterator = iter(before)
-    head = rows(islice(iterator, 9))
-    state = copy.deepcopy(before.state_dict())
-    after = loader(num_workers)
-    after.load_state_dict(state)
-    assert [head + rows(after), rows(after)] == epochs[1:]
-
-
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
     epochs = unbroken(num_workers)
@@ -79,16 +66,6 @@ def test_a_state_of_an_epochs_end_begins_the_next(num_workers, persistent):
     after = loader(num_workers, persistent_workers=persistent)
     after.load_state_dict(state)
     assert [rows(after), rows(after)] == epochs[1:]
-
-
-def test_workers_that_share_no_memory_go_on_as_well():
-    epochs = unbroken(2)
-    before = loader(2, multiprocessing_context="spawn")
-    head = rows(islice(iter(before), 8))
-    state = copy.deepcopy(before.state_dict())
-    after = loader(2, multiprocessing_context="forkserver", persistent_workers=True)
-    after.load_state_dict(state)
-    assert [head + rows(after), rows(after)] == epochs[:2]
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -102,16 +79,6 @@ def test_states_of_a_pass_after_the_first_do_not_confuse_its_epoch(persistent):
         after = loader(2, persistent_workers=persistent)
         after.load_state_dict(state)
         assert [head + rows(after), rows(after)] == epochs[1:], step
-
-
-def test_workers_that_have_nothing_to_read_go_on_with_the_others():
-    epochs = unbroken(3, fetch_factor=16)
-    before = loader(3, fetch_factor=16)
-    head = rows(islice(iter(before), 18))
-    state = copy.deepcopy(before.state_dict())
-    after = loader(3, fetch_factor=16)
-    after.load_state_dict(state)
-    assert [head + rows(after), rows(after)] == epochs[:2]
 
 
 def test_states_taken_every_few_batches_lose_none():

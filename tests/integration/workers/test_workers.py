@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import signal
 from itertools import islice
 from unittest import mock
@@ -91,12 +89,6 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
         assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
 
 
-def test_batches_yielded_out_of_order_are_the_same(path, epochs):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=3, in_order=False)
-    assert sorted(rows(loader)) == sorted(epochs[0])
-    assert sorted(rows(loader)) == sorted(epochs[1])
-
-
 def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(path, epochs, caplog):
     one = dataset(path)
     projection = components_of(one).projection
@@ -123,14 +115,6 @@ def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(p
     assert seen[1_000] == (1, projection.limit // 1_000, 1)
 
 
-def test_more_workers_than_fetches_leave_some_idle(path):
-    one = dataset(path, fetch_factor=16)
-    loader = DataLoader(one, batch_size=None, num_workers=4)
-    batches = rows(loader)
-    assert len(batches) == len(loader) == len(one)
-    assert sorted(row for batch in batches for row in batch) == list(range(N_OBS))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
     loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
@@ -139,24 +123,11 @@ def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
     assert sorted(rows(loader)) == sorted(epochs[1])
 
 
-def test_an_iterator_that_is_never_advanced_counts_as_no_epoch(path, epochs):
-    one = dataset(path)
-    iter(one)
-    assert rows(one) == epochs[0]
-
-
 def test_reseeding_torch_before_every_epoch_repeats_no_epoch(path, epochs):
     loader = DataLoader(dataset(path), batch_size=None, num_workers=2)
     for epoch in epochs:
         torch.manual_seed(0)
         assert sorted(rows(loader)) == sorted(epoch)
-
-
-def test_two_passes_at_once_read_two_epochs(path, epochs):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=2)
-    pairs = list(zip(loader, loader, strict=True))
-    assert sorted(rows(first for first, _ in pairs)) == sorted(epochs[0])
-    assert sorted(rows(second for _, second in pairs)) == sorted(epochs[1])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -209,16 +180,6 @@ def test_hooks_that_are_lambdas_reach_workers_that_each_epoch_spawns_anew(path, 
     for epoch in epochs[:2]:
         expected = [scale * values[list(batch)].sum() for batch in epoch]
         assert list(loader) == pytest.approx(expected, rel=1e-5)
-
-
-def test_copies_share_one_count_of_epochs_and_survive_each_other(path, epochs):
-    one = dataset(path)
-    copies = [copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
-    assert rows(one) == epochs[0]
-    assert rows(copies[1]) == epochs[1]
-    assert rows(copies[2]) == epochs[2]
-    del one, copies[0]
-    assert len(rows(copies[1])) == len(epochs[0])
 
 
 def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):

@@ -99,22 +99,6 @@ def test_reports_of_a_rank_equal_its_stats(cluster, client, atlas):
     assert 0 < report["read_s"] <= report["fetch_s"]
 
 
-def test_the_progress_panel_of_dask_counts_the_whole_epoch(cluster, client, atlas):
-    def panel() -> dict[str, int]:
-        def states(dask_scheduler: Any) -> dict[str, dict[str, int]]:
-            return {name: dict(prefix.states) for name, prefix in dask_scheduler.task_prefixes.items()}
-
-        counts = client.run_on_scheduler(states).get("epoch 0: dasksc-fetch-atlas", {})
-        return {name: n for name, n in counts.items() if n and name != "forgotten"}
-
-    dashboard.install(client)
-    data = dataset(atlas, client)
-    for i, _ in enumerate(data):
-        if i == len(data) // 2:
-            assert eventually(lambda: sum(panel().values()) == data.plan(0).n_fetches)
-    assert eventually(lambda: panel() == {})
-
-
 def test_two_data_sets_of_one_file_are_told_apart_and_an_epoch_left_early_too(cluster, client, atlas):
     dashboard.install(client)
     training, validation = dataset(atlas, client), dataset(atlas, client)
@@ -137,15 +121,6 @@ def test_nothing_is_left_of_a_rank_whose_client_is_gone(cluster, client, atlas):
     assert eventually(lambda: loaders(cluster) == [])
 
 
-def test_a_page_that_is_installed_during_an_epoch_is_found(cluster, client, atlas, monkeypatch):
-    monkeypatch.setattr(reporting, "_RECHECK_S", 0.1)
-    epoch = iter(dataset(atlas, client))
-    next(epoch)
-    dashboard.install(client)
-    assert eventually(lambda: loaders(cluster))
-    epoch.close()
-
-
 def test_reports_can_be_turned_off(cluster, client, atlas):
     dashboard.install(client)
     with dask.config.set({"dasksc.report-interval": None}):
@@ -160,31 +135,6 @@ def test_dasks_own_configuration_installs_the_page():
         distributed.LocalCluster(**ON_LOOPBACK) as cluster,
     ):
         assert loaders(cluster) == []
-
-
-def test_installing_twice_changes_nothing_and_dasks_pages_name_this_one(cluster, client):
-    pytest.importorskip("bokeh")
-    for target in (client, cluster, cluster.scheduler):
-        dashboard.install(target)
-    assert served(address(cluster, "status")).count('href="loader"') == 1
-    assert loaders(cluster) == []
-
-
-@pytest.mark.parametrize("dashboard_address", ["127.0.0.2:0", ":0"])
-def test_the_link_leads_to_the_page_wherever_the_dashboard_listens(dashboard_address):
-    with distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=dashboard_address) as cluster:
-        assert json.loads(served(dashboard.install(cluster) + ".json"))["loaders"] == []
-
-
-def test_the_dashboard_link_of_a_site_is_kept(cluster, client):
-    with dask.config.set({"distributed.dashboard.link": "https://hub/user/me/proxy/{port}/status"}):
-        assert dashboard.install(client) == f"https://hub/user/me/proxy/{cluster.scheduler.http_server.port}/loader"
-
-
-def test_the_page_can_be_put_on_what_start_cluster_returns():
-    with dasksc.start_cluster(1, threads_per_worker=1, dashboard_address=None) as started:
-        assert started.dashboard_link is None
-        assert json.loads(served(dashboard.install(started) + ".json"))["loaders"] == []
 
 
 def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path):

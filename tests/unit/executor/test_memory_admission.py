@@ -105,16 +105,6 @@ def test_those_that_run_count_and_only_one_runs_until_a_size_is_known(size: int 
     assert second_has_begun.is_set()
 
 
-def test_results_that_dask_would_spill_by_their_sizes_count_too() -> None:
-    admission = MemoryAdmission(Worker(target=0.2))
-    unsent = run(admission, lambda: Result(150))
-    thread, has_begun = begun(admission, lambda: Result(1))
-    assert not has_begun.wait(UNNOTICED_S)
-    del unsent
-    thread.join(30)
-    assert has_begun.is_set()
-
-
 def test_fetches_do_not_wait_forever_for_an_idle_rank_and_begin_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,35 +129,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
-
-
-def test_fetches_that_are_no_longer_needed_do_not_wait() -> None:
-    worker = Worker()
-    admission = MemoryAdmission(worker)
-    unsent = run(admission, lambda: Result(100))
-    worker.n_bytes = 5000
-    assert run(admission, lambda: Result(1), is_wanted=False) is None
-    assert unsent
-
-
-def test_a_failed_fetch_makes_room_again() -> None:
-    admission = MemoryAdmission(Worker())
-
-    def fail() -> None:
-        raise OSError("gone")
-
-    for _ in range(3):
-        with pytest.raises(OSError, match="gone"):
-            run(admission, fail, size=None)
-    assert run(admission, lambda: Result(7), size=None)
-
-
-def test_without_a_limit_there_is_always_room() -> None:
-    worker = Worker(limit=None)
-    admission = MemoryAdmission(worker)
-    worker.n_bytes = 5000
-    unsent = [run(admission, lambda: Result(1000)) for _ in range(3)]
-    assert all(unsent)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ import numpy as np
 import pytest
 
 from dasksc.errors import FetchError, InputError
-from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.cluster import plugin, worker_connections
-from dasksc.executor.schedulers import FetchScheduler, portable_scheduler, resolve_scheduler
+from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
 
 pytestmark = pytest.mark.programs
@@ -110,12 +109,6 @@ def test_a_depth_bounds_what_is_in_flight(client: distributed.Client) -> None:
             assert window.n_in_flight == depth
 
 
-@pytest.mark.parametrize("value", [None, False, ()])
-def test_whatever_a_task_returns_is_its_result(client: distributed.Client, value: Any) -> None:
-    window = Window(lambda k: value, range(5), name="w", depth=3, scheduler=client)
-    assert [result for _, result in window] == [value] * 5
-
-
 def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
     two_process_client: distributed.Client,
 ) -> None:
@@ -123,17 +116,6 @@ def test_a_task_that_does_not_pickle_fails_before_the_first_fetch(
     with pytest.raises(TypeError, match="pickle"):
         Window(lambda k: lock, range(3), name="w", depth=2, scheduler=two_process_client)
     assert eventually(lambda: nothing_is_left(two_process_client))
-
-
-def test_a_second_window_of_the_same_name_takes_no_stale_result(client: distributed.Client) -> None:
-    first = Window(double, range(5), name="same", depth=3, scheduler=client)
-    second = Window(np.negative, range(5), name="same", depth=3, scheduler=client)
-    for k in range(5):
-        assert next(first) == (k, 2 * k)
-        assert next(second) == (k, -k)
-    first.close()
-    second.close()
-    assert eventually(lambda: nothing_is_left(client))
 
 
 def test_an_in_process_cluster_serialises_neither_task_nor_result(
@@ -257,18 +239,6 @@ def test_inside_a_task_of_a_worker_fetches_run_on_threads(in_process_client: dis
         assert in_process_client.submit(epoch, pure=False).result() == ("threads", 5)
 
 
-def test_one_client_serves_all_windows_of_an_address(two_process_client: distributed.Client) -> None:
-    address = two_process_client.scheduler.address
-    first = resolve_scheduler(address)
-    assert first.client is not None
-    assert first.client is resolve_scheduler(address).client
-    assert not first.in_process
-    assert list(Window(double, range(3), name="w", depth=2, scheduler=address)) == [(0, 0), (1, 2), (2, 4)]
-    assert distributed.client._get_global_client() is not first.client
-    window_schedulers._close_clients()
-    assert first.client.status == "closed"
-
-
 def test_an_address_without_a_scheduler_is_refused() -> None:
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
@@ -290,29 +260,6 @@ def test_with_an_asynchronous_active_client_fetches_run_on_threads() -> None:
             assert resolve_scheduler().kind == "threads"
 
     asyncio.run(resolve())
-
-
-def test_the_threads_of_a_cluster_are_known_as_soon_as_its_workers_are_there() -> None:
-    with (
-        distributed.LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
-        distributed.Client(cluster, set_as_default=False) as client,
-    ):
-        assert resolve_scheduler(client).n_threads == 0
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=60)
-        assert resolve_scheduler(client).n_threads == sum(client.nthreads().values()) >= 2
-
-
-def test_a_client_is_given_to_another_process_as_its_address(
-    two_process_client: distributed.Client, in_process_client: distributed.Client
-) -> None:
-    address = two_process_client.scheduler.address
-    assert portable_scheduler(two_process_client) == address
-    assert portable_scheduler(FetchScheduler(kind="client", client=two_process_client)) == address
-    assert portable_scheduler(in_process_client) is None
-    assert portable_scheduler("synchronous") == "synchronous"
-    assert portable_scheduler(FetchScheduler(kind="threads")) == "threads"
-    assert portable_scheduler(None) is None
 
 
 def in_forked_child(check: Callable[[], bool]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, Streaming, scDataset
+from dasksc import BlockShuffling, scDataset
 
 N_OBS = 103
 
@@ -96,34 +96,6 @@ def test_an_epoch_that_stops_early_is_counted_but_not_logged_as_complete(log, nu
     (line,) = log()
     assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
     assert one.stats()["epoch"] == 1
-
-
-def test_stats_are_of_whoever_read_last():
-    one = dataset()
-    list(loaded(one, 2))
-    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (0, N_OBS)
-    next(iter(one))
-    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (1, 5)
-    list(loaded(one, 2))
-    assert (one.stats()["epoch"], one.stats()["n_rows"]) == (2, N_OBS)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Streaming(),
-        BlockShuffling(4, drop_last=True),
-        BlockWeightedSampling(4, weights=np.arange(N_OBS)),
-        ClassBalancedSampling(np.repeat([0, 1], [90, 13]), 4, total_size=77),
-    ],
-    ids=lambda strategy: type(strategy).__name__,
-)
-def test_every_strategy_is_accounted_for(strategy):
-    ranks = [dataset(strategy, rank=rank, world_size=3) for rank in range(3)]
-    n_rows = [sum(map(len, one)) for one in ranks]
-    stats = [one.stats() for one in ranks]
-    assert [one["n_rows"] for one in stats] == n_rows
-    assert sum(n_rows) == ranks[0].plan(0).n_rows + stats[0]["n_padded"]
 
 
 # Every number of rows with every number of workers; each of these numbers occurs both with and without drop_last.

@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.errors import InputError
-from dasksc.storage import Cache
 from dasksc.storage.remote import cache as module
 from dasksc.storage.remote.cache import BLOCK_BYTES
-from dasksc.storage.remote.client import ObjectIdentity
 from tests.support.cached import LIMIT, Object, cache_in, files
 from tests.support.data import dense, make_adata, write_store
 from tests.support.servers import HTTPServer, serving, touch_later
@@ -123,22 +120,6 @@ def test_a_folder_that_others_have_access_to_is_not_used(
     assert len(thing.requests) == 4
 
 
-def test_another_version_is_another_block(tmp_path: Path) -> None:
-    cache = cache_in(tmp_path)
-    first, second = Object(1000), Object(1000, etag='"2"')
-    second.data = second.data[::-1]
-    for thing in (first, second, first):
-        thing.read(cache, 0, 1000)
-    assert [len(thing.requests) for thing in (first, second)] == [1, 1]
-
-
-def test_what_has_no_version_is_not_kept(tmp_path: Path) -> None:
-    thing, cache = Object(1000, etag=None), cache_in(tmp_path)
-    thing.identity = ObjectIdentity(path="x", size=1000, etag=None, modified="1970-01-01T00:00:00+00:00")
-    thing.read(cache, 0, 10)
-    assert not files(tmp_path)
-
-
 def test_the_folder_stays_below_its_limit_and_the_least_recently_used_blocks_go(tmp_path: Path) -> None:
     cache = cache_in(tmp_path)
     things = [Object(BLOCK_BYTES, name=f"object{number}") for number in range(40)]
@@ -160,14 +141,6 @@ def test_a_full_disk_costs_the_cache_only(tmp_path: Path, caplog: pytest.LogCapt
     thing.read(cache, 0, 1000)
     assert len(thing.requests) == 2
     assert "cannot be kept in the cache" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "given", [{"limit": "1GB"}, {"path": "x", "limit": "lots"}, {"path": "x", "size": 1}, {"path": "x", "limit": 1}, 3]
-)
-def test_caches_that_make_no_sense_are_refused(given: Any) -> None:
-    with pytest.raises(InputError, match="cache="):
-        Cache.of(given)
 
 
 def rows(data: Any) -> np.ndarray:
