@@ -9,7 +9,6 @@ import errno
 import json
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import pytest
 import zarr
 
 import dasksc
-from dasksc.atlas import element_sizes
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.sampling.arrays import array_of
 from dasksc.storage import open_matrix
@@ -276,63 +274,6 @@ def test_a_file_that_is_itself_reached_by_a_link_is_read(tmp_path: Path) -> None
     link.parent.mkdir()
     link.symlink_to(path)
     np.testing.assert_array_equal(dasksc.open(link).X.compute(), VALUES[:20])
-
-
-@pytest.mark.parametrize(
-    ("compression", "shuffle", "fletcher32"),
-    [
-        ("gzip", True, False),
-        ("lzf", False, True),
-        (None, False, False),
-    ],
-)
-def test_tables_of_large_chunks_are_read_as_before(
-    tmp_path: Path, compression: str | None, shuffle: bool, fletcher32: bool
-) -> None:
-    path = write_store(full(), tmp_path, "h5ad")
-    values = np.random.default_rng(0).standard_normal(200_000)
-    with h5py.File(path, "r+") as file:
-        file.create_dataset(
-            "uns/large",
-            data=values,
-            chunks=(100_000,),
-            compression=compression,
-            shuffle=shuffle,
-            fletcher32=fletcher32,
-        )
-        file["uns/large"].attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-    np.testing.assert_array_equal(dasksc.open(path).uns["large"], values)
-
-
-@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
-def test_large_tables_that_compress_well_are_read(tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(element_sizes, "_ROOM_BYTES", 2**20)
-    adata = full()
-    adata.uns["zeros"] = np.zeros(2**19)
-    adata.uns["names"] = np.array([f"a name {i}" for i in range(2000)], dtype=object)
-    path = write_store(adata, tmp_path, format)
-    assert not dasksc.open(path).uns["zeros"].any()
-
-
-def test_other_threads_decode_as_they_configured_zarr_while_a_store_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_store(full(), tmp_path, "zarr3")
-    of_user = zarr.create_array(tmp_path / "user", data=np.arange(9), chunks=(3,))
-    before = str(zarr.config.get("codec_pipeline.path"))
-    seen, get = [], zarr_guard.GuardedLocalStore.get
-
-    async def watched(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Record the setting that another thread of the program sees while the store is read.
-        with ThreadPoolExecutor(1) as thread:
-            seen.append(thread.submit(lambda: str(zarr.config.get("codec_pipeline.path"))).result())
-        return await get(self, *arguments, **named)
-
-    monkeypatch.setattr(zarr_guard.GuardedLocalStore, "get", watched)
-    dasksc.open(path)
-    assert len(seen) > 20
-    assert set(seen) == {before}
-    np.testing.assert_array_equal(of_user[:], np.arange(9))
 
 
 @pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped"])

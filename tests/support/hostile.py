@@ -189,9 +189,6 @@ def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path
 
 
 H5_FILTERS = {"gzip": 1, "blosc": 32001, "zstd": 32015, "bz2": 307}
-# Arrays that are read whole.
-COLUMNS = ["obs/n", "obs/_index", "var/n", "uns/deep/n", "obsm/n/n", "varm/n"]
-READ_WHOLE = ["obs/n", "var/n", "varm/n", "varp/n", "obsm/n/n", "uns/n", "uns/deep/n"]
 
 
 def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:

@@ -132,39 +132,6 @@ def test_batches_equal_those_of_the_h5ad(tmp_path: Path, v3: Path, options: Any,
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_probes_have_their_own_names(tmp_path: Path) -> None:
-    path = write_v3(
-        tmp_path / "raw_probe_bc_matrix.h5",
-        make_counts(20, 6),
-        features={"gene_id": [f"ENSG{i // 2}" for i in range(6)], "filtered_probes": np.arange(6) % 2 == 0},
-        filtered_barcodes=np.arange(20) % 4 > 0,
-    )
-    opened = dasksc.open(path)
-    same(opened, scanpys(path))
-    assert "probe_ids" in opened.var
-    assert opened.var["filtered_probes"].dtype == bool
-    assert len(dasksc.rows_where(path, "filtered_barcodes")) == 15
-    only = dasksc.open(path, obs=["filtered_barcodes"], names=False)
-    assert list(only.obs) == ["filtered_barcodes"]
-    assert isinstance(only.obs.index, pd.RangeIndex)
-    with pytest.raises(MissingKeyError, match="no column 'donor'"):
-        dasksc.open(path, obs=["donor"])
-
-
-def test_repeated_names_are_said(v3: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dasksc.open(v3)
-    assert "var_names repeat" in caplog.text
-    with pytest.raises(InputError, match="repeats"):
-        dasksc.scDataset(v3, dasksc.Streaming(), batch_size=8, genes=["twice"])
-    summed = dasksc.scDataset(v3, dasksc.Streaming(), batch_size=60, genes=["twice"], genes_repeated="sum")
-    expected = scanpys(v3).X.toarray()[:, [3, 11]].sum(axis=1, keepdims=True)
-    np.testing.assert_array_equal(next(iter(summed)).numpy(), expected)
-    by_id = dasksc.scDataset(
-        v3, dasksc.Streaming(), batch_size=60, genes=["ENSG00000000011", "ENSG00000000003"], genes_key="gene_ids"
-    )
-    np.testing.assert_array_equal(next(iter(by_id)).numpy(), scanpys(v3).X.toarray()[:, [11, 3]])
-
-
 def test_several_files_are_one_atlas(tmp_path: Path) -> None:
     counts = [make_counts(30, 10, seed=1), make_counts(25, 10, seed=2)]
     for sample, one in zip("ab", counts, strict=True):

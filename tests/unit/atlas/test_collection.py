@@ -23,7 +23,7 @@ from anndata.io import sparse_dataset
 import dasksc
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.view import AnnDataView
-from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
     FORMATS,
@@ -148,13 +148,6 @@ def test_only_the_obs_columns_asked_for_are_read(tmp_path: Path, format: str) ->
     assert list(dasksc.open(path, obs=["flag", "flag"]).obs.columns) == ["flag"]
 
 
-@pytest.mark.parametrize("name", ["anndata-archives/v0.5.0/adata.h5ad", "anndata-archives/v0.7.8/adata.h5ad"])
-def test_obs_columns_can_be_chosen_from_old_files(name: str) -> None:
-    expected = read_by_anndata(sample(name)).obs
-    columns = [expected.columns[2], expected.columns[0]]
-    pd.testing.assert_frame_equal(dasksc.open(sample(name), obs=columns).obs, expected[columns])
-
-
 def test_arrays_in_memory_are_shared_not_copied() -> None:
     adata = make_adata(layout="dense")
     opened = dasksc.open(adata)
@@ -208,15 +201,6 @@ def test_an_anndata_without_x_opens(tmp_path: Path) -> None:
         opened = dasksc.open(data)
         assert opened.X is None
         np.testing.assert_array_equal(dense(computed(opened.layers["counts"])), dense(adata.layers["counts"]))
-
-
-def test_obsm_entries_that_are_no_matrices_are_read(tmp_path: Path) -> None:
-    adata = make_adata()
-    adata.obsm["images"] = np.arange(60 * 4 * 2).reshape(60, 4, 2)
-    for data in (adata, write_store(adata, tmp_path, "h5ad")):
-        opened = dasksc.open(data)
-        np.testing.assert_array_equal(opened.obsm["images"], adata.obsm["images"])
-        np.testing.assert_array_equal(AnnDataView(opened)[[5, 6]].obsm["images"], adata.obsm["images"][[5, 6]])
 
 
 def test_a_missing_path_is_refused_with_its_neighbours(tmp_path: Path) -> None:
@@ -386,19 +370,6 @@ def test_raw_opens_as_an_atlas_of_its_own(tmp_path: Path, format: str, layout: s
         np.testing.assert_array_equal(batch.numpy(), dense(full.X)[:5].astype(np.float32))
 
 
-def test_raw_of_several_is_joined_by_its_own_genes(tmp_path: Path) -> None:
-    parts = []
-    for i in range(2):
-        full = make_adata()[:, i : i + 12].copy()
-        part = full[:, 2:5].copy()
-        part.raw = full
-        parts.append((full, write_store(part, tmp_path, "h5ad", f"atlas{i}")))
-    raw = dasksc.open([path for _, path in parts], raw=True, join="outer", index_unique="-")
-    expected = ad.concat([ad.AnnData(full.X, full.obs, full.var) for full, _ in parts], join="outer", index_unique="-")
-    assert list(raw.var_names) == list(expected.var_names)
-    np.testing.assert_array_equal(dense(computed(raw.X)), dense(expected.X))
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -473,22 +444,6 @@ def test_a_view_takes_every_kind_of_index(index: Any, rows: list[int]) -> None:
     got = AnnDataView(dasksc.open(adata))[index]
     assert list(got.obs_names) == [f"cell{row}" for row in rows]
     np.testing.assert_array_equal(dense(got.X), dense(adata.X)[rows])
-
-
-@pytest.mark.parametrize(
-    ("index", "error"),
-    [
-        ([60], IndexError),
-        ([-61], IndexError),
-        (np.ones(59, dtype=bool), IndexError),
-        (["cell5", "nobody"], MissingKeyError),
-        ([0.5], InputError),
-        ([[1, 2]], InputError),
-    ],
-)
-def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        AnnDataView(dasksc.open(make_adata()))[index]
 
 
 def test_a_file_replaced_after_opening_is_noticed_when_it_is_read(tmp_path: Path) -> None:

@@ -244,34 +244,6 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path, three: list[Path]) -
             dasksc.open(f"{prefix}{folder}/other.h5ad")
 
 
-@pytest.mark.parametrize("mixed", ["folders", "pattern and file", "collection and file", "AnnData and folder"])
-def test_a_pattern_or_folder_may_be_one_of_a_list(tmp_path: Path, three: list[Path], mixed: str) -> None:
-    import zarr
-
-    folder, other = three[0].parent, tmp_path / "other"
-    other.mkdir()
-    last = write(atlas(7, 12), other / "last", "plain")
-    zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
-    for i in range(2 if mixed == "collection and file" else 0):
-        write(atlas(i, 20), tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
-    in_memory = atlas(8, 10)
-    given: list[Any]
-    given, names = {
-        "folders": ([folder, str(other)], ["part0", "part1", "part2", "last"]),
-        "pattern and file": ([str(folder / "*.h5ad"), last], ["part0", "part1", "last"]),
-        "collection and file": ([last, tmp_path / "store"], ["last", "dataset_0", "dataset_1"]),
-        "AnnData and folder": ([in_memory, folder], ["0", "part0", "part1", "part2"]),
-    }[mixed]
-    paths = {path.stem: path for path in [*three, last, *(tmp_path / "store").glob("dataset_*")]} | {"0": in_memory}
-    expected = dasksc.open({name: paths[name] for name in names}, join="outer", label="source")
-    assert_same(dasksc.open(given, join="outer", label="source"), to_memory(expected))
-    keys = list("abcd")[: len(names)]
-    assert list(dasksc.open(given, label="source", keys=keys).obs["source"].cat.categories) == keys
-    with pytest.raises(InputError, match=f"must be a list of {len(names)} names"):
-        dasksc.open(given, label="source", keys=["a", "b"])
-    assert dasksc.describe(given, seconds=0).n_files == len(names)
-
-
 def to_memory(adata: AnnData) -> AnnData:
     return adata.to_memory()
 
@@ -337,30 +309,6 @@ def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(
     with pytest.raises(InputError, match="no variable in common"):
         dasksc.convert([*of_symbols, other], tmp_path / "all.zarr")
     assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
-
-
-def test_filling_with_nan_causes_a_warning_on_opening_and_in_a_loader(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    parts = [atlas(i, 10, GENES[5 * i : 5 * i + 20], layout="dense", has=[]) for i in range(2)]
-    opened = dasksc.open(parts, join="outer", index_unique="-")
-    assert "X, joined from 2 atlases, has NaN in 10 of 25 columns" in caplog.text
-    assert "fill_value=0" in caplog.text
-
-    def loaded(adata: AnnData, **options: Any) -> str:
-        caplog.clear()
-        dasksc.scDataset(adata, dasksc.Streaming(), 4, rank=0, world_size=1, **options)
-        return caplog.text
-
-    assert "batches have NaN in 10 of 25 columns of X of 2 atlases" in loaded(opened)
-    assert "batches have NaN in 1 of 2 columns" in loaded(opened, genes=["gene0", "gene7"])
-    assert loaded(opened, genes=["gene7"]) == ""
-    caplog.clear()
-    filled = dasksc.open(parts, join="outer", index_unique="-", fill_value=0)
-    assert loaded(filled) == caplog.text == ""
-    sparse = [atlas(i, 10, GENES[5 * i : 5 * i + 20], has=[]) for i in range(2)]
-    assert loaded(dasksc.open(sparse, join="outer", index_unique="-")) == caplog.text == ""
-    assert loaded(dasksc.open(parts, index_unique="-")) == caplog.text == ""
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint8", "float32"])
@@ -639,20 +587,6 @@ def test_equal_numbers_are_one_label_and_orders_of_categories_are_united(tmp_pat
     assert dasksc.scDataset(numbers, obs=["kind"], seed=0).categories == {"kind": [0, 1]}
     united = dasksc.open(labelled(tmp_path, pd.Categorical(["a", "b"]), pd.Categorical(["b", "a"], ["b", "a"])))
     assert sorted(dasksc.scDataset(united, obs=["kind"], seed=0).categories["kind"]) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    [
-        ((pd.Categorical(["T cell", "B"]), pd.Categorical(["T cell ", "B"])), "'T cell '"),
-        ((pd.Categorical(["a", "b"], ordered=True), pd.Categorical(["a", "c"])), "order"),
-        ((pd.Categorical(["a", "b"], ["b", "a"], ordered=True), pd.Categorical(["a", "b"], ordered=True)), "order"),
-    ],
-)
-def test_labels_that_are_alike_and_orders_that_get_lost_are_warned_of(tmp_path: Path, columns: Any, said: str) -> None:
-    with pytest.warns(UserWarning, match=said) as caught:
-        dasksc.open(labelled(tmp_path, *columns))
-    assert "'kind'" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -144,26 +144,6 @@ def test_the_table_says_what_landed_where(control: Any, tmp_path: Path) -> None:
     assert table.loc["K562", "test conditions"] == 15
 
 
-def test_some_rows_are_split_and_all_others_left_out() -> None:
-    obs = screen()
-    rows = np.flatnonzero(obs.plate == "p1")
-    parts = dasksc.split(obs, conditions=BY, hold_out={"line": "RPE1"}, control=CONTROL, indices=rows)
-    check_parts(obs, parts, rows)
-    assert conditions_of(obs, parts["test"]) == {one for one in conditions_of(obs, rows) if one[0] == "RPE1"}
-    again = dasksc.split(obs, conditions=BY, hold_out={"line": "RPE1"}, control=CONTROL, indices=rows[::-1])
-    assert all(np.array_equal(parts[name], again[name]) for name in parts)
-
-
-@pytest.mark.parametrize("kind", [pd.to_datetime, pd.to_timedelta])
-@pytest.mark.parametrize("given", [pd.Series, np.asarray, list, lambda days: days[0]])
-def test_dates_and_durations_are_conditions(kind: Any, given: Any) -> None:
-    days = pd.Index(kind(range(5), unit="D"))
-    obs = pd.DataFrame({"day": days.repeat(10)})
-    parts = dasksc.split(obs, conditions="day", hold_out={"day": given(days[2:3])}, control={"day": given(days[:1])})
-    assert parts["test"].tolist() == list(range(20, 30))
-    assert parts.table["control cells"].tolist() == [10]
-
-
 HOLD = {"line": ["K562"]}
 
 

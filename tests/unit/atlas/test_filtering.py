@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.atlas import filtering
-from dasksc.atlas.filtering import columns_of
 from dasksc.errors import InputError, MissingKeyError
-from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
 
@@ -159,12 +156,6 @@ def test_a_missing_text_is_no_match_and_no_mismatch_whatever_its_type(kind: str)
         assert dasksc.rows_where(obs, expression).tolist() == expected, expression
 
 
-def test_text_is_missing_in_a_column_without_labels() -> None:
-    obs = pd.DataFrame({"kind": pd.Categorical([None, None])})
-    assert not filtering.holds("kind.str.startswith('x')", obs).any()
-    assert not filtering.holds("not kind.str.startswith('x')", obs).any()
-
-
 def test_nullable_booleans_are_compared_as_they_are() -> None:
     obs = pd.DataFrame({"ob": np.array([True, None, False, np.nan], dtype=object), "n": range(4)})
     for expression, expected in (
@@ -189,44 +180,12 @@ def test_rows_of_an_atlas_that_lacks_a_column_match_nothing(tmp_path: Path) -> N
         np.testing.assert_array_equal(dasksc.rows_where(opened, expression), expected)
 
 
-def test_rows_of_several_modalities_are_those_that_a_data_set_numbers(tmp_path: Path) -> None:
-    mudata = pytest.importorskip("mudata")
-    adata = atlas()
-    adata.obs = adata.obs[["n_genes", "score"]]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # A MuData also contains cells that one modality lacks; batches contain only cells that all modalities have.
-        data = mudata.MuData({"rna": adata[20:].copy(), "prot": adata[::-1][:90].copy()})
-        data.write(tmp_path / "cite.h5mu")
-    opened = dasksc.Modalities(data)
-    assert opened.n_obs < data.n_obs
-    expected = np.flatnonzero(opened.obs["rna:n_genes"] > 500)
-    assert 0 < len(expected) < opened.n_obs
-    splits = []
-    for given_as in (opened, data, tmp_path / "cite.h5mu", str(tmp_path / "cite.h5mu")):
-        np.testing.assert_array_equal(dasksc.rows_where(given_as, "`rna:n_genes` > 500"), expected)
-        splits.append(dasksc.split(given_as, groups="rna:score", indices=expected, fractions=(0.5, 0.5)))
-        with pytest.raises(MissingKeyError, match="n_genes"):
-            dasksc.rows_where(given_as, "`rna:n_gene` > 500")
-    for parts in splits:
-        assert all(np.array_equal(parts[name], splits[0][name]) for name in splits[0])
-
-
 def test_a_missing_column_is_reported_with_similar_names(path: Path) -> None:
     for data in (path, atlas()):
         with pytest.raises(MissingKeyError, match="cell_type"):
             dasksc.rows_where(data, "cell_typ == 'NK'")
         with pytest.raises(MissingKeyError, match="n_genes"):
             dasksc.scDataset(data, dasksc.Streaming(), 8, filter="n_gene > 3")
-
-
-def test_only_columns_that_are_named_are_read(path: Path) -> None:
-    assert columns_of("a > 3 and `b c` == 'd' or a.isna()") == ["b c", "a"]
-    with recorded_reads() as reads:
-        dasksc.rows_where(path, "n_genes > 3")
-    assert reads.of("n_genes")
-    assert not reads.of("note")
-    assert not reads.of("score")
 
 
 def some_rows(seed: int) -> list[int]:

@@ -180,12 +180,6 @@ def test_a_mudata_is_taken_as_it_is(tmp_path: Path) -> None:
             assert opened.obs["site"].tolist() == data.obs["site"][opened.obs_names].tolist()
 
 
-def test_only_the_columns_asked_for_are_read(tmp_path: Path) -> None:
-    opened = dasksc.Modalities(store(tmp_path, "h5mu"), obs=["site", "rna:kind"])
-    assert list(opened.obs) == ["site", "rna:kind"]
-    assert [list(adata.obs) for adata in opened.mod.values()] == [["kind"], [], []]
-
-
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     mod = parts()
     path = store(tmp_path, "h5mu")
@@ -235,34 +229,6 @@ def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[in
     np.testing.assert_array_equal(out, expected)
     indptr, indices, data = fetched.gather_csr(np.arange(len(numbers)))
     np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
-
-
-@pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
-def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kind: str) -> None:
-    own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}
-    path = store(tmp_path, "h5mu" if kind == "memory" else kind, own)
-    given: Any = path
-    if kind == "memory":
-        mudata = pytest.importorskip("mudata")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            given = mudata.read_h5mu(path)
-    opened = dasksc.Modalities(given)
-    assert set(own) | {"site", "prot:kind"} <= set(opened.obs)
-    assert opened.obs.columns.is_unique
-    assert set(opened.obs["rna:leiden"]) == set(opened.obs["batch:1"]) == {"own"}
-    assert opened.obs["rna:score"].tolist() == parts()["rna"].obs["score"][opened.obs_names].tolist()
-    some = dasksc.Modalities(given, obs=["rna:leiden", "batch:1", "rna:score"])
-    pd.testing.assert_frame_equal(some.obs, opened.obs[["rna:leiden", "batch:1", "rna:score"]])
-    with pytest.raises(MissingKeyError, match="scor"):
-        dasksc.Modalities(given, obs=["rna:scor"])
-    assert set(opened.obsm) == {"X_mofa"}
-    everyone = sorted(set().union(*(adata.obs_names for adata in parts().values())))
-    expected = [[2.0 * i, 2.0 * i + 1] for i in map(everyone.index, opened.obs_names)]
-    assert opened.obsm["X_mofa"].compute().tolist() == expected
-    opened["rna"].obsm["X_mofa"] = opened.obsm["X_mofa"]
-    batch = next(iter(dasksc.scDataset(opened, dasksc.Streaming(), 8, obsm=["rna:X_mofa"], seed=0)))
-    assert batch.rna.obsm["X_mofa"].tolist() == expected[:8]
 
 
 # --- Passes and predictions -----------------------------------------------------------------------------

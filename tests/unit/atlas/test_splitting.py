@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.sparse as sp
-from anndata import AnnData
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,27 +143,6 @@ def test_a_seed_gives_one_split_and_others_give_others() -> None:
         for name in first:
             np.testing.assert_array_equal(first[name], again[name])
         assert len(np.intersect1d(first["test"], other["test"])) < 200
-
-
-def test_only_the_rows_asked_for_are_split() -> None:
-    obs = pd.DataFrame({"donor": np.arange(1000) // 10})
-    rows = np.flatnonzero(np.arange(1000) % 3 == 0)
-    for how in ({}, {"groups": "donor"}):
-        check_parts(dasksc.split(obs, indices=rows, **how), rows)
-        check_parts(dasksc.split(obs, indices=slice(100, 500), **how), np.arange(100, 500))
-    with pytest.raises(InputError, match="repeat"):
-        dasksc.split(obs, indices=[1, 1, 2])
-
-
-def test_paths_and_opened_atlases_are_split_alike(tmp_path: Path) -> None:
-    obs = pd.DataFrame({"donor": [f"d{i % 9}" for i in range(90)]}, index=[str(i) for i in range(90)])
-    AnnData(X=sp.csr_matrix((90, 2), dtype=np.float32), obs=obs).write_h5ad(tmp_path / "a.h5ad")
-    expected = dasksc.split(obs, groups="donor")
-    for data in (tmp_path / "a.h5ad", dasksc.open(tmp_path / "a.h5ad"), str(tmp_path / "*.h5ad")):
-        got = dasksc.split(data, groups="donor")
-        assert all(np.array_equal(got[name], expected[name]) for name in expected)
-    dataset = dasksc.scDataset(tmp_path / "a.h5ad", dasksc.BlockShuffling(4, indices=expected["train"]), 8, seed=0)
-    assert dataset.plan().n_rows == len(expected["train"])
 
 
 def test_what_cannot_be_split_is_refused() -> None:

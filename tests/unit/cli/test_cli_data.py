@@ -20,9 +20,8 @@ from anndata.io import write_elem
 import dasksc
 from dasksc import InputError, cli
 from dasksc.cli import bench
-from dasksc.cli._shared import aligned
 from dasksc.inspection.description import Rate
-from tests.support.cell_ranger import make_counts, write_v2, write_v3
+from tests.support.cell_ranger import make_counts, write_v2
 
 pytestmark = pytest.mark.core
 
@@ -94,26 +93,6 @@ def test_info_tells_what_is_in_a_file_and_how_it_is_stored(folder: Path) -> None
     assert "uncompressed" in text
 
 
-def test_info_reads_what_it_says_it_reads(folder: Path) -> None:
-    report = run_json("info", folder / "plain.h5ad", "--seconds", 0.01)
-    assert [(rate["layout"], rate["block_size"]) for rate in report["rates"]] == [
-        ("dense", 64),
-        ("dense", 1),
-        ("csr", 64),
-        ("csr", 1),
-    ]
-    assert all(rate["rows_per_s"] > 0 for rate in report["rates"])
-    assert "cells/s" in run("info", folder / "plain.h5ad", "--seconds", 0.01).output
-
-
-def test_an_anndata_in_memory_is_described_too() -> None:
-    found = dasksc.describe(atlas(0), seconds=0.01)
-    assert "cells/s" in repr(found)
-    assert (found.n_obs, found.matrices, len(found.rates)) == (N, (), 4)
-    with pytest.raises(dasksc.InputError, match="negative"):
-        dasksc.describe(atlas(0), seconds=-1)
-
-
 def test_check_is_what_dasksc_check_says(folder: Path) -> None:
     options = ["--label-key", "cell_type", "--world-size", 3, "--batch-size", 16, "--block-size", 4]
     report = run_json("check", folder / "plain.h5ad", *options)
@@ -125,16 +104,6 @@ def test_check_is_what_dasksc_check_says(folder: Path) -> None:
         one.name: one.stored for one in expected.classes
     }
     assert "ranks 0 to 2" in run("check", folder / "plain.h5ad", *options).output
-
-
-def test_check_takes_strategies_filters_and_workers(folder: Path) -> None:
-    path = folder / "plain.h5ad"
-    n_rows = len(dasksc.rows_where(path, "n_genes > 50"))
-    assert run_json("check", path, "--filter", "n_genes > 50", "--strategy", "stream")["n_rows"] == n_rows
-    balanced = run_json("check", path, "--strategy", "balance", "--label-key", "cell_type", "--num-workers", 2)
-    assert {one["name"]: round(one["drawn"], 1) for one in balanced["classes"]} == {"B cell": 0.5, "T cell": 0.5}
-    assert balanced["num_workers"] == 2
-    assert run_json("check", path, "--fetch-factor", 0)["fetch_size"] > 64 * 16
 
 
 def test_check_exits_with_a_status(folder: Path) -> None:
@@ -228,40 +197,6 @@ def cite(folder: Path) -> Path:
     return path
 
 
-def test_check_and_bench_take_several_modalities(cite: Path) -> None:
-    n_obs = run_json("info", cite, "--seconds", 0)["n_obs"]
-    assert n_obs == N - 40
-    options = ["--label-key", "rna:cell_type", "--strategy", "balance", "--filter", "`prot:n_genes` > 50"]
-    report = run_json("check", cite, *options)
-    assert report["n_obs"] == n_obs
-    assert {one["name"]: round(one["drawn"], 1) for one in report["classes"]} == {"B cell": 0.5, "T cell": 0.5}
-    dataset = dasksc.scDataset(cite, dasksc.BlockShuffling(8), 64, seed=0)
-    assert run_json("check", cite)["process_bytes"] > 0
-    assert run_json("check", cite)["ranks"][0]["n_batches"] == len(dataset)
-    assert run_json("bench", cite, *small())["rows_per_s"] > 0
-
-
-def test_tables_are_aligned() -> None:
-    assert aligned([["a", "bb"], ["ccc", "d"]], right=(1,)) == "a    bb\nccc   d"
-
-
-@pytest.mark.parametrize("join", ["inner", "outer"])
-def test_the_code_that_suggest_prints_runs(folder: Path, join: str) -> None:
-    given = [folder / "plain.h5ad", folder / "gzip.h5ad"]
-    for paths, n_vars in ((given[:1], GENES), (given, GENES - 5 if join == "inner" else GENES)):
-        output = run("suggest", *paths, "--batch-size", 16, "--join", join).stdout
-        code = output.partition("Code to paste:\n\n")[2]
-        named: dict[str, Any] = {}
-        exec(compile(code, "suggested", "exec"), named)  # its loop reads an epoch
-        dataset = named["dataset"]
-        report = run_json("suggest", *paths, "--batch-size", 16, "--join", join)
-        assert dataset.batch_size == 16
-        assert dataset.strategy.block_size == report["block_size_balanced"]
-        assert dataset.fetch_size == 16 * report["fetch_factor"]
-        assert named["batch"].shape[1] == n_vars
-        assert dataset.stats()["n_rows"] == N * len(paths)
-
-
 @pytest.fixture
 def two_genomes(tmp_path: Path) -> Path:
     return write_v2(tmp_path / "two.h5", {"hg19": make_counts(30, 12), "mm10": make_counts(20, 9)})
@@ -280,15 +215,6 @@ def test_the_genome_of_a_10x_file_is_chosen(two_genomes: Path, tmp_path: Path) -
     named: dict[str, Any] = {}
     exec(compile(code, "suggested", "exec"), named)
     assert named["batch"].shape[1] == 9
-
-
-def test_several_feature_types_of_a_10x_file_are_chosen(tmp_path: Path) -> None:
-    kinds = ["Gene Expression"] * 6 + ["Antibody Capture"] * 3 + ["Custom"] * 2
-    path = write_v3(tmp_path / "three.h5", make_counts(30, 11), feature_type=kinds)
-    for chosen, n_vars in (([], 11), (["Gene Expression"], 6), (["Gene Expression", "Custom"], 8)):
-        options = ["--feature-types", ",".join(chosen)] if chosen else []
-        assert run_json("stats", path, *options)["n_genes"] == n_vars
-        assert run_json("info", path, "--seconds", 0, *options)["n_vars"] == n_vars
 
 
 def test_stats_writes_names_of_cells_and_refuses_a_prefix_of_no_gene(tmp_path):

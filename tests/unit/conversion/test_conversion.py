@@ -314,31 +314,6 @@ def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.filterwarnings("ignore:obsm/X_pca has data type float32 and becomes float64")
-@pytest.mark.parametrize("join", ["inner", "outer"])
-def test_what_joining_leaves_out_is_named(tmp_path, join):
-    parts = [make_adata(30, 17), make_adata(20, 17)]
-    parts[1].obs_names = [f"other{i}" for i in range(20)]
-    parts[0].raw = parts[0].copy()
-    parts[0].var["other"] = 1
-    del parts[1].layers["scaled"], parts[1].obsm["X_pca"], parts[1].obs["text"]
-    for i, part in enumerate(parts):
-        part.write_h5ad(tmp_path / f"part{i}.h5ad")
-    report = dasksc.convert(tmp_path, tmp_path / "out.zarr", join=join, merge="same")
-    expected = {"raw", "obsp/neighbours", "uns/source"}
-    if join == "inner":
-        expected |= {"obs/text", "layers/scaled", "obsm/X_pca"}
-    # As with AnnData's merge="same", a column that only one part has is left out: it is not the same in all parts.
-    expected.add("var/other")
-    assert set(report.left_out) == expected
-    assert len(report.left_out) == len(expected)
-    written = read(tmp_path / "out.zarr")
-    assert "loadings" in written.varm
-    assert ("text" in written.obs) == (join == "outer")
-    assert ("scaled" in written.layers) == ("X_pca" in written.obsm) == (join == "outer")
-    assert dasksc.convert(dasksc.open(tmp_path / "out.zarr"), tmp_path / "again.zarr").left_out == ()
-
-
 def test_lazy_array_code_is_computed_on_the_way(tmp_path):
     import dask.array as da
 

@@ -20,7 +20,6 @@ from dask.callbacks import Callback
 from dask.diagnostics import Profiler, ProgressBar
 
 from dasksc.errors import FetchError, InputError
-from dasksc.executor import local as window_local
 from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.schedulers import cpu_count, default_threads, resolve_scheduler
 from dasksc.executor.window import Window
@@ -286,32 +285,6 @@ def test_closing_wakes_the_thread_that_waits() -> None:
     assert eventually(lambda: not our_threads())
 
 
-def test_a_window_collected_in_one_of_its_own_threads_does_not_wait_for_itself() -> None:
-    held: list[Any] = []
-    handed_over = threading.Event()
-
-    def drop_the_window(k: int) -> int:
-        assert handed_over.wait(WAIT_S)
-        held.clear()
-        return k
-
-    window = Window(drop_the_window, range(3), name="w", depth=2, scheduler="threads", n_threads=2)
-    held.append(window)
-    del window
-    handed_over.set()
-    assert eventually(lambda: not our_threads())
-
-
-def test_threads_without_work_end_and_a_window_that_was_left_open_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_local, "_IDLE_S", 0.05)
-    before = set(threading.enumerate())
-    window = Window(double_late, range(20), name="w", depth=4, scheduler="threads", n_threads=2)
-    taken = [next(window)]
-    assert eventually(lambda: set(threading.enumerate()) <= before)
-    taken += window
-    assert taken == [(k, 2 * k) for k in range(20)]
-
-
 # Dask's own callbacks
 
 
@@ -357,18 +330,6 @@ def test_figures_tell_running_from_ready_and_weigh_both() -> None:
         assert len(list(window)) == 4
     figures = window.figures()
     assert (figures.n_fetching, figures.n_ready, figures.n_fetched, figures.in_flight_bytes) == (0, 0, 5, 0)
-
-
-def test_figures_can_be_had_while_a_failed_fetch_waits_for_its_turn() -> None:
-    def fetch(k: int) -> int:
-        if k:
-            raise OSError("torn")
-        return k
-
-    with Window(fetch, range(4), name="w", depth=2, scheduler="threads", n_threads=1) as window:
-        assert eventually(lambda: window.figures().n_ready == 2)
-        with pytest.raises(FetchError, match="torn"):
-            list(window)
 
 
 def test_a_callback_that_fails_is_dropped_and_the_epoch_goes_on() -> None:

@@ -30,7 +30,6 @@ from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, 
 from dasksc.atlas import view
 from dasksc.inference import Predictions, sharing
 from dasksc.inference.digests import model_digest
-from dasksc.inference.work import runs_of, unit_rows_for
 from dasksc.output import shards
 from tests.support import cell_ranger
 from tests.support.data import make_adata, write_store
@@ -206,18 +205,6 @@ def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
     assert sum(report.n_predicted for report in reports) == N_OBS
 
 
-def test_the_last_of_several_concurrent_ranks_publishes(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-    # Open the atlas once, because AnnData's warnings cannot be suppressed in several threads at a time.
-    adata = dasksc.open(atlas)
-    reports = on_ranks(
-        3, lambda rank, store: predict(first_columns, adata, out, rank=rank, world_size=3, scheduler="synchronous")
-    )
-    assert all(isinstance(report, dasksc.PredictionReport) for report in reports), reports
-    assert sum(report.n_predicted for report in reports) == N_OBS
-    assert read(out).obsm["X_emb"].shape == (N_OBS, 2)
-
-
 def first_columns(batch: Any) -> Any:
     return batch[:, :2] + 0.5
 
@@ -301,16 +288,6 @@ def test_an_atlas_changed_in_place_is_not_mixed_with_what_was_predicted_before(t
         predict(Embedder(), atlas, out)
     assert predict(Embedder(), atlas, out, overwrite=True).n_predicted == N_OBS
     np.testing.assert_array_equal(read(out).obsm["X_emb"], plain(Embedder(), atlas))
-
-
-def test_units_are_whole_batches_whatever_the_sizes():
-    for n_obs in (1, 7, 1000, 10**6, 10**9):
-        for batch in (1, 7, 1000, 2**16, 10**6):
-            rows = unit_rows_for(n_obs, batch)
-            assert rows % batch == 0
-            assert rows <= max(batch, 2**16)
-    assert list(runs_of([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)]
-    assert list(runs_of([])) == []
 
 
 # --- Targets ----------------------------------------------------------------------------------------------
@@ -650,19 +627,6 @@ def test_overwriting_predicts_all_cells_again(tmp_path, monkeypatch, kind, is_fi
     assert predict(unseen, atlas, out, overwrite=True, **options).n_predicted == N_OBS
     np.testing.assert_array_equal(read(out).obsm["X_emb"], expected)
     assert predict(unseen, atlas, out, **options).n_predicted == 0
-
-
-def test_an_interrupted_run_that_overwrites_is_resumed_without_overwriting(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-    unfinished(unseen, atlas, out)
-    unfinished(unseen, atlas, out, n_batches=8, overwrite=True)
-    assert predict(unseen, atlas, out).n_predicted == N_OBS - 8 * BATCH
-    assert predict(unseen, atlas, out).n_predicted == 0
-
-
-def test_ranks_without_a_group_cannot_overwrite(atlas, tmp_path):
-    with pytest.raises(InputError, match="overwrite=True.*process group|process group.*overwrite=True"):
-        predict(unseen, atlas, tmp_path / "emb.zarr", rank=0, world_size=2, overwrite=True)
 
 
 def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import anndata as ad
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,7 +13,7 @@ from dask.utils import format_bytes
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc import BlockShuffling, ClassBalancedSampling, InputError, Streaming, scDataset
+from dasksc import BlockShuffling, ClassBalancedSampling, InputError, scDataset
 from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
@@ -76,13 +75,6 @@ def test_nothing_of_x_is_read_and_no_epoch_used(path):
     assert one.stats()["epoch"] == found.epoch == 0
 
 
-def test_a_dry_run_for_other_ranks_leaves_the_data_set_as_it_is(path):
-    one = dataset(path, seed=None)
-    dasksc.check(one, world_size=5)
-    assert (one.rank, one.world_size) == (0, 1)
-    assert dasksc.check(one).world_size == 1
-
-
 def test_the_class_mix_is_that_of_the_epoch(path):
     one = dataset(path, ClassBalancedSampling(label_key="cell_type", total_size=6000), obs=["cell_type"])
     found = dasksc.check(one)
@@ -109,14 +101,6 @@ def test_the_labels_are_the_requested_column_or_the_first_with_labels(path, opti
     assert bool(found.classes) is (named is not None)
 
 
-def test_labels_given_to_the_strategy_are_counted():
-    labels = np.repeat([0, 1], [180, 20])
-    found = dasksc.check(dataset(np.arange(200), ClassBalancedSampling(labels, total_size=10_000)))
-    assert [share.name for share in found.classes] == [0, 1]
-    assert [share.drawn for share in found.classes] == pytest.approx([0.5, 0.5], abs=0.03)
-    assert {share.name: share.stored for share in found.classes} == {0: 0.9, 1: 0.1}
-
-
 def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     one = dataset(path)
     alone = dasksc.check(one)
@@ -130,12 +114,6 @@ def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     assert few.rank_bytes == 2 * one.projected_bytes + few.prefetched_bytes
     assert "2 workers x" in repr(few)
     assert f"(50 each); in addition, {format_bytes(2 * one.projected_pages)} of page cache" in repr(more)
-
-
-def test_rows_of_unknown_size_have_no_projection():
-    found = dasksc.check(dataset(np.arange(100)))
-    assert found.rank_bytes is None
-    assert "unknown" in repr(found)
 
 
 def test_a_good_configuration_is_not_warned_of(path):
@@ -155,15 +133,6 @@ def test_sorted_labels_with_a_small_buffer_are_warned_of():
     assert dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=128)).warnings == ()
 
 
-def test_more_ranks_than_blocks_are_warned_of(path):
-    one = dataset(path, BlockShuffling(100))
-    assert dasksc.check(one, world_size=3).warnings == ()
-    (warning,) = dasksc.check(one, world_size=4).warnings
-    assert "more ranks (4) than blocks (3)" in warning
-    (warning,) = dasksc.check(dataset(path, Streaming()), world_size=8).warnings
-    assert warning.endswith("Lower fetch_factor, so that Streaming has more blocks")
-
-
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     X = sp.random(3000, 20, density=0.5, format="csr", dtype=np.float32, random_state=0)
@@ -177,12 +146,6 @@ def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     assert dasksc.check(dataset(path, fetch_factor=512)).warnings == ()
 
 
-def test_row_chunks_of_a_dask_array_that_is_read_whole_are_chunks_too():
-    array = da.ones((1000, 4), chunks=(500, 4)).map_blocks(lambda block: block)
-    (warning,) = dasksc.check(dataset(array)).warnings
-    assert "about 500 rows" in warning
-
-
 def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
     (warning,) = dasksc.check(dataset(path, batch_size=150, drop_last=True)).warnings
     assert "26% of the rows are dropped" in warning
@@ -194,11 +157,6 @@ def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
     assert "its rows do not fill a block of 10,000. Lower block_size" in warning
     (warning,) = dasksc.check(DataLoader(dataset(path), batch_size=None, num_workers=2), world_size=8).warnings
     assert "2 DataLoader workers share 1 fetches" in warning
-
-
-def test_a_loader_that_batches_batches_is_warned_of(path):
-    (warning,) = dasksc.check(DataLoader(dataset(path), batch_size=4)).warnings
-    assert "batch_size=None" in warning
 
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], DataLoader([1, 2])])

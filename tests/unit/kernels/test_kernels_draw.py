@@ -7,7 +7,6 @@ perfect generator fails one of them.
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -103,15 +102,6 @@ def test_twin_of_sums(kind: str, n: int) -> None:
         assert tree[node] == tree[2 * node] + tree[2 * node + 1]
 
 
-@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("lookup", [NO_LOOKUP, np.arange(200)[::-1].copy()])
-def test_twin_of_sums_finds_the_first_wrong_weight(wrong: float, lookup: NDArray[np.int64]) -> None:
-    weights = np.ones(200)
-    weights[[77, 150]] = wrong
-    found = draw.segment_sums(200, SEGMENT, weights, EMPTY, lookup, np.zeros(4))
-    assert found == (77 if not len(lookup) else 199 - 150)
-
-
 @given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
 def test_twin_of_counts(codes: list[int], some: bool) -> None:
     array = np.array(codes, dtype=np.int16)
@@ -123,12 +113,6 @@ def test_twin_of_counts(codes: list[int], some: bool) -> None:
 
 
 # --- Binomials --------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, draw._COUNTED), st.floats(0, 1) | st.sampled_from([0.25, 0.5, 0.75]))
-def test_twin_of_small_binomials(key: int, n: int, p: float) -> None:
-    heads = n if p == 1 else twins.heads(key, n, math.floor(p * 2**53))
-    assert draw.binomial(np.uint64(key), n, p) == heads
 
 
 @pytest.mark.parametrize("n", [1, 2, 64, 65, 100, 1000, 10**6, 10**9])
@@ -152,12 +136,6 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
     sigma = law.std() / np.sqrt(len(heads))
     if law.std() > 1:
         assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
-
-
-@pytest.mark.parametrize("n", [0, 1, 64, 65, 10**9])
-def test_binomials_of_certain_coins_are_certain(n: int) -> None:
-    assert draw.binomial(np.uint64(1), n, 0.0) == 0
-    assert draw.binomial(np.uint64(1), n, 1.0) == n
 
 
 # --- Draws ------------------------------------------------------------------------------------------
@@ -320,18 +298,3 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
 
 
 # --- In actual use ----------------------------------------------------------------------------------
-
-
-def test_kernels_give_the_same_in_many_threads_at_once() -> None:
-    source, _ = source_of("codes", 1000)
-
-    def work(i: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return drawn("in order", range(3000), 3000, source, 1000, i), drawn(
-            "singly", range(3000), 3000, source, 1000, i
-        )
-
-    expected = [work(i) for i in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        for i, found in enumerate(pool.map(work, [i % 4 for i in range(64)])):
-            np.testing.assert_array_equal(found[0], expected[i % 4][0])
-            np.testing.assert_array_equal(found[1], expected[i % 4][1])

@@ -79,21 +79,6 @@ def test_twin_of_below(key: int, counter: int, n: int) -> None:
     assert 0 <= value < n
 
 
-def test_twin_of_below_where_most_words_are_rejected() -> None:
-    # With n just above 2**31, each 32-bit half of a word is rejected with a probability of almost 1/2. In about a
-    # quarter of the draws, both halves of the first word are rejected, and more words are needed.
-    n = 2**31 + 1
-    assert [int(permute.below(np.uint64(5), i, n)) for i in range(500)] == [twins.below(5, i, n) for i in range(500)]
-
-
-@pytest.mark.parametrize("n", [2**32, 2**32 + 1, 10**12, 2**62])
-def test_below_is_uniform_for_numbers_of_more_than_32_bits(n: int) -> None:
-    draws = np.array([permute.below(np.uint64(11), i, n) for i in range(3_000)])
-    assert 0 <= draws.min() <= draws.max() < n
-    assert len(set(draws.tolist())) == len(draws)
-    assert_uniform(np.bincount(draws // -(-n // 16), minlength=16))
-
-
 @pytest.mark.parametrize("n", [2, 3, 6, 1000, 3 * 2**30])
 def test_below_is_uniform(n: int) -> None:
     draws = np.array([permute.below(np.uint64(11), i, n) for i in range(30_000)])
@@ -139,19 +124,6 @@ def test_every_order_of_a_small_table_is_as_likely(n: int) -> None:
     assert_uniform(seen)
 
 
-def n_cycles(order: NDArray[np.int64]) -> int:
-    following = order.tolist()
-    seen = bytearray(len(following))
-    cycles = 0
-    for start in range(len(following)):
-        if not seen[start]:
-            cycles += 1
-            while not seen[start]:
-                seen[start] = 1
-                start = following[start]
-    return cycles
-
-
 # --- The network ------------------------------------------------------------------------------------
 
 
@@ -170,8 +142,6 @@ def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
 
 
 LARGE = [65_537, 2**17 - 1, 2**17 + 1, 10**7]
-# Sizes in actual use: tables up to 65,536, networks beyond.
-USED = [60_001, 2**16 - 1, 2**16, *LARGE]
 
 
 def order(n: int, number: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -185,34 +155,6 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
     images = np.array([network(n, number, positions) for number in range(5_000)])
     for column in images.T:
         assert_uniform(np.bincount(column * 50 // n, minlength=50))
-
-
-@pytest.mark.parametrize("n", USED)
-@pytest.mark.parametrize("step", [1, 2, 64, 256])
-def test_neighbours_are_scattered(n: int, step: int) -> None:
-    positions = np.arange(60_000, dtype=np.int64)
-    images = order(n, 3, positions)
-    nexts = order(n, 3, (positions + step) % n)
-    # The image of a position and that of its neighbor are independent.
-    pairs = np.bincount((images * 20 // n) * 20 + nexts * 20 // n, minlength=400)
-    assert stats.chi2_contingency(pairs.reshape(20, 20)).pvalue > ERROR
-    assert_uniform(np.bincount((nexts - images) % n * 100 // n, minlength=100))
-
-
-@pytest.mark.parametrize("n", USED)
-def test_there_is_no_serial_correlation(n: int) -> None:
-    images = order(n, 5, np.arange(60_000, dtype=np.int64)).astype(float)
-    limit = stats.norm.isf(ERROR / 2) / np.sqrt(len(images))
-    for lag in (1, 2, 3, 10, 64, 1000):
-        assert abs(np.corrcoef(images[:-lag], images[lag:])[0, 1]) < limit
-
-
-@pytest.mark.parametrize("n", [65_537, 2**17 - 1])
-def test_the_network_has_about_as_many_cycles_as_a_random_permutation(n: int) -> None:
-    counts = np.array([n_cycles(network(n, seed)) for seed in range(20)])
-    inverse = 1 / np.arange(1, n + 1)
-    sigma = np.sqrt((inverse.sum() - (inverse**2).sum()) / len(counts))
-    assert abs(counts.mean() - inverse.sum()) < stats.norm.isf(ERROR / 2) * sigma
 
 
 # --- Dealing ----------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from itertools import islice
 
 import anndata as ad
 import cloudpickle
-import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -288,12 +287,6 @@ def test_len_is_what_is_yielded_on_every_rank(path, world_size, equal_ranks, dro
         assert len(list(one)) == len(one)
 
 
-@pytest.mark.parametrize("name", ["drop_last", "equal_ranks"])
-def test_a_flag_that_is_a_word_is_refused(path, name):
-    with pytest.raises(dasksc.InputError, match=f"{name} must be True or False; got 'no'"):
-        dataset(path, **{name: "no"})
-
-
 def test_stats_add_up(path):
     one = dataset(path, rank=0, world_size=2)
     n_rows = sum(len(batch) for batch in one)
@@ -337,18 +330,6 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
     expected = np.concatenate([batch.to_dense().numpy() for batch in one])
     np.testing.assert_array_equal(dense(computed), expected)
     assert array.dtype == expected.dtype
-
-
-def test_epochs_of_other_genes_or_atlases_are_computed_together(path):
-    other = make_adata(N_OBS)
-    other.X = other.X * 2
-    for pair in (
-        [dataset(path, genes=genes) for genes in (["gene2"], ["gene5"])],
-        [dataset(adata) for adata in (make_adata(N_OBS), other)],
-    ):
-        together = dask.compute(*(one.to_dask() for one in pair))
-        for one, computed in zip(pair, together, strict=True):
-            np.testing.assert_array_equal(dense(computed), np.concatenate([batch.numpy() for batch in one]))
 
 
 def test_fetch_factor_none_fits_the_memory_limit(path):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pickle
 import re
-import shutil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
-import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,11 +17,7 @@ from anndata import AnnData
 
 import dasksc
 import dasksc.loader.projection
-from dasksc.cli import group
 from dasksc.errors import InputError
-from dasksc.loader.rank_session import RankSession
-from dasksc.sampling.named import SHORT_NAMES, STRATEGIES, StrategyName
-from tests.support.recorders import Reads, recorded_reads
 
 pytestmark = pytest.mark.core
 
@@ -192,14 +186,6 @@ def test_names_and_labels_that_do_not_fit_are_refused(given: dict[str, Any], mes
         dasksc.scDataset(labelled(), **given)
 
 
-def test_the_command_line_the_schema_and_data_sets_share_one_table_of_names() -> None:
-    assert tuple(SHORT_NAMES) == get_args(StrategyName)
-    (choice,) = (one for one in group.get_command(None, "check").params if one.name == "strategy")  # type: ignore[arg-type,union-attr]
-    assert tuple(choice.type.choices) == tuple(SHORT_NAMES)  # type: ignore[attr-defined]
-    assert STRATEGIES.items() >= SHORT_NAMES.items()
-    assert STRATEGIES["BlockShuffling"] is STRATEGIES["block_shuffling"] is STRATEGIES["shuffle"]
-
-
 # --- Row numbers ------------------------------------------------------------------------------------
 
 
@@ -217,19 +203,6 @@ def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
         seen += batch.index.tolist()
     assert sorted(seen) == list(range(90))
     assert plain.fingerprint == numbered.fingerprint
-
-
-def test_a_dask_array_has_row_numbers_and_collections_that_are_indexed_have_none() -> None:
-    X = da.from_array(np.arange(20.0).reshape(10, 2), chunks=(5, 2))
-    assert sorted(rows_of(dasksc.scDataset(X, batch_size=4, return_index=True))) == list(range(10))
-    with pytest.raises(
-        dasksc.InputError, match="return_index= cannot be used here: the data must be an AnnData .* got ndarray"
-    ):
-        dasksc.scDataset(np.zeros((4, 2)), return_index=True)
-    with pytest.raises(
-        dasksc.InputError, match="return_index= cannot be used here: hooks determine what the data set yields"
-    ):
-        dasksc.scDataset(labelled(), return_index=True, batch_transform=repr)
 
 
 # --- Displays ---------------------------------------------------------------------------------------
@@ -260,32 +233,6 @@ def test_a_data_set_is_displayed_by_what_differs_from_defaults() -> None:
     dataset.transform = None
     assert "transform" not in repr(dataset)
     assert repr(pickle.loads(pickle.dumps(dataset))) == repr(dataset)
-
-
-def test_displays_read_nothing_and_settle_nothing(
-    gzipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = Path(shutil.copy(gzipped, tmp_path / "copy.h5ad"))
-    strategies = dasksc.BlockShuffling(), dasksc.BlockWeightedSampling(weights=np.arange(1.0, 2001))
-    datasets = [dasksc.scDataset(path, strategy, 16, seed=0, return_index=True) for strategy in strategies]
-    path.unlink()
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("a display settles the world, or draws")
-
-    with monkeypatch.context() as patched, recorded_reads() as reads:
-        patched.setattr(RankSession, "fix_world", refuse)
-        patched.setattr(dasksc.EpochPlan, "_draw", property(refuse))
-        for dataset in datasets:
-            assert repr(dataset) == str(dataset)
-            assert "125 batches" in dataset._repr_html_()
-            assert repr(dataset.plan(0)).startswith("EpochPlan(sampler=")
-    assert reads == Reads()
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for dataset in datasets:
-        assert "rank 1 of 2" in dataset._repr_html_()
-        assert dataset.world_size == 2
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import DaskscError, InputError, MissingKeyError, StorageError
-from dasksc.loader import components_of
 from dasksc.tokens import Vocabulary
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore:Variable names are not unique")]
@@ -229,49 +227,3 @@ def test_genes_that_cannot_be_matched_are_refused(options: dict[str, Any], match
 def test_a_key_of_an_array_is_refused() -> None:
     with pytest.raises(InputError, match="names a column of var, which an array does not have"):
         dasksc.scDataset(da.ones((4, 3)), dasksc.Streaming(), 4, genes=["a"], genes_key="key", rank=0, world_size=1)
-
-
-def test_few_matches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "dasksc.dataset"):
-        batch(atlas("csr"), genes=["c", "x", "y"], genes_missing="drop")
-        batch(atlas("csr"), genes=["c", "d"])
-    levels = [record.levelname for record in caplog.records if "matched" in record.message]
-    assert levels == ["WARNING", "INFO"]
-    assert "1 of 3 genes matched by var_names (33.3%); 2 missing, left out: x, y. Give names of the same" in caplog.text
-
-
-def test_each_modality_has_a_match_of_its_own() -> None:
-    names = [f"c{i}" for i in range(N_OBS)]
-    rna, prot = atlas("csr", names=list("abcdefg")), atlas("dense", names=list("tuvwxyz"))
-    rna.obs_names = prot.obs_names = names
-    dataset = dasksc.scDataset(
-        *(dasksc.Modalities({"rna": rna, "prot": prot}), dasksc.Streaming(), N_OBS),
-        genes={"prot": ["z", "q"], "rna": Vocabulary.of_genes(["a", "g"])},
-        genes_missing="zero",
-        rank=0,
-        world_size=1,
-    )
-    (one,) = dataset
-    assert {name: match.names for name, match in dataset.gene_match.items()} == {"rna": ("a", "g"), "prot": ("z", "q")}
-    np.testing.assert_array_equal(one["rna"].X.numpy(), values()[:, [0, 6]])
-    np.testing.assert_array_equal(one["prot"].X.numpy(), np.stack([values()[:, 6], np.zeros(N_OBS)], axis=1))
-
-
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_memory_of_sums_and_of_columns_of_zeros_is_projected(layout: str) -> None:
-    def row_bytes(**options: Any) -> float:
-        dataset = dasksc.scDataset(
-            *(atlas("dense"), dasksc.Streaming(), 4),
-            genes_missing="zero",
-            layout=layout,
-            rank=0,
-            world_size=1,
-            **options,
-        )
-        return components_of(dataset).source.batch_row_bytes
-
-    wanted = ["c", *(f"x{i}" for i in range(99))]
-    few, many = row_bytes(genes=["c"]), row_bytes(genes=wanted)
-    assert many - few == (99 * 4 if layout == "dense" else 100 * 8)
-    summed = row_bytes(genes=[*wanted, "b"], genes_repeated="sum")
-    assert summed - many == (4 if layout == "dense" else 8) + 3 * 8 + 16

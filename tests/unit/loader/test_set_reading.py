@@ -20,7 +20,7 @@ from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
 from tests.support.data import write_store, zip_of
-from tests.support.screens import CONTROL, N, dataset, numbers, screen, sets
+from tests.support.screens import CONTROL, dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
 
@@ -70,18 +70,6 @@ def test_every_source_of_the_same_cells_yields_the_same_batches(
     source: str, expected: list[Any], tmp_path: Path
 ) -> None:
     assert [numbers(batch) for batch in dataset(SOURCES[source](tmp_path))] == expected
-
-
-def test_negative_labels_are_the_same_from_any_source(tmp_path: Path) -> None:
-    adata = screen()
-    adata.obs["day"] = np.random.default_rng(3).choice([-7, -1, 0, 14], N)
-    every = dasksc.CellSets(["day", "gene"], 8, control={"day": -7})
-    found = [
-        [numbers(batch) for batch in dataset(data, every)]
-        for data in (adata, write_store(adata.copy(), tmp_path, "h5ad"), write_store(adata.copy(), tmp_path, "zarr3"))
-    ]
-    assert found[0] == found[1] == found[2]
-    assert set(dataset(adata, every).groups.day) == {-1, 0, 14}
 
 
 # --- Reads ------------------------------------------------------------------------------------------

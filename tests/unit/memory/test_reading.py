@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -159,54 +157,6 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
         mapped, found = epoch_in(n_bytes)
         assert mapped == {"small", "middle", "large"} - set(unmapped)
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-
-
-def test_a_forced_way_of_reading_is_used_whatever_the_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(2**40))
-    sizes = {
-        mmap: dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap=mmap, rank=0, world_size=1).projected_pages
-        for mmap in (True, False, "auto")
-    }
-    assert sizes[True] == sizes["auto"] > sizes[False] == 0
-    with pytest.raises(dasksc.InputError, match="mmap='yes'"):
-        dasksc.scDataset(path, dasksc.BlockShuffling(4), 8, mmap="yes")
-
-
-def spoil_names(path: Path) -> None:
-    """Overwrite the stored names of cells with bytes that no reader accepts."""
-    if path.suffix == ".h5ad":
-        with h5py.File(path) as file:
-            index = file["obs/_index"]
-            index = index["values"] if isinstance(index, h5py.Group) else index
-            offset, n_bytes = index.id.get_offset(), index.id.get_storage_size()
-        with path.open("r+b") as opened:
-            opened.seek(offset)
-            opened.write(b"\xff" * n_bytes)
-        return
-    for chunk in (path / "obs" / "_index").rglob("*"):
-        if chunk.is_file() and chunk.name not in ("zarr.json", ".zarray", ".zattrs", ".zgroup"):
-            chunk.write_bytes(b"\xff" * chunk.stat().st_size)
-
-
-# Uses of an atlas that do not need its cell names.
-NAMELESS_WORKS: dict[str, Callable[[Path], Any]] = {
-    "open": lambda path: dasksc.open(path, names=False).obs,
-    "filtered batch": lambda path: next(iter(dasksc.scDataset(path, "shuffle", 8, filter="int8 >= 0"))),
-    "check": lambda path: dasksc.check(dasksc.scDataset(path, "shuffle", 8, obs=["cell_type"])),
-    "split": lambda path: dasksc.split(path, stratify="cell_type"),
-    "describe": lambda path: dasksc.describe(path, seconds=0),
-}
-
-
-@pytest.mark.parametrize("format", ["h5ad", "zarr3"])
-@pytest.mark.parametrize("work", NAMELESS_WORKS)
-def test_names_that_cannot_be_read_are_not_missed(tmp_path: Path, format: str, work: str) -> None:
-    path = write_store(make_adata(n_obs=N_OBS), tmp_path, format)
-    spoil_names(path)
-    NAMELESS_WORKS[work](path)
-    if format == "zarr3":  # h5py takes seconds to give up
-        with pytest.raises(dasksc.StorageError):
-            dasksc.open(path)
 
 
 def test_direct_reads_reach_the_end_of_a_file_that_ends_in_a_page(tmp_path: Path) -> None:

@@ -162,17 +162,6 @@ def test_no_row_is_favoured_by_its_place() -> None:
     assert (abs(own - 2000 * share) < 5 * np.sqrt(2000 * share * (1 - share))).all()
 
 
-def test_neighbours_of_a_class_are_read_together() -> None:
-    labels = np.sort(LABELS)
-    plan = plan_of(labels, options={"smoothing": 1.0, "replace": False}, batch_size=50, fetch_factor=16)
-    rows = plan.fetch(0).rows
-    # With rows sorted by class, a class is read in runs of four rows. Runs are shorter at the ends of a class, a pass
-    # or a group of 16 batches.
-    starts = np.count_nonzero(np.diff(rows) != 1) + 1
-    assert len(rows) == 800
-    assert starts < 800 / 3
-
-
 def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
     adata = AnnData(np.arange(N, dtype=np.float32)[:, None])
     adata.obs["kind"] = LABELS.astype(str)
@@ -220,11 +209,6 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
 def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any], batch_size: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_of(options=options, batch_size=batch_size)
-
-
-def test_rounds_beside_whole_batches_are_refused() -> None:
-    with pytest.raises(InputError, match="sampling_size= would have no effect; omit it"):
-        ClassBalancedSampling([1, 2], per_batch=True, replace=False, sampling_size=2)
 
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:

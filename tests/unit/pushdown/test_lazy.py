@@ -81,15 +81,6 @@ def test_a_chunk_is_one_task_and_one_fetch_of_its_rows(layout: str) -> None:
     assert matrix.fetches == [list(range(20, 40))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_slice_reads_its_own_rows_only(layout: str) -> None:
-    matrix, values = recorded(layout)
-    array = to_dask(matrix, chunk_rows=20)
-    np.testing.assert_array_equal(dense(array[:10].compute(scheduler="synchronous")), values[:10])
-    np.testing.assert_array_equal(dense(array[27:36:2, ::3].compute(scheduler="synchronous")), values[27:36:2, ::3])
-    assert matrix.fetches == [list(range(10)), list(range(27, 36, 2))]
-
-
 INDICES = [
     (slice(None), slice(None)),
     (slice(5, 50, 7), slice(None)),
@@ -110,15 +101,6 @@ def test_any_index_gives_what_it_gives_in_memory(layout: str, index: Any, chunk_
     array = to_dask(matrix, chunk_rows=chunk_rows)
     got = array[index].compute(scheduler="synchronous")
     np.testing.assert_array_equal(dense(got), values[index])
-
-
-@pytest.mark.parametrize("row", [0, 12, -1])
-def test_one_row_or_one_column_of_a_dense_array_is_one_dimensional(row: int) -> None:
-    matrix, values = recorded("dense")
-    array = to_dask(matrix, chunk_rows=7)
-    np.testing.assert_array_equal(array[row].compute(), values[row])
-    np.testing.assert_array_equal(array[:, 3].compute(), values[:, 3])
-    np.testing.assert_array_equal(array[row, 3:6].compute(), values[row, 3:6])
 
 
 def test_a_chunk_of_no_rows_is_refused() -> None:

@@ -367,15 +367,6 @@ def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) 
         np.testing.assert_allclose(rows_of(matrix, later), values[later], rtol=1e-6)
 
 
-def test_functions_that_numpy_vectorizes_over_blocks_are_not_assumed_row_local() -> None:
-    def code(function: Any) -> da.Array:
-        return leaf("dense").map_blocks(function, dtype=float, meta=np.empty((0, 0)))
-
-    assert type(matrix_of(code(np.vectorize(doubled, signature="(m,n)->(m,n)")))) is DaskMatrix
-    assert type(matrix_of(code(np.vectorize(row_local(doubled), signature="(n)->(n)")))) is RowLocalMatrix
-    assert type(matrix_of(code(np.vectorize(doubled, otypes=[float])))) is RowLocalMatrix
-
-
 def test_assumed_row_local_code_is_compared_with_one_whole_chunk_in_each_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -477,23 +468,6 @@ def test_no_rows_give_no_rows() -> None:
         assert fetched.shape == (0, N_VARS)
 
 
-def test_blocks_of_different_types_are_put_together_right() -> None:
-    def widened(block: sp.csr_matrix) -> sp.csr_matrix:
-        block = block.copy()
-        if block.nnz and block.data.max() > 500:
-            block.indices = block.indices.astype(np.int64)
-            block.indptr = block.indptr.astype(np.int64)
-            block.data = block.data.astype(np.float64)
-        return block
-
-    array = leaf("csr").map_blocks(row_local(widened), dtype=np.float32, meta=sp.csr_matrix((0, 0), dtype=np.float32))
-    matrix = matrix_of(array)
-    assert isinstance(matrix, RowLocalMatrix)
-    rows = np.arange(N_OBS)
-    found = gather_block(matrix.fetch(rows), rows)
-    np.testing.assert_array_equal(dense(found), dense(make_values(N_OBS, N_VARS)))
-
-
 @pytest.mark.parametrize("threshold", [0.0, 2.0])
 def test_a_function_may_change_in_place_what_known_functions_share(
     threshold: float, caplog: pytest.LogCaptureFixture
@@ -578,17 +552,6 @@ def test_code_that_makes_another_shape_than_it_declares_is_refused_by_name(
     assert "corrupt" not in message
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_width_that_only_some_blocks_get_wrong_is_refused(layout: str) -> None:
-    def cut(block: Any) -> Any:
-        return block[:, :10] if block.shape[0] > 10 else block
-
-    array = leaf(layout).map_blocks(row_local(cut))
-    matrix = matrix_of(array)
-    with pytest.raises(InputError, match=rf"{array.name}.*\(12, 10\).*\(12, 17\).*chunks="):
-        matrix.fetch(np.arange(12))
-
-
 def read_rows(array: da.Array, rows: NDArray[np.int64], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[int]]:
     """Return the matrix of an array, and the number of rows that each of three fetches reads."""
     (stored,) = leaves_of(array)
@@ -628,15 +591,3 @@ def test_what_all_row_chunks_need_is_computed_once(
     (record,) = caplog.records
     assert ".mean(axis=0).compute()" in record.getMessage()
     assert "fewer rows per chunk" not in record.getMessage()
-
-
-@pytest.mark.parametrize("literal", [[2.0], np.arange(float(N_VARS))])
-def test_values_beside_the_blocks_that_are_no_names_lead_to_whole_chunks(literal: Any, caplog: Any) -> None:
-    array = leaf("dense")
-    code = da.blockwise(np.add, "ij", array, "ij", literal, None, dtype=array.dtype)
-    with caplog.at_level(logging.WARNING, logger="dasksc.lazy"):
-        matrix = matrix_of(code)
-    assert type(matrix) is DaskMatrix
-    assert f"has an argument of type {type(literal).__name__} among its blocks" in caplog.text
-    rows = np.array([3, 40])
-    np.testing.assert_allclose(rows_of(matrix, rows), array.compute()[rows] + np.asarray(literal))

@@ -10,7 +10,6 @@ import logging
 from itertools import permutations
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -20,11 +19,10 @@ from numpy.typing import NDArray
 from scipy import stats
 
 import dasksc
-from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, MissingKeyError, Streaming
+from dasksc import BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, InputError, Streaming
 from dasksc.kernels import draw as draw_kernels
 from dasksc.sampling import weighted
 from dasksc.sampling.binding import bind
-from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.labels import encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 from dasksc.sampling.samplers import Sampler
@@ -512,12 +510,6 @@ def test_weights_and_labels_may_be_given_for_all_rows_or_for_those_drawn_from(na
 # --- Orders and keys --------------------------------------------------------------------------------
 
 
-def test_orders_up_to_65536_blocks_are_tables_and_larger_ones_need_no_memory() -> None:
-    assert len(BlockOrder.shuffled(65_536, 0, 0).table) == 65_536
-    assert len(BlockOrder.shuffled(65_537, 0, 0).table) == 0
-    assert len(BlockOrder.shuffled(10**15, 0, 0).table) == 0
-
-
 def test_no_two_seeds_and_epochs_share_a_key() -> None:
     keys = [
         int(key)
@@ -568,33 +560,6 @@ def test_a_users_strategy_needs_two_methods_only() -> None:
 def test_a_users_strategy_that_breaks_its_promises_is_named(strategy: Own, message: str) -> None:
     with pytest.raises(InputError, match=message):
         rows_of(strategy, 5)
-
-
-def test_strategies_can_be_asked_directly() -> None:
-    data = np.zeros((100, 2))
-    strategy = BlockShuffling(8)
-    assert strategy.get_len(data) == 100
-    indices = strategy.get_indices(data, seed=1)
-    np.testing.assert_array_equal(np.sort(indices), np.arange(100))
-    np.testing.assert_array_equal(indices, strategy.get_indices(data, seed=1))
-    assert np.any(indices != strategy.get_indices(data, seed=2))
-    assert np.any(strategy.get_indices(data) != strategy.get_indices(data))
-    rng = np.random.default_rng(0)
-    assert np.any(strategy.get_indices(data, rng=rng) != strategy.get_indices(data, rng=rng))
-    assert (
-        BlockShuffling(8, drop_last=True).get_len(data)
-        == len(BlockShuffling(8, drop_last=True).get_indices(data))
-        == 96
-    )
-    assert Streaming().get_indices(data).tolist() == list(range(100))
-    adata = ad.AnnData(data, obs=pd.DataFrame({"kind": ["a", "b"] * 50}, index=[str(i) for i in range(100)]))
-    assert len(ClassBalancedSampling(label_key="kind").get_indices(adata, seed=0)) == 100
-    with pytest.raises(MissingKeyError, match="^'sort' is not a column of obs, which has \\['kind'\\]"):
-        ClassBalancedSampling(label_key="sort").get_len(adata)
-    with pytest.raises(
-        InputError, match="'sort' names an obs column, but a ndarray has no obs. Give an AnnData, or labels="
-    ):
-        ClassBalancedSampling(label_key="sort").get_len(data)
 
 
 # --- Invalid arguments ------------------------------------------------------------------------------

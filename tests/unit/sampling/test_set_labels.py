@@ -12,7 +12,6 @@ import pytest
 import dasksc
 from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.sampling.labels import encode_labels
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
@@ -40,13 +39,6 @@ def test_negative_whole_numbers_are_labels_like_others(dtype: Any) -> None:
     assert {obs.day[row] for _, _, controls in sets_of(plan_of(by_day)) for row in controls} == {-7}
 
 
-def test_missing_numbers_are_no_label() -> None:
-    obs = pd.DataFrame({"day": [-1.0, np.nan, 2.0, 2.0, np.nan, -1.0]})
-    sampler = bound(obs, "day", 1)
-    assert labels_of(sampler, "day") == [-1, 2]
-    assert sampler.accounts.n_unlabelled == 2
-
-
 @pytest.mark.parametrize(
     "labels",
     [
@@ -67,27 +59,6 @@ def test_groups_are_in_the_order_of_their_labels(labels: list[Any]) -> None:
 
 
 # --- Given labels -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "given", [["ctrl", "A"], ("ctrl", "A"), {"ctrl", "A"}, np.array(["ctrl", "A"]), pd.Index(["ctrl", "A"])]
-)
-def test_several_control_labels_come_in_any_collection(given: Any) -> None:
-    obs = screen()
-    sampler = bound(obs, "gene", 8, control={"gene": given})
-    assert labels_of(sampler, "gene") == ["B", "C", "D"]
-    assert sampler.accounts.n_control_cells == obs.gene.isin(["ctrl", "A"]).sum()
-
-
-@pytest.mark.parametrize("is_categorical", [False, True])
-def test_fractions_in_single_precision_are_found_by_their_decimals(is_categorical: bool) -> None:
-    dose = pd.Series(np.array([0.1, 0.25, 0.7] * 8, dtype="f4"))
-    obs = pd.DataFrame({"dose": dose.astype("category") if is_categorical else dose})
-    sampler = bound(obs, "dose", 2, control={"dose": 0.1}, match=[], weights={0.25: 1, 0.7: 0}, n_sets=20)
-    assert sampler.accounts.n_control_cells == 8
-    assert {group for group, _, _ in sets_of(plan_of(sampler))} == {0}
-    with pytest.raises(MissingKeyError, match=r"no label 0.11"):
-        bound(obs, "dose", 2, control={"dose": 0.11}, match=[])
 
 
 @pytest.mark.parametrize(
@@ -162,21 +133,6 @@ def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_g
     )
 
 
-def test_durations_are_classes_and_none_of_them_is_missing() -> None:
-    durations = pd.to_timedelta([-5, 3, 3, -5, 7, 3], unit="ns")
-    codes, names = encode_labels(durations.to_numpy())
-    assert [names[code] for code in codes] == durations.tolist()
-    weights = {pd.Timedelta(3, "ns"): 0, np.timedelta64(7, "ns"): 0}
-    strategy = dasksc.ClassBalancedSampling(durations, class_weights=weights, total_size=50)
-    assert set(strategy.get_indices(np.zeros((6, 1)), seed=0).tolist()) == {0, 3}
-
-
-@pytest.mark.parametrize("given", [pd.NaT, pd.Timestamp("2020-01-01"), np.datetime64("2020-01-01", "ns")])
-def test_a_date_that_no_cell_has_is_refused(given: Any) -> None:
-    with pytest.raises(MissingKeyError, match="'day'"):
-        bound(pd.DataFrame({"day": DAYS}), "day", 4, control={"day": given})
-
-
 # --- Wrong arguments --------------------------------------------------------------------------------
 
 
@@ -235,12 +191,3 @@ def test_a_collection_without_obs_is_refused_by_column() -> None:
         assert "label_key" not in str(caught.value)
     with pytest.raises(InputError, match="'gene'.* no obs"):
         CellSets("gene", 4).get_len(np.zeros((20, 3)))
-
-
-def test_all_cells_are_controls() -> None:
-    obs = screen()
-    only = np.flatnonzero(obs.gene == "ctrl")
-    for options in ({"match": ["line"]}, {"match": ["line", "batch"]}, {"match": []}):
-        with pytest.raises(InputError, match=f"no set can be drawn: the {len(only)} rows .*without the control cells"):
-            bound(obs, ["line", "gene"], 8, control=CONTROL, indices=only, **options)
-    assert bound(obs, "gene", 8, control=CONTROL, indices=only, include_control=True).n_sets > 0

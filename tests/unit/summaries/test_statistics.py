@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -13,12 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc import InputError, MissingKeyError, WrongTypeError, cli
+from dasksc import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.summaries import reading
 from dasksc.summaries.reading import Moments, PassRows
@@ -245,78 +243,7 @@ def test_what_does_not_fit_the_atlas_is_refused(options, error, message):
 # --- On the command line --------------------------------------------------------------------------------
 
 
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(cli.group, ["stats", *map(str, arguments)])
-
-
-def test_the_command_writes_what_the_function_finds(tmp_path):
-    adata = make_adata(60, 17)
-    path = write_store(adata, tmp_path, "h5ad")
-    expected = dasksc.statistics(path, by="cell_type", qc={"some": ["gene1", *[f"gene1{i}" for i in range(7)]]})
-    out = tmp_path / "stats.h5ad"
-    result = run(path, "--by", "cell_type", "--qc", "some=gene1", "--out", out, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.output)
-    assert (report["n_cells"], report["n_genes"], report["n_groups"]) == (60, 17, 3)
-    found = ad.read_h5ad(out)
-    for name in NAMES:
-        np.testing.assert_array_equal(found.layers[name], expected.groups.layers[name])
-        np.testing.assert_array_equal(found.var[name], expected.genes[name])
-    np.testing.assert_array_equal(found.uns["cells"]["pct_counts_some"], expected.cells["pct_counts_some"])
-    again = run(path, "--out", out)
-    assert again.exit_code == 1
-    assert "exists" in str(again.exception)
-    plain = run(path, "--filter", "int64 > 0", "--out", tmp_path / "all.h5ad")
-    assert "cells, 16 of 17 genes expressed" in plain.output
-    assert ad.read_h5ad(tmp_path / "all.h5ad").obs_names.tolist() == ["all"]
-    for wrong in (["--out", tmp_path / "a.csv"], ["--out", tmp_path / "no" / "a.h5ad"], ["--qc", "mito"]):
-        assert run(path, *wrong).exit_code == 1
-
-
 # --- Memory ---------------------------------------------------------------------------------------------
-
-
-def a_pass(n_bytes: int, *, filter: str | None = None) -> reading.Pass:
-    """Return a pass that reserves memory for results."""
-    source = reading.Pass(make_adata(600, 1_000), layer=None, filter=filter)
-    source.reserve("results", n_bytes, "Use less")
-    return source
-
-
-def test_results_and_fetches_together_stay_within_the_memory_limit():
-    n_bytes = 200 * 2**20
-    least = reading._demand_bytes(a_pass(0)._dataset(reading._LEAST_FETCH_BYTES))
-    values = sp.vstack([sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in a_pass(0)])
-    projected = []
-    for more in (0, 2**20, 2**25, 2**27, 2**29, 2**31):
-        with dask.config.set({"dasksc.memory-limit": n_bytes + least + more}):
-            source = a_pass(n_bytes)
-            projected.append(source.projected_bytes)
-            assert n_bytes < projected[-1] <= n_bytes + least + more
-            found = [sp.csr_matrix((p.values, p.columns, p.indptr), (len(p.indptr) - 1, 1_000)) for p in source]
-            assert (sp.vstack(found) != values).nnz == 0
-    # Fetches take more memory if more is left.
-    assert projected == sorted(projected)
-    assert projected[-1] > projected[0] + reading._FETCH_BYTES
-    message = (
-        rf"results need 200.00 MiB of memory \({n_bytes} bytes\), and reading the cells needs at least .* Use less"
-    )
-    with dask.config.set({"dasksc.memory-limit": n_bytes + least - 1}), pytest.raises(InputError, match=message):
-        a_pass(n_bytes)
-
-
-def test_results_add_up_and_rows_of_a_filter_count():
-    source = a_pass(100 * 2**20)
-    with dask.config.set({"dasksc.memory-limit": "300MiB"}):
-        before = source.projected_bytes
-        source.reserve("other results", 50 * 2**20, "Use less")
-        assert source.projected_bytes <= 300 * 2**20
-    assert before > 150 * 2**20
-    with pytest.raises(InputError, match=r"results and other results and further results need 2.15 GiB of memory"):
-        source.reserve("further results", 2**31, "Use less")
-    all_rows, some_rows = a_pass(0), a_pass(0, filter="int64 > -1e9")
-    assert some_rows.n_rows == 600
-    assert some_rows.projected_bytes - all_rows.projected_bytes == 600 * (8 + 8)  # row numbers, and the column
 
 
 def test_genes_of_a_set_that_the_atlas_lacks_raise():

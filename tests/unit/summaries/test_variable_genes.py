@@ -227,31 +227,6 @@ def test_ranks_of_residuals_are_those_of_scanpy_except_for_ties(name, batch_key)
             assert np.isnan(rank[certain & ~ranked]).all()
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
-def test_layout_scheduler_layer_and_filter_change_nothing(flavor, tmp_path):
-    adata = prepared(made_up(), flavor)
-    pytest.importorskip("skmisc")
-    expected = dasksc.highly_variable_genes(adata, 50, flavor)
-    dense = ad.AnnData(adata.X.toarray(), obs=adata.obs, var=adata.var, uns=adata.uns)
-    for given in (dense, write_store(dense, tmp_path, "h5ad")):
-        pd.testing.assert_frame_equal(dasksc.highly_variable_genes(given, 50, flavor), expected, rtol=1e-9)
-    with dask.config.set(scheduler="synchronous"):
-        pd.testing.assert_frame_equal(dasksc.highly_variable_genes(adata, 50, flavor), expected)
-    layered = ad.AnnData(adata.X * 0, obs=adata.obs, var=adata.var, uns=adata.uns, layers={"counts": adata.X})
-    pd.testing.assert_frame_equal(dasksc.highly_variable_genes(layered, 50, flavor, layer="counts"), expected)
-    part = dasksc.highly_variable_genes(adata, 50, flavor, filter="batch == 'b1'")
-    own = dasksc.highly_variable_genes(adata[adata.obs["batch"] == "b1"].copy(), 50, flavor)
-    pd.testing.assert_frame_equal(part, own)
-
-
-def test_another_base_of_logarithms_is_undone():
-    sc = pytest.importorskip("scanpy")
-    adata = made_up()
-    sc.pp.normalize_total(adata, target_sum=1e4)
-    sc.pp.log1p(adata, base=2)
-    assert_same(dasksc.highly_variable_genes(adata, 50), of_scanpy(adata, 50, "seurat"))
-
-
 @pytest.mark.parametrize("flavor", ["seurat_v3", "pearson_residuals"])
 def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pass(flavor, monkeypatch):
     from dasksc.summaries.reading import Pass
@@ -326,18 +301,6 @@ def test_a_batch_that_is_too_small_for_the_fit_is_named(kind):
 def test_no_gene_is_refused(flavor):
     with pytest.raises(InputError, match="genes"):
         dasksc.highly_variable_genes(made_up(30, 40)[:, :0].copy(), 5, flavor)
-
-
-@pytest.mark.parametrize("flavor", ["seurat", "cell_ranger"])
-def test_a_batch_without_expressed_genes_adds_no_score(flavor):
-    atlas = made_up(200, 100, 1)
-    atlas.X = atlas.X.log1p()
-    expected = dasksc.highly_variable_genes(atlas, 10, flavor, "batch")
-    empty = made_up(20, 100, 1)
-    empty.X = empty.X * 0
-    empty.obs["batch"] = pd.Categorical(["empty"] * 20)
-    found = dasksc.highly_variable_genes(ad.concat([atlas, empty], index_unique="-"), 10, flavor, "batch")
-    assert found.index[found["highly_variable"]].equals(expected.index[expected["highly_variable"]])
 
 
 def test_counts_too_large_for_seurat_raise_one_error_and_no_warning(caplog):

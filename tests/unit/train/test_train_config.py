@@ -166,15 +166,6 @@ def test_set_below_a_short_form_keeps_its_value():
         Config.of(raw, changes=["data.path.x=1"])
 
 
-def test_numbers_may_be_written_without_a_point(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        "data: {path: a}\nmodel: {name: vae, beta: 1e-3}\ntraining: {optimizer: {lr: 1e-4}}"
-    )
-    config = Config.load(tmp_path / "c.yaml")
-    assert config.model.arguments == {"beta": 1e-3}
-    assert config.training.optimizer.lr == 1e-4
-
-
 @pytest.mark.parametrize(
     ("training", "world_size", "expected"),
     [
