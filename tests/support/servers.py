@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import itertools
+import json
+import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+SECRET = "sUpErSeCrEt-0123456789"
 
 
 @dataclass
@@ -137,6 +143,33 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
+class Relay(Handler):
+    """Handler that relays requests to an S3 endpoint and returns its responses; faults have the form of S3 errors."""
+
+    def answer(self, *, with_body: bool) -> None:
+        number, status = self.met(urlsplit(self.path).path, self.headers.get("Range"))
+        if status is not None:
+            code = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied"}[status]
+            body = f"<Error><Code>{code}</Code><Message>of {self.headers['Authorization']}</Message></Error>".encode()
+            self.say(status, {"Content-Type": "application/xml"}, len(body))
+            if with_body:
+                self.wfile.write(body)
+            return
+        connection = http.client.HTTPConnection(self.server.endpoint, timeout=60)
+        try:
+            connection.request(self.command, self.path, headers=dict(self.headers))
+            answer = connection.getresponse()
+            headers = {name: value for name, value in answer.headers.items() if name.lower() in self.passed}
+            length = int(answer.headers.get("Content-Length", 0))
+            self.say(answer.status, headers, length)
+            if with_body:
+                self.send(answer, length, is_cut=self.server.faults.cut(number))
+        finally:
+            connection.close()
+
+    passed = ("etag", "last-modified", "content-range", "content-type", "accept-ranges")
+
+
 class HTTPServer(ThreadingHTTPServer):
     """Server of a folder over plain HTTP with byte ranges, or relay to an endpoint."""
 
@@ -159,6 +192,28 @@ class HTTPServer(ThreadingHTTPServer):
         """Ignore clients that hang up."""
 
 
+def serving(folder: Path) -> contextlib.AbstractContextManager[HTTPServer]:
+    """Serve a folder."""
+    return _running(HTTPServer(folder))
+
+
+def relaying(endpoint: str) -> contextlib.AbstractContextManager[HTTPServer]:
+    """Relay requests to an S3 endpoint, given by its URL."""
+    return _running(HTTPServer(Path(), Relay, urlsplit(endpoint).netloc))
+
+
+@contextlib.contextmanager
+def _running(server: HTTPServer) -> Iterator[HTTPServer]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Bucket of an S3 endpoint on loopback."""
@@ -175,3 +230,67 @@ class Bucket:
                 name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
                 self.client.put_object(Bucket=self.name, Key=name, Body=file.read_bytes())
         return f"s3://{self.name}/{key}"
+
+
+@contextlib.contextmanager
+def s3_endpoint() -> Iterator[Callable[[str], Bucket]]:
+    """Start an S3 endpoint on loopback; yield a function that creates a named bucket."""
+    import pytest
+
+    pytest.importorskip("flask_cors")
+    moto_server = pytest.importorskip("moto.server")
+    import logging
+
+    import boto3
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        options = {
+            "endpoint": f"http://{host}:{port}",
+            "region": "us-east-1",
+            "access_key_id": "tester",
+            "secret_access_key": SECRET,
+        }
+        client = boto3.client(
+            "s3",
+            endpoint_url=options["endpoint"],
+            region_name="us-east-1",
+            aws_access_key_id="tester",
+            aws_secret_access_key=SECRET,
+        )
+
+        def bucket_of(name: str) -> Bucket:
+            client.create_bucket(Bucket=name)
+            return Bucket(name=name, options=dict(options), client=client)
+
+        yield bucket_of
+        # Buckets belong to the process, not to the server, so they are reset explicitly.
+        reset = http.client.HTTPConnection(host, port)
+        reset.request("POST", "/moto-api/reset")
+        assert reset.getresponse().status == 200
+        reset.close()
+    finally:
+        server.stop()
+
+
+def google_options(bucket: Bucket, prefix: str) -> dict[str, Any]:
+    """Make objects below a prefix public; return options for the Google client, which also reads S3."""
+    for item in bucket.client.list_objects_v2(Bucket=bucket.name, Prefix=prefix)["Contents"]:
+        bucket.client.put_object_acl(Bucket=bucket.name, Key=item["Key"], ACL="public-read")
+    account = {
+        "gcs_base_url": bucket.options["endpoint"],
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": SECRET,
+        "private_key_id": "",
+    }
+    return {"service_account_key": json.dumps(account), "client_options": {"allow_http": True}}
+
+
+def touch_later(path: Path) -> None:
+    """Give a file a modification time later than any earlier one."""
+    status = os.stat(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 2 * 10**9))
