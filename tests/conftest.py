@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, settings
 from make_atlas import make_atlas
 
 from dasksc import pushdown as lazy
+from tests.support import data
 from tests.support.data import FORMATS, LAYOUTS, make_adata, write_store
 from tests.support.servers import Bucket, HTTPServer, s3_endpoint, serving
 
@@ -34,7 +35,7 @@ TIERS = {"core", "programs", "faults"}
 # `make test-faults` more (--hypothesis-profile=thorough). Both are deterministic, so that a failure is due to a change.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=10, derandomize=True, **COMMON)
-settings.register_profile("thorough", max_examples=100, derandomize=True, **COMMON)
+settings.register_profile("thorough", max_examples=50, derandomize=True, **COMMON)
 settings.load_profile("fast")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -92,6 +93,12 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder that all pytest workers of a session share."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _stores_of_the_session(shared_folder: Path) -> None:
+    """Share the stores that `write_store` writes among all pytest workers."""
+    data.session_folder = shared_folder
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ def annbatch_epoch(rank: int, epoch: int) -> Rows:
 
 
 def annloader(adata: anndata.AnnData) -> DataLoader:
-    with pytest.warns(FutureWarning, match="AnnLoader is deprecated"):
+    with pytest.warns(FutureWarning, match="AnnLoader"):
         return anndata.experimental.AnnLoader(adata, batch_size=BATCH, shuffle=True)
 
 

@@ -47,7 +47,7 @@ def test_chunks_that_decode_to_the_expected_size_pass(codec: str, text: bytes) -
 def test_a_byte_more_is_refused(codec: str, text: bytes) -> None:
     encoded = ENCODERS[codec](text)
     if encoded:
-        with pytest.raises(ValueError, match=rf"decode \({codec}\) to more than the expected {len(text) - 1}"):
+        with pytest.raises(ValueError, match=rf"\({codec}\).*{len(text) - 1}"):
             check_decompressed_size(codec, encoded, at_most=len(text) - 1)
 
 

@@ -7,7 +7,9 @@ from the wrong position therefore changes the result.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
+import os
 import pickle
 import shutil
 import tempfile
@@ -51,6 +53,7 @@ SAMPLE_ZARRS = (
 )
 
 Layout = Literal["csr", "dense"]
+session_folder: Path | None = None  # set by conftest.py
 
 
 def sample(name: str) -> Path:
@@ -141,8 +144,8 @@ def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dty
 def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas") -> Path:
     """Write `adata` as one of `FORMATS` and return the path.
 
-    Each process writes the same content once and copies it afterwards, since AnnData takes half a second to write
-    a small Zarr store.
+    The same content is written once per session and copied afterwards, since AnnData takes half a second to write a
+    small Zarr store.
     """
     path = folder / (f"{name}.h5ad" if format == "h5ad" else f"{name}.{format}.zarr")
     try:
@@ -156,9 +159,10 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
         adata.strings_to_categoricals(adata.raw.var)
     written = _written() / f"{content}.{format}"
     if not written.exists():
-        partial = written.with_name(f"partial.{written.name}")
+        partial = written.with_name(f"{os.getpid()}.{written.name}")
         _write_store(adata, partial, format)
-        partial.rename(written)
+        with contextlib.suppress(OSError):  # another process was first
+            partial.rename(written)
     # Modification times are not copied: they must change when one file replaces another.
     if format == "h5ad":
         shutil.copyfile(written, path)
@@ -170,10 +174,14 @@ def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas
 
 @cache
 def _written() -> Path:
-    """Return the folder of the stores that this process has written."""
-    folder = tempfile.mkdtemp(prefix="dasksc-stores-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+    """Return the folder of the stores that have been written: that of the pytest session, or a temporary one."""
+    if session_folder is not None:
+        folder = session_folder / "written"
+        folder.mkdir(exist_ok=True)
+        return folder
+    temporary = tempfile.mkdtemp(prefix="dasksc-stores-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    return Path(temporary)
 
 
 def _write_store(adata: ad.AnnData, path: Path, format: str) -> None:

@@ -166,5 +166,3 @@ def saved(path: Path, *names: str) -> dict[str, Any]:
     with _quiet():
         load({"optimizer": {"param_groups": [group]}}, checkpoint_id=path, no_dist=True)
     return group
-
-

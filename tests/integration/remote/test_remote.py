@@ -51,7 +51,7 @@ def test_an_atlas_on_a_web_server_is_the_local_one(
 def test_a_server_that_is_not_there_is_named() -> None:
     with (
         dask.config.set({"dasksc.retry-timeout": "200ms"}),
-        pytest.raises(StorageError, match=r"http://127.0.0.1:9/atlas.h5ad .*address") as caught,
+        pytest.raises(StorageError, match="http://127.0.0.1:9/atlas.h5ad") as caught,
     ):
         dasksc.open("http://127.0.0.1:9/atlas.h5ad")
     assert re.fullmatch(

@@ -124,9 +124,9 @@ def test_a_layer_can_be_read_instead_of_x(adata, path):
 
 
 def test_columns_that_do_not_fit_are_refused(path):
-    with pytest.raises(InputError, match=r"obs\['age'\] is not categorical"):
+    with pytest.raises(InputError, match=r"obs\['age'\]"):
         data_module(path, batch_key="age")
-    with pytest.raises(InputError, match=r"obs\['holes'\] has 1 missing"):
+    with pytest.raises(InputError, match=r"obs\['holes'\]"):
         data_module(path, batch_key="holes")
     with pytest.raises(InputError, match="no 'nobody'"):
         data_module(path, labels_key="nobody")

@@ -94,7 +94,7 @@ def test_an_incomplete_checkpoint_is_ignored(raw, tmp_path):
 
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path):
     train(raw)
-    with pytest.raises(InputError, match="has 1 checkpoint of another run, the latest step-00000026. Resume it"):
+    with pytest.raises(InputError, match="step-00000026"):
         train(raw)
     with pytest.raises(MissingPathError, match="is not a checkpoint"):
         train(raw, training__resume_from=str(tmp_path))
@@ -125,7 +125,7 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
 
 @pytest.mark.parametrize("end", ["max_steps", "max_epochs"])
 def test_an_epoch_without_a_batch_is_refused(end, raw):
-    with pytest.raises(InputError, match=r"no batch: with data.drop_last=true, 203 rows are too few .* of 256 .*Lower"):
+    with pytest.raises(InputError, match="data.drop_last=true.*203.*256"):
         train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True, **{f"training__{end}": 10})
 
 
@@ -154,12 +154,12 @@ def test_the_best_validated_epochs_are_kept_whatever_save_every_is(raw, tmp_path
 
 
 def test_an_unknown_monitor_is_refused_early(raw, tmp_path):
-    with pytest.raises(InputError, match="monitor='acuracy' is not a metric of this run; give one of accuracy, cells"):
+    with pytest.raises(InputError, match="monitor='acuracy'"):
         train(raw, training__monitor="acuracy")
     assert not (tmp_path / "run" / "step-00000013").exists()
-    with pytest.raises(InputError, match="'validation_los' is not .* of .*validation_accuracy, validation_loss$"):
+    with pytest.raises(InputError, match="'validation_los'.*validation_accuracy.*validation_loss"):
         train(raw, training__monitor="validation_los", data__validation=0.2)
-    with pytest.raises(InputError, match="'validation_loss' is a validation metric, but data.validation is not set"):
+    with pytest.raises(InputError, match="'validation_loss'.*data.validation"):
         train(raw, training__monitor="validation_loss")
 
 
@@ -226,19 +226,19 @@ def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
     raw["model"] = {"name": "tests.programs.train_models:Plain"}
     assert train(raw).n_steps == 26
     raw["model"] = {"name": "tests.programs.train_models:Plane"}
-    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane' cannot be imported"):
+    with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane'"):
         train(raw)
     raw["model"] = {"name": "mlpp"}
-    with pytest.raises(InputError, match="did you mean 'mlp_classifier'"):
+    with pytest.raises(InputError, match="'mlp_classifier'"):
         train(raw)
     raw["model"] = {"name": "mlp_clasifier"}
-    with pytest.raises(InputError, match="model.name='mlp_clasifier' is not known; did you mean 'mlp_classifier'"):
+    with pytest.raises(InputError, match="model.name='mlp_clasifier'.*'mlp_classifier'"):
         train(raw)
     raw["model"] = {"name": "mlp_classifier"}
-    with pytest.raises(InputError, match="model lacks required keys: label"):
+    with pytest.raises(InputError, match="label"):
         train(raw)
     raw["model"] = {"name": "mlp_classifier", "label": "n_counts"}
-    with pytest.raises(InputError, match="model.label='n_counts' is not categorical"):
+    with pytest.raises(InputError, match="model.label='n_counts'"):
         train(raw)
 
 
@@ -250,7 +250,7 @@ def test_strategies_take_their_options_and_columns_of_weights(raw):
     raw["data"]["strategy"] = {"name": "BlockWeightedSampling", "weights": "n_counts", "total_size": 32}
     assert train(raw).n_steps == 4
     raw["data"]["strategy"] = {"name": "BlockShuffling", "blocksize": 4}
-    with pytest.raises(InputError, match="data.strategy.blocksize is not known; did you mean 'block_size'"):
+    with pytest.raises(InputError, match="data.strategy.blocksize.*'block_size'"):
         train(raw)
 
 
@@ -390,7 +390,7 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
 def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
     ad.read_h5ad(atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
     first = ", ".join(map(repr, dasksc.open(atlas).var_names[:3]))
-    with pytest.raises(InputError, match=f"lacks 3 of the 40 genes used for training: {first}. Give"):
+    with pytest.raises(InputError, match=f"40.*{first}"):
         train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
 
 
@@ -536,5 +536,5 @@ def test_padding_changes_nothing_in_the_transformer():
     assert padded["loss"].item() == pytest.approx(bare["loss"].item(), rel=1e-6)
     with pytest.raises(InputError, match="nothing to predict"):
         model({"input_ids": tokens, "attention_mask": mask})
-    with pytest.raises(InputError, match="a cell has 9 tokens, but model.max_seq_len is 8"):
+    with pytest.raises(InputError, match="model.max_seq_len"):
         model({"input_ids": torch.ones(1, 9, dtype=torch.int64), "attention_mask": torch.ones(1, 9, dtype=torch.bool)})

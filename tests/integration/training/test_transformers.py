@@ -86,5 +86,5 @@ def test_ranks_that_would_train_separate_models_are_refused(tmp_path, monkeypatc
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     monkeypatch.setattr(transformers.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(transformers.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(InputError, match=r"2 ranks were started.*separate model.*use_cpu=True"):
+    with pytest.raises(InputError, match="use_cpu=True"):
         transformers.scTrainer(nn.Linear(1, 1), arguments)

@@ -92,12 +92,12 @@ def test_version_2_is_what_scanpy_reads(tmp_path: Path) -> None:
 def test_version_2_has_a_matrix_for_each_genome(tmp_path: Path, genome: str) -> None:
     counts = {"hg19": make_counts(30, 12), "mm10": make_counts(17, 9, seed=1)}
     path = write_v2(tmp_path / "a.h5", counts)
-    with pytest.raises(InputError, match=r"2 genomes \(hg19, mm10\), each with its own cells.*genome='hg19'"):
+    with pytest.raises(InputError, match="hg19.*mm10.*genome='hg19'"):
         dasksc.open(path)
     opened = dasksc.open(path, genome=genome)
     same(opened, scanpys(path, genome=genome))
     assert opened.shape == counts[genome].shape
-    with pytest.raises(InputError, match=r"has 2 genomes \(hg19, mm10\), .*; choose one: genome='hg19'"):
+    with pytest.raises(InputError, match="hg19.*mm10.*genome='hg19'"):
         dasksc.open(path, genome=["hg19", "mm10"])
 
 
@@ -152,12 +152,12 @@ def test_several_files_are_one_atlas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"feature_types": "Antibody"}, MissingKeyError, r"no 'Antibody'.*did you mean 'Antibody Capture'"),
-        ({"genome": "GRCh37"}, MissingKeyError, r"no 'GRCh37'.*did you mean 'GRCh38'"),
+        ({"feature_types": "Antibody"}, MissingKeyError, "'Antibody'.*Antibody.*Capture"),
+        ({"genome": "GRCh37"}, MissingKeyError, "'GRCh37'.*'GRCh38'"),
         (
             {"genome": "mm10", "feature_types": PROTEINS},
             InputError,
-            r"no feature that matches.*feature_types=\['Antibody Capture'\].*genome=\['mm10'\]",
+            r"feature_types=.*Capture.*genome=\['mm10'\]",
         ),
         ({"feature_types": []}, InputError, "at least one"),
         ({"feature_types": 3}, InputError, "feature_types=3"),
@@ -174,7 +174,7 @@ def test_other_files_have_no_features_to_choose(tmp_path: Path, v3: Path) -> Non
     adata.var_names_make_unique()
     adata.write_h5ad(tmp_path / "a.h5ad")
     for data in (tmp_path / "a.h5ad", adata):
-        with pytest.raises(InputError, match=r"feature_types= is for 10x \.h5 files.*adata\[:, adata\.var"):
+        with pytest.raises(InputError, match=r"feature_types=.*10x.*\.h5"):
             dasksc.open(data, feature_types=GENES)
     with pytest.raises(InputError, match="genome= is for 10x"):
         dasksc.open([tmp_path / "a.h5ad"], genome="mm10")
@@ -201,11 +201,11 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("shape", np.array(["20", "60"], dtype="S"), "shape"),
         ("shape", np.array([2**40, 60]), r"columns"),
         ("shape", np.array([21, 60]), r"has 21 columns.*20 features"),
-        ("barcodes", np.array([b"a"] * 59), r"60 rows, but obs has 59"),
+        ("barcodes", np.array([b"a"] * 59), "60.*obs.*59"),
         ("barcodes", np.zeros((60, 2)), "barcodes"),
         ("barcodes", h5py.Empty("S5"), "barcodes"),
         ("features/name", np.array([b"a"] * 19), "different lengths"),
-        ("filtered_barcodes", np.array([b"x"] * 60), r"filtered_barcodes has dtype .*expected booleans"),
+        ("filtered_barcodes", np.array([b"x"] * 60), "filtered_barcodes.*dtype"),
         ("features/id", None, r"lacks id"),
         ("features/name", None, r"lacks name"),
         ("features/feature_type", None, r"lacks feature_type"),

@@ -224,9 +224,9 @@ def test_a_filter_keeps_the_matching_indices_of_a_strategy(indices: Any, per_ent
 
 
 def test_a_filter_without_matches_or_without_obs_is_refused() -> None:
-    with pytest.raises(InputError, match="none of the 120 rows"):
+    with pytest.raises(InputError, match="120"):
         dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter="n_genes < 0")
-    with pytest.raises(InputError, match="filter='n_genes < 0' needs obs, which this collection does not have"):
+    with pytest.raises(InputError, match="filter=.*obs"):
         dasksc.scDataset(np.ones((9, 2)), dasksc.Streaming(), 3, filter="n_genes < 0")
 
     class Own(dasksc.SamplingStrategy):
@@ -244,7 +244,7 @@ def test_a_state_of_another_filter_does_not_fit() -> None:
     first, second = (
         dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter=f"n_genes > {n}", seed=0) for n in (100, 300)
     )
-    with pytest.raises(InputError, match="filter is 'n_genes > 300' and was 'n_genes > 100'"):
+    with pytest.raises(InputError, match="filter.*n_genes.*300"):
         second.load_state_dict(first.state_dict())
 
 

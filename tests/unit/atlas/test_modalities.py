@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     path = store(tmp_path, "h5mu")
     with pytest.raises(InputError, match="dasksc.Modalities"):
         dasksc.open(path)
-    with pytest.raises(MissingPathError, match=r"similar names: atlas\.h5mu"):
+    with pytest.raises(MissingPathError, match=r"atlas\.h5mu"):
         dasksc.Modalities(tmp_path / "atlsa.h5mu")
     with pytest.raises(InputError, match="share no name"):
         dasksc.Modalities({"a": mod["rna"], "b": AnnData(np.ones((2, 2)))})
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         repeated = ad.concat([mod["rna"], mod["rna"]])
-        with pytest.raises(InputError, match="obs_names of a repeat"):
+        with pytest.raises(InputError, match="obs_names"):
             dasksc.Modalities({"a": repeated})
     with pytest.raises(MissingKeyError, match="rna:score"):
         dasksc.scDataset(path, dasksc.Streaming(), 8, obs=["rna:scor"])

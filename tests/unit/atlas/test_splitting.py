@@ -131,7 +131,7 @@ def test_groups_of_several_columns_are_joined_where_they_are_linked() -> None:
         for column in obs:
             check_groups(parts, obs[column].to_numpy())
     chained = pd.DataFrame({"a": [0, 0, 1, 1, 2, 2], "b": [0, 1, 1, 2, 2, 3]})
-    with pytest.raises(InputError, match="grouping by a and b gives too few separate groups .1. for 2 non-empty parts"):
+    with pytest.raises(InputError, match=".1.*2"):
         dasksc.split(chained, fractions=(0.5, 0.5), groups=["a", "b"])
 
 
@@ -150,9 +150,9 @@ def test_what_cannot_be_split_is_refused() -> None:
     for fractions in ((0.5, 0.4), (1.0, 0.0), (0.5, 0.2, 0.2, 0.1), {"all": 1.0}, (1.2, -0.2)):
         with pytest.raises(InputError, match="fractions"):
             dasksc.split(obs, fractions=fractions)
-    with pytest.raises(InputError, match="missing in 10 of 30 rows"):
+    with pytest.raises(InputError, match="10.*30"):
         dasksc.split(obs, groups="donor")
-    with pytest.raises(InputError, match="grouping by kind gives too few separate groups .3. for 4 non-empty parts"):
+    with pytest.raises(InputError, match=".3.*4"):
         dasksc.split(obs, fractions={"a": 0.25, "b": 0.25, "c": 0.25, "d": 0.25}, groups="kind")
     with pytest.raises(MissingKeyError, match="donor"):
         dasksc.split(obs, groups="doner")
@@ -171,7 +171,7 @@ class _Untouched:
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        ({"seed": None}, r"seed must be a whole number in \[0, 2\*\*64\); got None"),
+        ({"seed": None}, r"seed.*2\*\*64"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.0}, "seed"),

@@ -29,11 +29,11 @@ def test_parts_are_items_and_attributes() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("type", r"this batch itself has no 'type'; use batch\.obs\['type'\]$"),
-        ("cell_type", r"no 'cell_type'; did you mean batch\.obs\['type'\]\? Otherwise, .* obs=\['cell_type'\]"),
-        ("count", r"did you mean batch\.layers\['counts'\]\?"),
-        ("x", r"no 'x'; did you mean 'X'\?"),
-        ("categories", r"those of the data set are in dataset\.categories$"),
+        ("type", r"'type'.*batch\.obs\['type'\]"),
+        ("cell_type", r"'cell_type'.*batch\.obs\['type'\]\?.*obs=\['cell_type'\]"),
+        ("count", r"batch\.layers\['counts'\]\?"),
+        ("x", r"'x'.*'X'\?"),
+        ("categories", r"dataset\.categories"),
     ],
 )
 def test_a_name_in_a_part_of_a_batch_is_found(key: str, message: str) -> None:
@@ -44,24 +44,22 @@ def test_a_name_in_a_part_of_a_batch_is_found(key: str, message: str) -> None:
 
 
 def test_an_index_of_rows_says_that_a_batch_is_indexed_by_names() -> None:
-    with pytest.raises(MissingKeyError, match=r"^a batch is indexed by names \(X, obs, .*: batch\.X\[0\]$"):
+    with pytest.raises(MissingKeyError, match=r"X.*obs.*batch\.X\[0\]"):
         make_batch()[0]
     obs = NamedTensors(type=torch.arange(4))
     obs.part = "obs"
-    with pytest.raises(MissingKeyError, match=r"^batch\.obs is indexed by names \(type\).*: batch\.obs\['type'\]\[0\]"):
+    with pytest.raises(MissingKeyError, match=r"batch\.obs.*\(type\).*batch\.obs\['type'\]\[0\]"):
         obs[0]
 
 
 def test_named_tensors_name_their_part_of_the_batch() -> None:
     counts = NamedTensors(counts=torch.arange(4))
-    with pytest.raises(MissingKeyError, match=r"this part of the batch has no 'raw'; .* layers=\['raw'\] or obsm="):
+    with pytest.raises(MissingKeyError, match=r"'raw'.*layers=\['raw'\].*obsm="):
         counts["raw"]
     counts.part = "rna:layers"
-    with pytest.raises(MissingKeyError, match=r"batch\['rna'\]\.layers has no 'raw'; .* with layers=\['rna:raw'\]"):
+    with pytest.raises(MissingKeyError, match=r"batch\['rna'\]\.layers.*'raw'.*layers=\['rna:raw'\]"):
         counts["raw"]
-    with pytest.raises(
-        AttributeError, match=r"no attribute 'count'; did you mean batch\['rna'\]\.layers\['counts'\]\?"
-    ):
+    with pytest.raises(AttributeError, match=r"'count'.*batch\['rna'\]\.layers\['counts'\]\?"):
         counts.count  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'to'$"):
         counts.to  # noqa: B018
@@ -71,9 +69,9 @@ def test_named_tensors_name_their_part_of_the_batch() -> None:
 
 def test_unknown_categories_say_what_to_request() -> None:
     categories = Categories(cell_type=["B", "T"])
-    with pytest.raises(MissingKeyError, match=r"no 'cell type'; did you mean 'cell_type'\?.*obs=\['cell type'\]"):
+    with pytest.raises(MissingKeyError, match=r"cell.*type.*'cell_type'\?"):
         categories["cell type"]
-    with pytest.raises(MissingKeyError, match=r"no 'donor'; none are available\. If 'donor' is a column of labels"):
+    with pytest.raises(MissingKeyError, match="'donor'.*'donor'.*labels"):
         Categories()["donor"]
 
 
@@ -84,7 +82,7 @@ def test_to_moves_every_tensor_and_keeps_the_type() -> None:
 
 
 def test_to_a_dtype_is_refused() -> None:
-    with pytest.raises(InputError, match="a device; got the data type torch.bfloat16"):
+    with pytest.raises(InputError, match="torch.bfloat16"):
         make_batch().to(torch.bfloat16)
 
 
@@ -114,7 +112,7 @@ def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch)
 
 def test_names_that_are_not_strings_do_not_change_the_error() -> None:
     batch = Batch({"X": torch.zeros(2, 3), 3: torch.zeros(2)})
-    with pytest.raises(KeyError, match="this batch has no 'zz'"):
+    with pytest.raises(KeyError, match="'zz'"):
         batch["zz"]
     assert not hasattr(batch, "zz")
     assert not hasattr(batch, "__zz__")

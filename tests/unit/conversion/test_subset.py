@@ -159,11 +159,11 @@ def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:
 
 def test_a_filter_that_selects_no_cells_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
     path = write_store(adata, tmp_path, "h5ad")
-    with pytest.raises(InputError, match=r"filter='int64 > 1000' matches none of the 60 cells"):
+    with pytest.raises(InputError, match="filter=.*1000.*60"):
         dasksc.convert(path, tmp_path / "a.zarr", filter="int64 > 1000")
     with pytest.raises(MissingKeyError, match="int65"):
         dasksc.convert(path, tmp_path / "a.zarr", filter="int65 > 0")
-    with pytest.raises(InputError, match="genes_missing= cannot be used without genes="):
+    with pytest.raises(InputError, match="genes_missing=.*genes="):
         dasksc.convert(path, tmp_path / "a.zarr", genes_missing="zero")
     with pytest.raises(MissingKeyError, match="'gene99'"):
         dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "gene99"])

@@ -86,11 +86,11 @@ def test_donors_and_batches_can_be_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n_obs": 0}, "n_obs must be at least 1; got 0"),
-        ({"n_donors": -1}, "n_donors must be at least 0; got -1"),
-        ({"batch_effect": float("nan")}, r"batch_effect must be a number in \[0, 10\); got nan"),
-        ({"seed": -1}, r"seed must be an integer in \[0, 2\*\*64\); got -1"),
-        ({"n_vars": 20_000, "n_donors": 300, "n_batches": 100}, "GB of memory. Lower n_types"),
+        ({"n_obs": 0}, "n_obs"),
+        ({"n_donors": -1}, "n_donors.*-1"),
+        ({"batch_effect": float("nan")}, "batch_effect.*10"),
+        ({"seed": -1}, r"seed.*2\*\*64.*-1"),
+        ({"n_vars": 20_000, "n_donors": 300, "n_batches": 100}, "GB.*n_types"),
         ({"compression": "zip"}, 'compression=\'zip\' is not possible for a.h5ad: "gzip" and "lzf"'),
         ({"batch_key": "donor"}, "is the name of another column"),
     ],
@@ -104,7 +104,7 @@ def test_invalid_arguments_are_refused_before_anything_is_written(options, messa
 def test_an_existing_atlas_is_kept_unless_it_may_be_overwritten(tmp_path):
     path = tmp_path / "a.h5ad"
     path.write_bytes(b"mine")
-    with pytest.raises(InputError, match=r"a\.h5ad exists\. Give another path, or overwrite=True"):
+    with pytest.raises(InputError, match=r"a\.h5ad.*overwrite=True"):
         synthetic(path, **SMALL)
     assert path.read_bytes() == b"mine"
     assert dasksc.open(synthetic(path, **SMALL, overwrite=True)).shape == (3_000, 150)
@@ -154,7 +154,7 @@ def test_the_command_writes_the_files_of_the_guides(tmp_path):
     assert set(dasksc.open(folder / "screen.h5ad").obs["cell_line"]) == {"K562", "RPE1"}
 
     before = (folder / "atlas.h5ad").stat().st_mtime_ns
-    with pytest.raises(InputError, match=r"has atlas\.h5ad, .*Give another folder, or overwrite=True"):
+    with pytest.raises(InputError, match=r"atlas\.h5ad.*overwrite=True"):
         demo_data(folder)
     assert (folder / "atlas.h5ad").stat().st_mtime_ns == before
     demo_data(folder, overwrite=True)

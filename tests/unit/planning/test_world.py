@@ -142,7 +142,7 @@ def test_arguments_win_and_can_opt_out(monkeypatch):
 
 
 def test_a_world_size_without_a_rank_is_refused_if_no_launcher_sets_it():
-    with pytest.raises(InputError, match="world_size=2 was given without rank="):
+    with pytest.raises(InputError, match="world_size=2.*rank="):
         World.detect(world_size=2)
     assert World.detect(world_size=1).rank == 0
 
@@ -150,14 +150,14 @@ def test_a_world_size_without_a_rank_is_refused_if_no_launcher_sets_it():
 def test_variables_that_are_not_numbers_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match="RANK='first' and WORLD_SIZE='4' must be whole numbers"):
+    with pytest.raises(InputError, match="RANK='first'.*WORLD_SIZE='4'"):
         World.detect()
 
 
 def test_a_rank_beyond_the_world_names_where_it_came_from(monkeypatch):
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(InputError, match=r"rank=4 and world_size=4 \(from RANK/WORLD_SIZE\)"):
+    with pytest.raises(InputError, match="rank=4.*world_size=4.*from"):
         World.detect()
 
 
@@ -185,7 +185,7 @@ def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
 
 
 def test_a_group_without_torch_distributed_is_refused():
-    with pytest.raises(InputError, match="call init_process_group or init_device_mesh first"):
+    with pytest.raises(InputError, match="init_process_group.*init_device_mesh"):
         World.detect(group=object())
 
 
@@ -211,10 +211,10 @@ def test_keys_written_before_a_restart_by_torchrun_are_not_read(monkeypatch):
 
 
 def test_a_rank_without_a_world_size_is_refused_with_the_detected_size(monkeypatch):
-    with pytest.raises(InputError, match=r"rank=2 was given without world_size=, and no launcher was detected\. Give"):
+    with pytest.raises(InputError, match="rank=2.*world_size="):
         World.detect(rank=2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match=r"is 2 \(from RANK/WORLD_SIZE\). Give world_size= as well"):
+    with pytest.raises(InputError, match="from.*RANK/WORLD_SIZE.*world_size="):
         World.detect(rank=3)
     assert World.detect(rank=1).world_size == 2

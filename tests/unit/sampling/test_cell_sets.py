@@ -253,7 +253,7 @@ def with_gap() -> pd.DataFrame:
 def test_unmatched_cells_are_refused_with_their_labels() -> None:
     obs = with_gap()
     n = int(((obs.line == "RPE1") & (obs.gene != "ctrl")).sum())
-    with pytest.raises(InputError, match=f"{n} of the cells .*with the same line.*line='RPE1'.*unmatched='drop'"):
+    with pytest.raises(InputError, match=f"{n}.*line='RPE1'.*unmatched='drop'"):
         bound(obs, ["line", "gene"], 8, control=CONTROL)
 
 
@@ -340,35 +340,35 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
     [
         ({"by": ()}, "by= is empty"),
         ({"by": ["gene", "gene"]}, "twice"),
-        ({"by": [3]}, "give names of obs columns"),
+        ({"by": [3]}, "obs"),
         ({"set_size": 0}, "set_size"),
         ({"set_size": 2.5}, "set_size"),
         ({"block_size": 0}, "block_size"),
         ({"n_sets": 0}, "n_sets"),
         ({"n_controls": 0, "control": CONTROL}, "n_controls"),
-        ({"incomplete": "keep"}, "incomplete must be one of 'repeat', 'drop'; got 'keep'"),
+        ({"incomplete": "keep"}, "'repeat'.*'drop'.*'keep'"),
         ({"unmatched": "loosen"}, "unmatched"),
-        ({"weights": "rows"}, "weights must be 'cells', 'groups' or a dict"),
-        ({"replace": False, "n_sets": 3}, "replace=False draws every cell once"),
-        ({"replace": False, "weights": "groups"}, "replace=False draws every cell once"),
-        ({"match": "line"}, "to use match=, also give control="),
-        ({"n_controls": 2, "include_control": True}, "to use n_controls=, include_control=, also give control="),
+        ({"weights": "rows"}, "weights.*'cells'.*'groups'"),
+        ({"replace": False, "n_sets": 3}, "replace=False"),
+        ({"replace": False, "weights": "groups"}, "replace=False"),
+        ({"match": "line"}, "match=.*control="),
+        ({"n_controls": 2, "include_control": True}, "n_controls=.*include_control=.*control="),
         ({"control": {}}, "control= is empty"),
-        ({"control": {"gene": "ctrI"}}, "no label 'ctrI'; did you mean 'ctrl'"),
-        ({"control": np.ones(3, dtype=bool), "match": "line"}, "boolean mask of 2000 rows; got bool of shape"),
+        ({"control": {"gene": "ctrI"}}, "label.*'ctrI'.*'ctrl'"),
+        ({"control": np.ones(3, dtype=bool), "match": "line"}, "2000"),
         ({"control": np.ones(2000, dtype=bool)}, "match= is required"),
         ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
         ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
-        ({"control": CONTROL, "control_indices": [0, 2000]}, "^control_indices contain 2000, but the collection"),
+        ({"control": CONTROL, "control_indices": [0, 2000]}, "control_indices.*2000"),
         (
             {"control": CONTROL, "control_indices": [True]},
-            "control_indices is a boolean mask of 1 entries, but the collection has 2000 rows",
+            "control_indices.*2000",
         ),
-        ({"control": CONTROL, "control_indices": [0.5]}, "^control_indices must be row numbers, a slice or a boolean"),
-        ({"control": CONTROL, "control_indices": [[1]]}, "^control_indices must be one-dimensional"),
-        ({"control": CONTROL, "control_indices": slice("a", None)}, "^control_indices=slice.* is not a valid slice"),
-        ({"weights": {"A": 1.0}}, "weights lack 4 of 5 groups"),
-        ({"weights": {"Z": 1.0}}, "weights contain 'Z', which is not a group of gene"),
+        ({"control": CONTROL, "control_indices": [0.5]}, "control_indices"),
+        ({"control": CONTROL, "control_indices": [[1]]}, "control_indices"),
+        ({"control": CONTROL, "control_indices": slice("a", None)}, "control_indices=slice"),
+        ({"weights": {"A": 1.0}}, "weights"),
+        ({"weights": {"Z": 1.0}}, "weights.*'Z'"),
         ({"weights": {"A": -1.0}}, "finite and not negative"),
         ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, "nothing to draw"),
         ({"set_size": 1500, "incomplete": "drop"}, "no set can be drawn"),

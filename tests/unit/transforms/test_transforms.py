@@ -91,7 +91,7 @@ def test_fetch_transform_adata_with_columns_is_indexed_together(adata):
 
 @pytest.mark.parametrize("transform", [adata_to_mindex, fetch_transform_adata])
 def test_an_unknown_column_is_named_beside_those_there_are(transform):
-    with pytest.raises(MissingKeyError, match=r"no column 'celltype'; it has .*cell_type"):
+    with pytest.raises(MissingKeyError, match="'celltype'.*cell_type"):
         transform(make_adata(dense_counts()), columns=["celltype"])
 
 
@@ -137,7 +137,7 @@ def test_hf_tahoe_to_tensor_defaults_to_the_genes_of_tahoe():
         (np.zeros(3), "got ndarray"),
         ([1, 2], "got list"),
         ([{"genes": [1, 2], "expressions": [1.0]}], "as many expressions as genes"),
-        ([{"genes": [5], "expressions": [1.0]}], r"\[0, num_genes=5\); got 5 to 5"),
+        ([{"genes": [5], "expressions": [1.0]}], "num_genes=5"),
         ([{"genes": [-1], "expressions": [1.0]}], r"got -1 to -1"),
     ],
 )
