@@ -214,7 +214,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stores")
     for layout in LAYOUTS:
         for format in FORMATS:
-            write_store(make_adata(200, 30, layout=layout), folder, format, name=layout)
+            write_store(make_adata(200, 30, layout=layout, has_everything=True), folder, format, name=layout)
     return folder
 
 

@@ -127,7 +127,8 @@ def _add(value: Any, update: Update, seen: Visited) -> None:
     else:
         if type(value).__module__.startswith("torch.distributed."):  # process groups and meshes, which know their rank
             return
-        update(_source_of(type(value)))
+        kind: Any = type(value)
+        update(_source_of(kind))
         for part in _reduced(value):
             _add(part, update, seen)
 
@@ -160,7 +161,7 @@ def _add_module(module: nn.Module, update: Update, seen: Visited) -> None:
         seen[id(part)] = part
         update(name.encode())
         # Sharding replaces the class of each module by a derived class.
-        classes = [cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule)]
+        classes: list[Any] = [cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule)]
         for cls in classes:
             if not _is_of_torch(cls) and cls is not object:
                 update(_source_of(cls))
@@ -215,6 +216,7 @@ def _add_function(function: FunctionType, update: Update, seen: Visited) -> None
         _add(held, update, seen)
 
 
+@functools.lru_cache(maxsize=1024)  # inspect parses the whole module each time
 def _source_of(thing: Any) -> bytes:
     """Return the name and source code of a class or function, or its compiled code if there is no source."""
     name = f"{thing.__module__}.{thing.__qualname__}"

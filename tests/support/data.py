@@ -119,26 +119,40 @@ def make_obs(n_obs: int, *, seed: int = 0) -> pd.DataFrame:
     ).assign(flag_missing=pd.array(np.where(missing, None, flags), dtype="boolean"))
 
 
-def make_adata(n_obs: int = 60, n_vars: int = 17, *, layout: Layout = "csr", dtype: Any = np.float32) -> ad.AnnData:
-    """Return an AnnData with obs columns of all types, layers in both layouts, and dense, sparse and tabular obsm."""
+FEW_COLUMNS = ["cell_type", "cell_type_missing", "text", "flag", "int8", "int64", "float32"]
+
+
+def make_adata(
+    n_obs: int = 60,
+    n_vars: int = 17,
+    *,
+    layout: Layout = "csr",
+    dtype: Any = np.float32,
+    has_everything: bool = False,
+) -> ad.AnnData:
+    """Return an AnnData with layers in both layouts.
+
+    With `has_everything`, obs has columns of all types, obsm has dense, sparse and tabular entries, and varm, obsp and
+    uns have entries, too. Such an atlas takes three times as long to write and to open.
+    """
     obs = make_obs(n_obs)
-    return ad.AnnData(
+    adata = ad.AnnData(
         X=make_values(n_obs, n_vars, layout=layout, dtype=dtype),
-        obs=obs,
+        obs=obs if has_everything else obs[FEW_COLUMNS],
         var=pd.DataFrame({"mean": np.arange(n_vars, dtype=float)}, index=[f"gene{i}" for i in range(n_vars)]),
         layers={
             "counts": make_values(n_obs, n_vars, layout="csr", dtype=np.int32, seed=1),
             "scaled": make_values(n_obs, n_vars, layout="dense", dtype=np.float64, seed=2),
         },
-        obsm={
-            "X_pca": make_values(n_obs, 5, layout="dense", dtype=np.float32, density=1, seed=3),
-            "sparse": make_values(n_obs, 7, layout="csr", seed=4),
-            "table": pd.DataFrame({"a": np.arange(n_obs), "b": obs["cell_type"]}, index=obs.index),
-        },
-        varm={"loadings": make_values(n_vars, 3, layout="dense", seed=5)},
-        obsp={"neighbours": sp.diags([np.arange(1.0, n_obs)], [1], shape=(n_obs, n_obs), format="csr")},
-        uns={"source": "made up"},
+        obsm={"X_pca": make_values(n_obs, 5, layout="dense", dtype=np.float32, density=1, seed=3)},
     )
+    if has_everything:
+        adata.obsm["sparse"] = make_values(n_obs, 7, layout="csr", seed=4)
+        adata.obsm["table"] = pd.DataFrame({"a": np.arange(n_obs), "b": obs["cell_type"]}, index=obs.index)
+        adata.varm["loadings"] = make_values(n_vars, 3, layout="dense", seed=5)
+        adata.obsp["neighbours"] = sp.diags([np.arange(1.0, n_obs)], [1], shape=(n_obs, n_obs), format="csr")
+        adata.uns["source"] = "made up"
+    return adata
 
 
 def write_store(adata: ad.AnnData, folder: Path, format: str, name: str = "atlas") -> Path:

@@ -89,7 +89,7 @@ def read_by_anndata(path: Path, **options: Any) -> ad.AnnData:
 
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_a_store_opens_with_everything_in_it(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout)
+    adata = make_adata(layout=layout, has_everything=True)
     adata.raw = adata
     path = write_store(adata, tmp_path, format)
     opened = dasksc.open(path)
@@ -116,7 +116,7 @@ def test_backed_and_in_memory_objects_open_to_the_same(version: str) -> None:
 
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_opening_reads_nothing_of_the_matrices(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout)
+    adata = make_adata(layout=layout, has_everything=True)
     adata.raw = adata
     path = write_store(adata, tmp_path, format)
     with recorded_reads() as reads:
@@ -149,7 +149,7 @@ def test_only_the_obs_columns_asked_for_are_read(tmp_path: Path, format: str) ->
 
 
 def test_arrays_in_memory_are_shared_not_copied() -> None:
-    adata = make_adata(layout="dense")
+    adata = make_adata(layout="dense", has_everything=True)
     opened = dasksc.open(adata)
     adata.X[7] = 99
     adata.obsm["X_pca"][7] = 98
@@ -399,7 +399,7 @@ def test_the_rows_of_a_view_keep_all_categories_so_that_codes_mean_the_same_in_e
 
 @pytest.mark.parametrize(("format", "layout"), STORES)
 def test_a_view_reads_rows_into_memory_as_anndata_takes_them(tmp_path: Path, format: str, layout: str) -> None:
-    adata = make_adata(layout=layout)
+    adata = make_adata(layout=layout, has_everything=True)
     path = write_store(adata, tmp_path, format)
     view = AnnDataView(dasksc.open(path))
     rows = np.array([2, 17, 40, 41])

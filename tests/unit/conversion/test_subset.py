@@ -28,7 +28,7 @@ def written(tmp_path: Path, data: Any, **options: Any) -> ad.AnnData:
 
 @pytest.fixture
 def adata() -> ad.AnnData:
-    made = make_adata(60, 17)
+    made = make_adata(60, 17, has_everything=True)
     made.raw = made
     made.var["symbol"] = ["twice" if i in (2, 9) else f"S{i}" for i in range(17)]
     made.var["n"] = np.arange(17)

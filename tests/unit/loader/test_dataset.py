@@ -60,7 +60,7 @@ def dataset(data, **options) -> scDataset:
     ],
 )
 def test_every_batch_holds_the_rows_its_index_names(tmp_path, format, stored, layout):
-    adata = make_adata(N_OBS, layout=stored)
+    adata = make_adata(N_OBS, layout=stored, has_everything=True)
     one = dataset(
         write_store(adata, tmp_path, format),
         layout=layout,

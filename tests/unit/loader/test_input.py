@@ -31,7 +31,7 @@ N_OBS = 60
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
+    return write_store(make_adata(N_OBS, has_everything=True), tmp_path_factory.mktemp("atlas"), "h5ad")
 
 
 def refuse(error, match, data, strategy=None, batch_size=8, **options):

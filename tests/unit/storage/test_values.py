@@ -53,7 +53,7 @@ def both(path: Path) -> Opened:
 @pytest.fixture(scope="module", params=STORES, ids="-".join)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     format, layout = request.param
-    return both(write_store(make_adata(layout=layout), tmp_path_factory.mktemp("stores"), format))
+    return both(write_store(make_adata(layout=layout, has_everything=True), tmp_path_factory.mktemp("stores"), format))
 
 
 @pytest.fixture(scope="module", params=SAMPLE_FILES + SAMPLE_ZARRS)
@@ -118,7 +118,7 @@ def assert_column_equal(column: pd.Series, array: np.ndarray, labels: list[Any] 
 
 def test_every_obs_column_of_every_kind_survives_being_written_and_encoded(written: Opened) -> None:
     opened, expected = written
-    original = make_adata().obs
+    original = make_adata(has_everything=True).obs
     assert list(opened.obs.columns) == list(original.columns)
     for name in original.columns:
         array, labels = encode_column(opened.obs[name])

@@ -171,7 +171,7 @@ def test_cells_without_a_label_belong_to_no_group_and_count_over_all():
 
 
 def test_groups_that_need_more_memory_than_there_may_be_are_refused():
-    adata = make_adata(60, 17)
+    adata = make_adata(60, 17, has_everything=True)
     message = r"60 groups of cells x 17 genes need .*memory-limit is .* Group by fewer"
     with dask.config.set({"dasksc.memory-limit": "20kB"}), pytest.raises(InputError, match=message):
         dasksc.statistics(adata, by=["int64", "uint16", "text", "float32"])
