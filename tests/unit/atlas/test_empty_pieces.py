@@ -66,8 +66,7 @@ def check_passes(data: Path | list[Path], adata: ad.AnnData, expression: str, fo
 
 
 @pytest.mark.parametrize("empty", ["first", "middle", "last"])
-@pytest.mark.parametrize(("form", "layout"), [("h5ad", "csr"), ("zarr3", "dense")])
-@pytest.mark.parametrize("is_file", [False, True], ids=["piece", "file"])
+@pytest.mark.parametrize(("form", "layout", "is_file"), [("h5ad", "csr", False), ("zarr3", "dense", True)])
 def test_passes_accept_empty_pieces_and_files(
     empty: str, form: str, layout: str, is_file: bool, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def content(store: Path) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=settings.default.max_examples * 2 // 5)  # each takes long
+@settings(max_examples=settings.default.max_examples // 5)  # each takes long
 @given(
     ends=st.lists(st.sampled_from(["", "é", "-1", "細胞"]), min_size=4, max_size=40),
     form=st.sampled_from(["h5ad", "zarr"]),

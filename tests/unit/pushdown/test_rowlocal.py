@@ -452,8 +452,8 @@ def test_a_dataset_over_normalized_x_yields_the_normalized_rows(tmp_path: Path, 
         np.testing.assert_allclose(batch.X.numpy(), 2 * dense(adata.X)[batch.index.numpy()], rtol=1e-5)
 
 
-@pytest.mark.parametrize("n_layers", [220, 500])
-def test_a_graph_deeper_than_the_stack_is_computed_by_whole_chunks(n_layers: int) -> None:
+def test_a_graph_deeper_than_the_stack_is_computed_by_whole_chunks() -> None:
+    n_layers = 500
     array = leaf("dense")
     values = array.compute()
     for _ in range(n_layers):
