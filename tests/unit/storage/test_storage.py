@@ -320,57 +320,96 @@ def test_arrays_in_memory_are_matrices_too(convert: Callable[[Any], Any]) -> Non
     check_matrix(pickle.loads(pickle.dumps(matrix)), random_csr().toarray())
 
 
-@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((3, 3, 3)), np.array([["a"]]), np.zeros((2, 2), "complex64")])
-def test_what_is_not_a_matrix_of_numbers_is_refused(array: NDArray[Any]) -> None:
-    with pytest.raises(InputError, match="mine"):
-        as_matrix(array, "mine")
+def text_file(h5ad: Path) -> Path:
+    h5ad.with_name("notes.txt").write_text("not an atlas")
+    return h5ad.with_name("notes.txt")
 
 
-def test_nothing_at_the_path(tmp_path: Path) -> None:
-    with pytest.raises(MissingPathError, match="there is nothing at"):
-        open_matrix(tmp_path / "none.h5ad", "X")
+def truncated(h5ad: Path) -> Path:
+    h5ad.write_bytes(h5ad.read_bytes()[: h5ad.stat().st_size // 2])
+    return h5ad
 
 
-def test_a_directory_that_is_no_store(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="not a Zarr store"):
-        open_matrix(tmp_path, "X")
+def without(name: str, n_kept: int | None = None) -> Callable[[Path], Path]:
+    """Return a function that removes an array of X from a file, or all of its entries but `n_kept`."""
+
+    def prepare(h5ad: Path) -> Path:
+        with h5py.File(h5ad, "r+") as file:
+            values = file[f"X/{name}"][:n_kept]
+            del file[f"X/{name}"]
+            if n_kept is not None:
+                file[f"X/{name}"] = values
+        return h5ad
+
+    return prepare
 
 
-def test_a_file_that_is_no_store(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("not an atlas")
-    with pytest.raises(StorageError, match="not an HDF5 file"):
-        open_matrix(path, "X")
+@pytest.mark.parametrize(
+    ("prepare", "key", "error", "facts"),
+    [
+        (lambda h5ad: h5ad.with_name("none.h5ad"), "X", MissingPathError, ["none.h5ad"]),
+        (lambda h5ad: h5ad.parent, "X", StorageError, ["Zarr"]),
+        (text_file, "X", StorageError, ["notes.txt", "HDF5"]),
+        (truncated, "X", CorruptDataError, ["truncated"]),
+        (without("indices"), "X", CorruptDataError, ["indices"]),
+        (without("indptr", -1), "X", CorruptDataError, ["X"]),
+        (without("indices", -1), "X", CorruptDataError, ["X"]),
+        (without("data", -1), "X", CorruptDataError, ["X"]),
+        (Path, "obs", InputError, ["dataframe"]),
+        (Path, "obs/_index", InputError, ["obs/_index"]),
+        (Path, "layers/spliced", MissingKeyError, ["layers/spliced", "layers/columns", "layers/dense", "obsm/X_pca"]),
+    ],
+)
+def test_what_is_no_matrix_of_a_store_is_refused(
+    h5ad: Path, prepare: Callable[[Path], Path], key: str, error: type[Exception], facts: list[str]
+) -> None:
+    path = prepare(h5ad)
+    with pytest.raises(error) as caught:
+        open_matrix(path, key)
+    assert all(fact in str(caught.value) for fact in facts)
 
 
-def test_a_missing_key_lists_those_there_are(written: Path) -> None:
-    with pytest.raises(MissingKeyError, match="layers/columns, layers/dense, obsm/X_pca") as caught:
-        open_matrix(written, "layers/spliced")
-    assert "'layers/spliced'" in str(caught.value)
+def gathered(n_rows: int, out: NDArray[Any], **more: Any) -> Callable[[Matrix], Any]:
+    return lambda matrix: matrix.fetch(np.arange(10)).gather(np.arange(n_rows), out=out, **more)
 
 
-def test_a_group_that_is_no_matrix_is_refused(written: Path) -> None:
-    with pytest.raises(InputError, match="dataframe"):
-        open_matrix(written, "obs")
+@pytest.mark.parametrize(
+    ("use", "fact"),
+    [
+        *((lambda matrix, rows=rows: matrix.fetch(np.array(rows)), "rows") for rows in ([5, 4], [-1], [N_OBS], [0.5])),
+        (lambda matrix: matrix.fetch(np.array([[1]])), "rows"),
+        (gathered(3, np.empty((2, N_VARS))), "out"),
+        (gathered(3, np.empty((N_VARS, 3)).T), "out"),
+        (gathered(11, np.empty((11, N_VARS))), "positions"),
+        (gathered(1, np.empty((1, 2)), columns=Columns(positions=np.arange(2), n_vars=3)), "columns"),
+        (lambda matrix: Columns(positions=np.array([0, 0]), n_vars=3), "column"),
+        (lambda matrix: Columns(positions=np.array([-1]), n_vars=3), "3"),
+        (lambda matrix: Columns(positions=np.array([3]), n_vars=3), "3"),
+        (lambda matrix: Columns(np.array([0, 2]), 3, np.array([0, 2]), 2), "2"),
+        (lambda matrix: Columns(np.array([0, 2]), 3, np.array([-1, 0]), 2), "2"),
+        (lambda matrix: Columns(np.array([0, 2]), 3, np.array([0]), 2), "2"),
+        (lambda matrix: as_matrix(np.zeros(3), "mine"), "mine"),
+        (lambda matrix: as_matrix(np.array([["a"]]), "mine"), "mine"),
+        (lambda matrix: as_matrix(np.zeros((2, 2), "complex64"), "mine"), "mine"),
+    ],
+)
+def test_rows_columns_and_arrays_that_do_not_fit_are_refused(
+    h5ad: Path, use: Callable[[Matrix], Any], fact: str
+) -> None:
+    for key in ("X", "layers/dense", "layers/columns"):
+        matrix = open_matrix(h5ad, key)
+        with pytest.raises(InputError, match=fact):
+            use(matrix)
 
 
-def test_strings_are_refused(written: Path) -> None:
-    with pytest.raises(InputError, match="can be read"):
-        open_matrix(written, "obs/_index")
-
-
-def test_a_matrix_without_one_of_its_arrays_is_refused(h5ad: Path) -> None:
+@pytest.mark.parametrize("value", [0, -5, 10**6])
+def test_an_indptr_that_decreases_or_leaves_the_data_is_named_with_its_row(h5ad: Path, value: int) -> None:
     with h5py.File(h5ad, "r+") as file:
-        del file["X/indices"]
-    with pytest.raises(CorruptDataError, match="without its indices"):
-        open_matrix(h5ad, "X")
-
-
-def test_a_truncated_h5ad_is_refused(h5ad: Path) -> None:
-    whole = h5ad.read_bytes()
-    h5ad.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CorruptDataError, match="truncated"):
-        open_matrix(h5ad, "X")
+        file["X/indptr"][21] = value
+    matrix = open_matrix(h5ad, "X")
+    matrix.fetch(np.array([19, 22]))
+    with pytest.raises(CorruptDataError, match=r"indptr.*20"):
+        matrix.fetch(np.array([19, 20]))
 
 
 def test_a_locked_h5ad_is_refused_until_it_is_released(h5ad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,59 +488,6 @@ def test_a_column_number_outside_the_matrix_is_named_with_its_row(h5ad: Path, wr
         with pytest.raises(CorruptDataError, match=f"atlas.h5ad:/X/indices.*{row}"):
             use()
     fetched.gather(np.array([0, 2]), out=np.empty((2, N_VARS)))
-
-
-@pytest.mark.parametrize("value", [0, -5, 10**6])
-def test_an_indptr_that_decreases_or_leaves_the_data_is_named_with_its_row(h5ad: Path, value: int) -> None:
-    with h5py.File(h5ad, "r+") as file:
-        file["X/indptr"][21] = value
-    matrix = open_matrix(h5ad, "X")
-    matrix.fetch(np.array([19, 22]))
-    with pytest.raises(CorruptDataError, match=r"atlas.h5ad:/X/indptr: row 20 "):
-        matrix.fetch(np.array([19, 20]))
-
-
-@pytest.mark.parametrize("name", ["indptr", "indices", "data"])
-def test_arrays_that_do_not_fit_each_other_are_refused(h5ad: Path, name: str) -> None:
-    with h5py.File(h5ad, "r+") as file:
-        values = file[f"X/{name}"][:-1]
-        del file[f"X/{name}"]
-        file[f"X/{name}"] = values
-    with pytest.raises(CorruptDataError, match="X"):
-        open_matrix(h5ad, "X")
-
-
-@pytest.mark.parametrize("rows", [[5, 4], [-1, 3], [N_OBS], [[1]], [0.5]])
-def test_rows_that_do_not_ascend_or_leave_the_matrix_are_refused(h5ad: Path, rows: list[Any]) -> None:
-    for key in ("X", "layers/dense", "layers/columns"):
-        with pytest.raises(InputError, match="rows must"):
-            open_matrix(h5ad, key).fetch(np.array(rows))
-
-
-def test_a_gather_that_does_not_fit_is_refused(h5ad: Path) -> None:
-    for key in ("X", "layers/dense"):
-        fetched = open_matrix(h5ad, key).fetch(np.arange(10))
-        with pytest.raises(InputError, match="out must"):
-            fetched.gather(np.arange(3), out=np.empty((2, N_VARS)))
-        with pytest.raises(InputError, match="out must"):
-            fetched.gather(np.arange(3), out=np.empty((N_VARS, 3)).T)
-        with pytest.raises(InputError, match="positions must"):
-            fetched.gather(np.array([10]), out=np.empty((1, N_VARS)))
-        columns = Columns(positions=np.arange(2), n_vars=3)
-        with pytest.raises(InputError, match="columns"):
-            fetched.gather(np.array([1]), out=np.empty((1, 2)), columns=columns)
-
-
-@pytest.mark.parametrize("positions", [[0, 0], [-1], [3]])
-def test_columns_that_repeat_or_leave_the_matrix_are_refused(positions: list[int]) -> None:
-    with pytest.raises(InputError):
-        Columns(positions=np.array(positions), n_vars=3)
-
-
-@pytest.mark.parametrize(("to", "n_out"), [([0, 2], 2), ([-1, 0], 2), ([0], 2), ([0, 1], 1)])
-def test_columns_that_go_nowhere_are_refused(to: list[int], n_out: int) -> None:
-    with pytest.raises(InputError, match=f"{n_out}"):
-        Columns(np.array([0, 2]), 3, np.array(to), n_out)
 
 
 def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
