@@ -468,3 +468,19 @@ def test_names_are_left_out_if_asked(tmp_path, format):
     assert dasksc.open(unnamed).obs.index.equals(unnamed.obs.index)
     with pytest.raises(dasksc.InputError, match="index_unique"):
         dasksc.open([path, path], index_unique="-", names=False)
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [
+        ([60], IndexError),
+        ([-61], IndexError),
+        (np.ones(59, dtype=bool), IndexError),
+        (["cell5", "nobody"], MissingKeyError),
+        ([0.5], InputError),
+        ([[1, 2]], InputError),
+    ],
+)
+def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        AnnDataView(dasksc.open(make_adata()))[index]

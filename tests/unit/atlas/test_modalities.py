@@ -253,3 +253,31 @@ def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Pa
     # A single modality, opened as an atlas, has the same cells as `data`, so the predictions can be attached to it.
     rna = dasksc.open(data["rna"], attach={"obsm/X_joint": tmp_path / "emb.zarr"})
     np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
+
+
+@pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
+def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kind: str) -> None:
+    own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}
+    path = store(tmp_path, "h5mu" if kind == "memory" else kind, own)
+    given: Any = path
+    if kind == "memory":
+        mudata = pytest.importorskip("mudata")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = mudata.read_h5mu(path)
+    opened = dasksc.Modalities(given)
+    assert set(own) | {"site", "prot:kind"} <= set(opened.obs)
+    assert opened.obs.columns.is_unique
+    assert set(opened.obs["rna:leiden"]) == set(opened.obs["batch:1"]) == {"own"}
+    assert opened.obs["rna:score"].tolist() == parts()["rna"].obs["score"][opened.obs_names].tolist()
+    some = dasksc.Modalities(given, obs=["rna:leiden", "batch:1", "rna:score"])
+    pd.testing.assert_frame_equal(some.obs, opened.obs[["rna:leiden", "batch:1", "rna:score"]])
+    with pytest.raises(MissingKeyError, match="scor"):
+        dasksc.Modalities(given, obs=["rna:scor"])
+    assert set(opened.obsm) == {"X_mofa"}
+    everyone = sorted(set().union(*(adata.obs_names for adata in parts().values())))
+    expected = [[2.0 * i, 2.0 * i + 1] for i in map(everyone.index, opened.obs_names)]
+    assert opened.obsm["X_mofa"].compute().tolist() == expected
+    opened["rna"].obsm["X_mofa"] = opened.obsm["X_mofa"]
+    batch = next(iter(dasksc.scDataset(opened, dasksc.Streaming(), 8, obsm=["rna:X_mofa"], seed=0)))
+    assert batch.rna.obsm["X_mofa"].tolist() == expected[:8]

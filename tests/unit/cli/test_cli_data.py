@@ -229,3 +229,11 @@ def test_stats_writes_names_of_cells_and_refuses_a_prefix_of_no_gene(tmp_path):
     refused = click.testing.CliRunner().invoke(cli.group, ["stats", str(path), "--qc", "mito=mt-"])
     assert isinstance(refused.exception, InputError)
     assert "'mt-'" in str(refused.exception)
+
+
+def test_an_anndata_in_memory_is_described_too() -> None:
+    found = dasksc.describe(atlas(0), seconds=0.01)
+    assert "cells/s" in repr(found)
+    assert (found.n_obs, found.matrices, len(found.rates)) == (N, (), 4)
+    with pytest.raises(dasksc.InputError, match="negative"):
+        dasksc.describe(atlas(0), seconds=-1)
