@@ -23,7 +23,7 @@ from anndata.io import sparse_dataset
 import dasksc
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.view import AnnDataView
-from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.pushdown import DaskMatrix, matrix_of
 from tests.support.data import (
     FORMATS,
