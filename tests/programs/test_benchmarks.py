@@ -1,4 +1,7 @@
-"""Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless."""
+"""Tests that run the benchmarks at tiny sizes, at which the measurements are meaningless.
+
+Programs that mostly start other processes (predict, cluster, out_of_core, overlap) run before a release only.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def call(program: str, work: Path, *options: str) -> dict:
     """Call the `main` of a benchmark at a tiny size, with contenders in this process; return its report."""
     module = importlib.import_module(program)
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(module, "Contender") and program != "out_of_core":  # its processes measure what they read
+        if hasattr(module, "Contender"):
             patch.setattr(module, "Contender", Here)
         return module.main(["--work", str(work), *options, "--cells", str(CELLS), "--genes", str(GENES)])
 
@@ -126,19 +129,15 @@ HERE = {
     "diversity": ["--batch", "32", "--blocks", "1", "64", "--fetch-factors", "4", *QUICK[:4]],
     "balanced": ["--batch", "32", "--steps", "20", "--seeds", "1"],
     "tokens": [*SIZES, *QUICK[:4]],
-    "predict": ["--batch", "64", "--rounds", "1"],
     "summaries": ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3"],
     "augmentation": [*SIZES, *QUICK[:4]],
     "convert": [*SIZES, *QUICK],
-    "cluster": [*SIZES, *QUICK, "--ranks", "3", "--tasks", "4"],
     "files": [*SIZES, *QUICK, "--small-files", "12", "--layouts", "csr"],
     "epochs": [*SIZES, *QUICK, "--short", "150", "--layouts", "csr"],
-    "out_of_core": [*SIZES, "--rounds", "1", "--limits", "1GiB", "--layouts", "csr", "--no-peer", "--pread", "2"],
     "plans": ["--rows", "40000", "--repeats", "1", "--cases", "blocks", "balanced"],
 }
 # Programs that start ranks or measure their own process, with the statuses that they may end with.
 PROGRAMS = {
-    "overlap.py": ([*SIZES, "--rounds", "1", "--ranks", "2", "--epochs", "2"], {0, 1}),
     "memory.py": ([*SIZES, "--epochs", "2"], {0, 1}),
     "soak.py": (["--minutes", "0.1", "--ranks", "2", "--batch", "32", "--stalls", "0.05"], {0}),
 }
