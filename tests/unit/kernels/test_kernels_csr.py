@@ -21,15 +21,11 @@ N_VARS = 37
 # Pairs of the stored dtype and the requested dtype.
 VALUE_DTYPES = [
     ("float32", "float32"),
-    ("float64", "float32"),
     ("uint16", "float32"),
     ("int64", "float64"),
-    ("bool", "float32"),
     ("uint8", "int32"),
-    ("int8", "uint64"),
-    ("float32", "bool"),
 ]
-INDEX_DTYPES = ["int32", "int64", "uint16", "uint32", "uint64", "int8"]
+INDEX_DTYPES = ["int64", "uint16"]
 
 
 def address(array: NDArray[Any]) -> int:
@@ -212,7 +208,7 @@ def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any])
     rows=st.lists(st.lists(st.integers(0, 199), max_size=150), min_size=1, max_size=6),
     order=st.permutations(range(200)),
     n_kept=st.integers(1, 200),
-    types=st.sampled_from([("float32", "float32"), ("uint8", "int64"), ("uint8", "float32"), ("bool", "bool")]),
+    types=st.sampled_from([("float32", "float32"), ("uint8", "int64")]),
 )
 def test_merged_rows_ascend_and_hold_the_sums(
     rows: list[list[int]], order: list[int], n_kept: int, types: tuple[str, str]
@@ -239,7 +235,7 @@ def test_merged_rows_ascend_and_hold_the_sums(
         np.testing.assert_array_equal(data[start:stop], [sums[column] for column in sorted(sums)])
 
 
-@pytest.mark.parametrize("unsigned", ["uint16", "uint32"])
+@pytest.mark.parametrize("unsigned", ["uint16"])
 @pytest.mark.parametrize("begins", [0, 1])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 64, 65, 131])
 def test_each_column_of_a_row_is_renumbered_and_judged(n: int, begins: int, unsigned: str) -> None:
@@ -316,7 +312,7 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
 
 
 @pytest.mark.parametrize("n_vars", [0, 1, 63, 64, 65, 127, 128, 200])
-@pytest.mark.parametrize("dtype", ["u1", "i2", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["u1", "f4"])
 def test_rows_of_any_width_are_squeezed_put_back_and_spread(n_vars: int, dtype: str) -> None:
     rng = np.random.default_rng(n_vars)
     dense = rng.integers(0, 3, (3, n_vars)).astype(dtype)  # rows with odd widths are not aligned to vectors
@@ -382,7 +378,7 @@ def test_places_are_found_to_ascend_as_scipy_finds_them(rows: list[list[int]], d
         ),
         max_size=12,
     ),
-    st.sampled_from(["float32", "float64", "int32", "int64", "uint32", "uint64", "int16", "uint16"]),
+    st.sampled_from(["float32", "float64", "int32", "uint64"]),
     st.sampled_from([0, 4090]),
 )
 def test_counts_are_told_from_other_values(values: list[float], dtype: str, n_before: int) -> None:
