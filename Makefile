@@ -27,9 +27,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgro
 # The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
-# The quickest checks come first. The site is built by one process, so the other short checks run beside it.
+# The quickest checks come first. The site is built by one process, so the other short checks run beside it. A test of
+# `make test-faults` reads damaged files, too; `make fuzz` does so for longer.
 FIRST := lint types
-SHORT_CHECKS := docs demo fuzz bounds
+SHORT_CHECKS := docs demo bounds
 TESTS := test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs tutorials-record lowest rapids clean
@@ -83,7 +84,7 @@ types: $(VENV)/.dev
 
 # The tests of the kernels run again with bounds checks.
 bounds: $(VENV)/.dev
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/storage/test_storage_fast.py tests/unit/transforms/test_tokens.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m core tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/transforms/test_tokens.py
 
 # Two processes read damaged files for half a minute.
 fuzz: $(VENV)/.dev

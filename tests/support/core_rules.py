@@ -21,7 +21,7 @@ import dasksc.loader  # noqa: F401, the first test would import them
 
 __all__ = ["LIMIT_S", "SMOKES"]
 
-LIMIT_S = 30.0
+LIMIT_S = 6.0
 SMOKES = (
     "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, training on two ranks
     "tests/integration/ranks/test_ddp.py",  # torchrun

@@ -38,14 +38,14 @@ def gzipped(tmp_path_factory):
 @pytest.mark.parametrize("how", ["steps", "moments"])
 def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how, "20"],
+        [sys.executable, str(PROGRAMS / "convert_kills.py"), str(gzipped), str(tmp_path), how, "12"],
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["n_kills"] >= 20
+    assert json.loads(done.stdout.splitlines()[-1])["n_kills"] >= 12
     stores = sorted(tmp_path.glob("*.zarr"))
     whole = contents(stores[0])
     assert [store.name for store in stores if contents(store) != whole] == []
