@@ -245,9 +245,6 @@ def test_the_attributes_that_programs_read():
     assert (dataset.drop_last, dataset.rank, dataset.world_size) == (True, 1, 2)
 
 
-# --- Sampling -----------------------------------------------------------------------------------------
-
-
 # --- User-defined strategies --------------------------------------------------------------------------
 
 

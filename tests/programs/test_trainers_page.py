@@ -61,9 +61,6 @@ def test_its_programs_run(library, folder):
     run_text("".join([common, *of_library]), f"{library}_program.py", folder)
 
 
-# --- Keys of YAML files and arguments of Lightning ----------------------------------------------------
-
-
 # The page's model on two processes: its shards, the global gradient norm before and after clipping, learning rates.
 SHARDED = """
 import json

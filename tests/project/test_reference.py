@@ -144,6 +144,3 @@ def test_the_site_shows_every_option_of_a_command():
                 assert all(option in text for option in parameter.opts), (name, parameter.opts)
     with pytest.raises(ValueError, match="no command 'sing'"):
         commands.help_of("sing")
-
-
-# --- Glossary ---------------------------------------------------------------------------------------------

@@ -201,9 +201,6 @@ def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket
     are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
 
 
-# --- Sizes suited to a network ------------------------------------------------------------------------
-
-
 # --- Through fsspec -----------------------------------------------------------------------------------
 
 

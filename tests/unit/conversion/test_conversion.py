@@ -606,9 +606,6 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
     assert not (tmp_path / "out.zarr").exists()
 
 
-# --- Components of a conversion ---------------------------------------------------------------------
-
-
 # --- The command ------------------------------------------------------------------------------------
 
 

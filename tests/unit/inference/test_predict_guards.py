@@ -144,9 +144,6 @@ def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
     assert sorted(store.rglob("*")) == before
 
 
-# --- Two runs at once -----------------------------------------------------------------------------------
-
-
 # --- Damaged notes --------------------------------------------------------------------------------------
 
 

@@ -295,6 +295,3 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
     chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
     assert chosen == sum(quotas)
     assert out.tolist() == expected
-
-
-# --- In actual use ----------------------------------------------------------------------------------

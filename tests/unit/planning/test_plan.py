@@ -262,7 +262,7 @@ def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
 def test_an_epoch_without_rows_has_no_batches(name: str, drop_last: bool, equal_ranks: bool) -> None:
     plan = plan_of(strategy_of(name, 0, 4), 0, world_size=3, drop_last=drop_last, equal_ranks=equal_ranks)
     assert (plan.n_rows, plan.n_batches, plan.n_fetches, plan.n_padded, plan.n_dropped) == (0, 0, 0, 0, 0)
-    with pytest.raises(IndexError, match="0.*0"):
+    with pytest.raises(IndexError, match="fetch 0.*0"):
         plan.fetch(0)
 
 

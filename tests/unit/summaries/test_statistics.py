@@ -240,9 +240,6 @@ def test_what_does_not_fit_the_atlas_is_refused(options, error, message):
         dasksc.statistics(make_adata(60, 17), **options)
 
 
-# --- On the command line --------------------------------------------------------------------------------
-
-
 # --- Memory ---------------------------------------------------------------------------------------------
 
 

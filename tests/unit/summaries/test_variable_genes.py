@@ -252,7 +252,7 @@ def test_what_cannot_be_compared_is_refused(caplog):
     with pytest.raises(InputError, match="filter"):
         dasksc.highly_variable_genes(adata, 50, filter="batch == 'b9'")
     adata.obs["gaps"] = adata.obs["batch"].where(np.arange(600) > 9)
-    with pytest.raises(InputError, match="10"):
+    with pytest.raises(InputError, match="batch.* 10 "):
         dasksc.highly_variable_genes(adata, 50, batch_key="gaps")
     pytest.importorskip("skmisc")
     missing, below, fractions = adata.copy(), adata.copy(), adata.copy()
