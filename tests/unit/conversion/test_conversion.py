@@ -439,20 +439,6 @@ def test_a_target_may_not_be_an_input(tmp_path):
             dasksc.convert(path, target, overwrite=True)
 
 
-@pytest.fixture
-def plates(tmp_path, monkeypatch):
-    """Folder with two atlases: an h5ad file and a Zarr store."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "plates"
-    folder.mkdir()
-    for i, kind in enumerate(["h5ad", "zarr3"]):
-        part = small(3)
-        part.obs_names = [f"{kind}{j}" for j in range(3)]
-        path = write_store(part, folder, kind, name=f"plate{i}")
-        path.rename(folder / f"plate{i}{path.suffix}")
-    return folder
-
-
 @pytest.mark.parametrize("order", ["shuffle", "keep"])
 def test_cells_that_agree_in_several_columns_lie_together(tmp_path, order):
     rng = np.random.default_rng(0)
