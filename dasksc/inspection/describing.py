@@ -66,11 +66,11 @@ def describe(
     Returns
     -------
     Report
-        Facts by name, also as attributes: ``n_files``, ``n_obs`` and ``n_vars``; a row for each of the ``modalities``
-        of a MuData, of the columns in ``obs``, of the stored ``matrices`` and of the measured ``rates``; and
-        ``advice``. A matrix that several files store in the same way is one row. ``stored_bytes`` is None for a Zarr
-        store on a web server, which cannot list its contents. ``print(report)`` shows all of it, and
-        ``report.to_json()`` returns it as JSON.
+        Facts by name, also as attributes: ``n_files``, ``n_obs`` and ``n_vars``; the ``conversion`` that
+        `dasksc.convert` has recorded in a store; a row for each of the ``modalities`` of a MuData, of the columns in
+        ``obs``, of the stored ``matrices`` and of the measured ``rates``; and ``advice``. A matrix that several files
+        store in the same way is one row. ``stored_bytes`` is None for a Zarr store on a web server, which cannot list
+        its contents. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
 
     Raises
     ------
@@ -110,8 +110,10 @@ def describe(
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
     matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))
     rates = list(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else []
-    # Cells are not shuffled across files, even if each file is shuffled.
-    advice = [*_advice_on_storage(matrices), *_advice_on_blocks(rates, is_shuffled=len(parts) == 1 and stored[0][1])]
+    conversion = stored[0][1] if len(parts) == 1 else None  # cells are not shuffled across files
+    # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
+    is_shuffled = conversion is not None and (conversion.get("order"), conversion.get("group_by")) == ("shuffle", None)
+    advice = [*_advice_on_storage(matrices), *_advice_on_blocks(rates, is_shuffled=is_shuffled)]
     if not has_x:
         advice.insert(0, "X is not stored, so there are no batches until adata.X is set, for example from a layer")
     return Report(
@@ -119,6 +121,7 @@ def describe(
         n_files=len(parts),
         n_obs=int(opened.n_obs),
         n_vars=n_vars,
+        conversion=conversion,
         modalities=modalities,
         obs=list(_columns(opened.obs)),
         matrices=matrices,
@@ -192,15 +195,13 @@ def _advice_on_blocks(rates: Sequence[Report], *, is_shuffled: bool) -> Iterator
             return
 
 
-def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], bool]:
-    """Return the matrices of a file or store, and whether `dasksc.convert` has shuffled its cells."""
+def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | None]:
+    """Return the matrices of a file or store, and how `dasksc.convert` has ordered its cells."""
     if not isinstance(source, str | os.PathLike):
-        return [], False
+        return [], None
     with root_of(where_of(os.fspath(source), options), options) as root:
-        conversion = root.attrs.get("dasksc")
-        # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
-        is_shuffled = isinstance(conversion, Mapping) and conversion.get("order") == "shuffle"
-        return list(_matrices_of(root)), is_shuffled and conversion.get("group_by") is None
+        how = root.attrs.get("dasksc")
+        return list(_matrices_of(root)), Report(how) if isinstance(how, Mapping) else None
 
 
 def _matrices_of(root: Any, prefix: str = "") -> Iterator[Report]:

@@ -40,7 +40,7 @@ class Report(dict[str, Any]):
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        style = 'style="text-align: left; vertical-align: top"'
+        style = 'style="text-align: left; vertical-align: top; padding-right: 1em"'
         parts = []
         for title, rows in self._sections():
             body = ("".join(f"<td {style}>{html.escape(cell)}</td>" for cell in row) for row in rows)
@@ -86,6 +86,8 @@ def _text(name: str, value: Any) -> str:
         return " x ".join(f"{size:,}" for size in value)
     if name.endswith("bytes"):
         return str(format_bytes(value))
+    if name.endswith("_per_s"):
+        return f"{value:,.0f} {name.removesuffix('_per_s')}/s"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
