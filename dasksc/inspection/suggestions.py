@@ -149,24 +149,21 @@ def suggest_parameters(
     (0, True)
     """
     check_flags(verbose=verbose)
-    for name, number, low in (
-        ("batch_size", batch_size, 1),
-        ("max_workers", max_workers, 0),
-        ("min_workers", min_workers, 0),
-    ):
-        whole_number(name, number, low)
+    whole_number("batch_size", batch_size)
+    whole_number("max_workers", max_workers, 0)
+    whole_number("min_workers", min_workers, 0)
     share: Any = target_ram_fraction
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     data_collection = _opened(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
-    sample_bytes = estimate_sample_size(
-        data_collection,
-        fetch_callback=fetch_callback,
-        fetch_transform=fetch_transform,
-        batch_callback=batch_callback,
-        batch_transform=batch_transform,
-    )
+    hooks: dict[str, Any] = {
+        "fetch_callback": fetch_callback,
+        "fetch_transform": fetch_transform,
+        "batch_callback": batch_callback,
+        "batch_transform": batch_transform,
+    }
+    sample_bytes = estimate_sample_size(data_collection, **hooks)
     num_workers = min(min_workers, max_workers)
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
@@ -195,12 +192,6 @@ def suggest_parameters(
         ),
     )
     if labels is not None:
-        hooks = {
-            "fetch_callback": fetch_callback,
-            "fetch_transform": fetch_transform,
-            "batch_callback": batch_callback,
-            "batch_transform": batch_transform,
-        }
         measured = _measure_blocks(data_collection, batch_size, fetch_factor, labels, hooks)
         result |= {f"block_size_{name}": _best_block(measured, least) for name, least in _LEAST_DIVERSITY.items()}
         result["measured"] = measured
