@@ -26,7 +26,7 @@ from dasksc.executor import reporting
 pytestmark = pytest.mark.programs
 
 WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
-LABELS = {"key", "name", "worker", "host", "pid"}
+LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 ON_LOOPBACK = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
 

@@ -21,13 +21,16 @@ def test_something_else_is_refused():
 
 def page_by_itself(*clients: str) -> LoaderPage:
     return LoaderPage(
-        types.SimpleNamespace(clients=set(clients), handlers={}, task_metadata={}, workers={}, address="a")
+        types.SimpleNamespace(
+            clients=set(clients), handlers={}, task_metadata={}, workers={}, address="a", task_prefixes={}
+        )
     )
 
 
 def report_of(key: str, **changed: Any) -> dict[str, Any]:
     figures = {"key": key, "name": "atlas", "worker": None, "rank": 0, "epoch": 0, "n_batches_before": 0}
     figures |= {"n_batches": 0, "n_rows": 0, "clock_s": 0.0, "waited_s": 0.0, "wait_share": 0.0, "has_ended": False}
+    figures |= {"tasks": "epoch 0: dasksc-fetch-atlas", "n_fetches": 8, "n_fetched": 0, "n_fetching": 0, "n_ready": 0}
     return figures | changed
 
 
