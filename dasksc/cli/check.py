@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,10 +10,8 @@ from typing import Any
 import click
 
 import dasksc
-from dasksc.cli._messages import as_options, folded
-from dasksc.cli._shared import Features, StorageOptions, data_options, opened, print_json, title_of
-from dasksc.inspection.dryrun_report import Check
-from dasksc.memory.limits import recommended_bytes
+from dasksc.cli._messages import as_options
+from dasksc.cli._shared import Features, StorageOptions, data_options, opened, title_of
 from dasksc.sampling.named import SHORT_NAMES, is_balanced, strategy_named
 
 __all__ = ["command"]
@@ -110,29 +107,23 @@ def command(
         memory_limit=memory_limit,
     )
     found = dasksc.check(_data_loader(dataset, num_workers), world_size, label_key=label_key)
-    found = dataclasses.replace(
-        found,
-        name=f"{title_of(paths)} by {type(dataset.strategy).__name__}",
-        warnings=tuple(map(as_options, found.warnings)),
-    )
-    if as_json:
-        print_json(dataclasses.asdict(found) | {"world_size": found.world_size, "rank_bytes": found.rank_bytes})
-    else:
-        click.echo(folded("\n".join([repr(found), *_request(found)])))
+    found["name"] = f"{title_of(paths)} by {type(dataset.strategy).__name__}"
+    found["warnings"] = list(map(as_options, found.warnings))
+    click.echo(found.to_json() if as_json else "\n".join([str(found), *_request(found)]))
     if strict and found.warnings:
         sys.exit(1)
 
 
-def _request(found: Check) -> Iterator[str]:
+def _request(found: Any) -> Iterator[str]:
     """Yield the resources to request from a job scheduler for all ranks, not counting what the model needs."""
-    if found.job_bytes is None:
+    if found.request_bytes is None:
         return
-    mebibytes, n_ranks = recommended_bytes(found.job_bytes) // 2**20, found.world_size
+    mebibytes, n_ranks = found.request_bytes // 2**20, found.world_size
     n_cpus = found.num_workers + 1  # one for the trainer
-    yield f"  Slurm    --ntasks={n_ranks} --cpus-per-task={n_cpus} --mem-per-cpu={-(-mebibytes // n_cpus)}M"
+    yield f"Slurm    --ntasks={n_ranks} --cpus-per-task={n_cpus} --mem-per-cpu={-(-mebibytes // n_cpus)}M"
     if n_cpus == 1:
-        yield "           (for N CPUs per task, divide this memory by N)"
-    yield f"  k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
+        yield "         (for N CPUs per task, divide this memory by N)"
+    yield f"k8s      {n_ranks} pod{'s' * (n_ranks > 1)} with resources.limits.memory: {mebibytes}Mi"
 
 
 def _data_loader(dataset: dasksc.scDataset, num_workers: int) -> Any:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import PurePath
 from typing import Any
 
 import click
 
 import dasksc
-from dasksc.atlas.inputs import atlas_inputs
-from dasksc.cli._messages import folded
-from dasksc.cli._shared import Features, StorageOptions, cached_in, data_of, data_options, opened, print_json
-from dasksc.storage import is_url, redact_url
+from dasksc.cli._shared import Features, StorageOptions, cached_in, data_of, data_options
 
 __all__ = ["command"]
 
@@ -51,31 +46,8 @@ def command(
     .h5mu file or Zarr store of a MuData, the modalities are listed. Four tests of reading speed take --seconds each;
     with 0, no matrix is read.
     """
-    if storage_options and any(map(is_url, paths)):
-        found = _behind_urls(paths, join, features, storage_options, cache, seconds)
-    else:
-        with cached_in(cache):
-            chosen: Any = features
-            how: Any = "outer" if join == "outer" else "inner"
-            found = dasksc.describe(data_of(paths), join=how, seconds=seconds, **chosen)
-    if as_json:
-        print_json(found)
-    else:
-        click.echo(folded(repr(found)))
-
-
-def _behind_urls(
-    paths: tuple[str, ...],
-    join: str,
-    features: Features,
-    storage_options: StorageOptions,
-    cache: str | None,
-    seconds: float,
-) -> Any:
-    """Describe atlases that need storage options. They are opened here, since `describe` has no such argument."""
-    atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache)
-    found = dasksc.describe(atlas, seconds=seconds)
-    parts = atlas_inputs(data_of(paths), storage_options)
-    named = [redact_url(path) if is_url(path) else path for path in paths]
-    name = named[0] if len(named) == 1 else ", ".join(PurePath(one).name for one in named)
-    return dataclasses.replace(found, name=name, n_files=1 if parts is None else len(parts))
+    with cached_in(cache):
+        chosen: Any = features
+        how: Any = "outer" if join == "outer" else "inner"
+        found = dasksc.describe(data_of(paths), join=how, seconds=seconds, storage_options=storage_options, **chosen)
+    click.echo(found.to_json() if as_json else str(found))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping
 from typing import Any
 
 import click
 
 import dasksc
-from dasksc.cli._messages import folded
-from dasksc.cli._shared import Features, StorageOptions, data_of, data_options, opened, print_json
+from dasksc.cli._shared import Features, StorageOptions, data_of, data_options, opened
 
 __all__ = ["command"]
 
@@ -62,16 +59,13 @@ def command(
     if isinstance(atlas, dasksc.Modalities):
         raise dasksc.InputError(
             "dasksc suggest chooses block_size and fetch_factor for a single matrix, but this path contains several "
-            f"modalities ({', '.join(atlas)}). Try values yourself: dasksc check prints the memory that they need, and "
-            "dasksc bench measures the rate that they reach"
+            f"modalities ({', '.join(atlas)}). Try values yourself: dasksc check prints the memory that they need"
         )
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        found = dasksc.suggest_parameters(atlas, batch_size, memory_share, verbose=not as_json, labels=label_key)
+    found = dasksc.suggest_parameters(atlas, batch_size, memory_share, verbose=False, labels=label_key)
     if as_json:
-        print_json(found)
+        click.echo(found.to_json())
         return
-    click.echo(folded(printed.getvalue().rstrip(), indent=2))
+    click.echo(str(found))
     click.echo(f"\nCode to paste:\n\n{_code(paths, join, features, storage_options, cache, batch_size, found)}")
 
 
