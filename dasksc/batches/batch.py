@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.kernels import csr as kernels
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "Change", "device_of", "on_device"]
+__all__ = ["Batch", "BatchMaker", "Categories", "device_of", "on_device"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
@@ -301,65 +300,6 @@ def _csr_tensor(
     return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
 
-class Change(Protocol):
-    """Operation that changes values of one matrix of a batch in place, before they become a tensor."""
-
-    @property
-    def part(self) -> str:
-        """Key of the matrix: ``"X"`` or ``"layers/NAME"``."""
-
-    def change(
-        self,
-        rows: NDArray[np.int64],
-        first_row: int,
-        indptr: NDArray[Any],
-        columns: NDArray[Any],
-        values: NDArray[Any],
-    ) -> None:
-        """Change the values of consecutive CSR rows of a batch in place.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
-        first_row
-            Position in the batch of the first row to change.
-        indptr, columns, values
-            Rows to change, in CSR layout: row pointers, shape (n + 1,), and the column and value of each nonzero.
-        """
-
-    def change_dense(self, rows: NDArray[np.int64], first_row: int, dense: NDArray[Any]) -> None:
-        """Change the values of consecutive dense rows of a batch in place.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
-        first_row
-            Position in the batch of the first row of `dense`.
-        dense
-            Rows to change, shape (n, n_vars), C-contiguous.
-        """
-
-    def scatter(self, rows: NDArray[np.int64], source: tuple[Any, ...], dense: NDArray[Any]) -> bool:
-        """Write CSR rows into dense rows of a batch, with changed values, in one pass.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in the collection, one for each row of the batch, shape (n_rows,), int64.
-        source
-            CSR rows of the batch in memory; see `RowBuffer.source`.
-        dense
-            Rows to write into, shape (n_rows, n_vars), C-contiguous.
-
-        Returns
-        -------
-        bool
-            False if the caller must use `change`, which supports more data types and reports invalid values.
-        """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
     """Thread-safe assembly of minibatches from fetched rows.
@@ -399,15 +339,13 @@ class BatchMaker:
         fetched: FetchedMatrices,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
-        changes: Sequence[Change] = (),
     ) -> torch.Tensor | Batch:
-        """Gather a batch from a fetch, and apply `changes` to its values.
+        """Gather a batch from a fetch.
 
-        `rows` holds the row numbers of the fetch, and `positions` the positions of the batch in the fetch. `changes`
-        are applied in order; they require a `Batch` of a single modality.
+        `rows` holds the row numbers of the fetch, and `positions` the positions of the batch in the fetch.
         """
         if self.only_x:
-            return self._tensor("X", fetched.parts["X"], positions, _UNCHANGED)
+            return self._tensor("X", fetched.parts["X"], positions)
         index = rows[positions]
         obs = NamedTensors(
             (
@@ -421,16 +359,14 @@ class BatchMaker:
         obs.n_classes, obs.part = self.n_classes, "obs"
         batch = Batch()
         if self.modalities:
-            batch.update(
-                {name: self._grouped(fetched, positions, f"{name}:", _UNCHANGED) for name in self.modalities}, obs=obs
-            )
+            batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
         else:
-            one = self._grouped(fetched, positions, "", _Changes(index, changes))
+            one = self._grouped(fetched, positions, "")
             batch.update(X=one.pop("X"), obs=obs, **one)
         batch["index"] = torch.from_numpy(index)
         return batch
 
-    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, changes: _Changes) -> Batch:
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
         batch.layers.part, batch.obsm.part = f"{prefix}layers", f"{prefix}obsm"
@@ -439,16 +375,16 @@ class BatchMaker:
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
             gather = self._dense if group == "obsm" else self._tensor
-            tensor = gather(key, buffer, positions, changes)
+            tensor = gather(key, buffer, positions)
             if name:
                 batch[group][name] = tensor
             else:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64]) -> torch.Tensor:
         if self.layout == "dense":
-            return self._dense(key, buffer, positions, changes)
+            return self._dense(key, buffer, positions)
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
         indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns)
@@ -458,8 +394,6 @@ class BatchMaker:
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
                 f"{np.iinfo(np.int32).max}. Lower batch_size"
             )
-        for one in changes.of(key):
-            one.change(changes.rows, 0, indptr, indices, data)
         return _csr_tensor(
             # Both index arrays of a CSR tensor must have the same type.
             torch.from_numpy(indptr.astype(np.int32)),
@@ -468,7 +402,7 @@ class BatchMaker:
             (len(positions), n_vars),
         )
 
-    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], changes: _Changes) -> torch.Tensor:
+    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64]) -> torch.Tensor:
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
         n_vars = buffer.shape[1] if columns is None else len(columns)
@@ -477,50 +411,8 @@ class BatchMaker:
             out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
         else:
             out = torch.from_numpy(buffers.empty(shape, dtype))
-        wanted = changes.of(key)
-        if not wanted:
-            buffer.gather(positions, out=out.numpy(), columns=columns)
-            return out
-        if len(wanted) == 1 and columns is None:
-            source = buffer.source(positions, dtype=dtype)
-            if source is not None and wanted[0].scatter(changes.rows, source, out.numpy()):
-                return out
-        # Rows are changed in groups, so that their CSR copies take little memory.
-        n_at_once = max(1, _CHANGED_BYTES // max(1, n_vars * dtype.itemsize))
-        for first in range(0, len(positions), n_at_once):
-            some = slice(first, first + n_at_once)
-            rows = out.numpy()[some]
-            if buffer.layout == "csr":
-                indptr, indices, data = buffer.gather_csr(positions[some], dtype=dtype, columns=columns)
-                for one in wanted:
-                    one.change(changes.rows, first, indptr, indices, data)
-                kernels.densify(indptr, indices, _as_words(data), _as_words(rows))
-            else:
-                buffer.gather(positions[some], out=rows, columns=columns)
-                for one in wanted:
-                    one.change_dense(changes.rows, first, rows)
+        buffer.gather(positions, out=out.numpy(), columns=columns)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    """Changes to a batch, and the row numbers of the batch."""
-
-    rows: NDArray[np.int64]
-    changes: Sequence[Change]
-
-    def of(self, key: str) -> list[Change]:
-        """Return the changes to one matrix."""
-        return [one for one in self.changes if one.part == key] if self.changes else []
-
-
-_UNCHANGED = _Changes(np.empty(0, dtype=np.int64), ())
-_CHANGED_BYTES = 2**25
-
-
-def _as_words(values: NDArray[Any]) -> NDArray[Any]:
-    """View float16 values as int16, because kernels do not support float16; return other values unchanged."""
-    return values.view(np.int16) if values.dtype == np.float16 else values
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -63,7 +63,6 @@ __all__ = [
     "put",
     "scatter_columns",
     "scatter_rows",
-    "densify",
     "exceeds",
     "squeeze",
     "stitch",
@@ -79,10 +78,6 @@ NOWHERE, ZERO = -1, -2
 
 # Number of elements of a dense row that are cleared at a time if the columns of the CSR row are not ascending.
 _CLEARED_AHEAD = np.uint64(2048)
-# Longest dense row that is cleared as a whole, because it stays in the L1 cache. A longer row is cleared piece by
-# piece, each piece just before the next `_CLEARED_STRIDE` values are written.
-_CLEARED_WHOLE = 4096
-_CLEARED_STRIDE = 256
 # Number of elements processed between two prefetches.
 _STRIDE = 64
 # Number of values checked between two tests for early exit.
@@ -714,31 +709,6 @@ def put(indptr, indices, data, dense):
         row = dense[i]
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
             row[np.uint64(indices[k])] = data[k]
-
-
-@kernel
-def densify(indptr, indices, data, dense):
-    """Write CSR rows into `dense` as `put` does, and zeros elsewhere."""
-    if dense.shape[1] <= _CLEARED_WHOLE:
-        for i in range(dense.shape[0]):
-            dense[i, :] = 0
-            put(indptr[i : i + 2], indices, data, dense[i : i + 1])
-        return
-    for i in range(dense.shape[0]):
-        row = dense[i]
-        # Elements are cleared just before they are written, as in `scatter_rows`.
-        n_cleared = np.uint64(0)
-        for first in range(indptr[i], indptr[i + 1], _CLEARED_STRIDE):
-            start, stop = np.uint64(first), np.uint64(min(first + _CLEARED_STRIDE, indptr[i + 1]))
-            largest = indices[start]
-            for k in range(start, stop):
-                largest = max(largest, indices[k])
-            if np.uint64(largest) >= n_cleared:
-                row[n_cleared : np.uint64(largest) + _ONE] = 0
-                n_cleared = np.uint64(largest) + _ONE
-            for k in range(start, stop):
-                row[np.uint64(indices[k])] = data[k]
-        row[n_cleared:] = 0
 
 
 @kernel

@@ -53,7 +53,7 @@ from dasksc.sampling.named import StrategyName, as_strategy
 from dasksc.sampling.set_sampler import SetSampler
 from dasksc.sampling.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
-from dasksc.transforms.composed import as_transform
+from dasksc.transforms.composed import as_transforms
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -303,7 +303,7 @@ class scDataset(IterableDataset[Any]):
         chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
         in_sets = isinstance(strategy, CellSets)
         request = BatchRequest(
-            *(obs, layers, obsm, chosen, layout, dtype, as_transform(transform), pin_memory, in_sets),
+            *(obs, layers, obsm, chosen, layout, dtype, as_transforms(transform), pin_memory, in_sets),
             return_index=checks.true_or_false("return_index", return_index),
         )
         with explaining_control(strategy.control if isinstance(strategy, CellSets) else None):
@@ -587,7 +587,7 @@ class scDataset(IterableDataset[Any]):
             scheduler=self._scheduler(),
             projection=self._projection,
             hooks=self._hooks,
-            transform=as_transform(self.transform),
+            transform=as_transforms(self.transform),
             placement=self._placement,
             key=self._token,
         )

@@ -37,7 +37,7 @@ from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.fetches import FetchPlan
 from dasksc.planning.plan import EpochPlan
-from dasksc.transforms.composed import at_batch, at_epoch, owning, split_early
+from dasksc.transforms.composed import Transforms
 
 __all__ = ["EpochRun", "DeviceTransfer"]
 
@@ -107,7 +107,7 @@ class EpochRun:
         scheduler: FetchScheduler,
         projection: MemoryProjection,
         hooks: Hooks,
-        transform: Callable[[Batch], Any] | None,
+        transform: Transforms | None,
         placement: DeviceTransfer,
         key: str,
     ) -> None:
@@ -258,20 +258,16 @@ class EpochRun:
         # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
         left_in_fetch = 0
-        has_transform = self._transform is not None
-        changes, transform = split_early(
-            owning(at_epoch(self._transform, plan.epoch)), () if source.maker.modalities else source.matrices
-        )
+        transform = None if self._transform is None else self._transform.at_epoch(plan.epoch)
 
         def make(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _GatheredBatches:
             start = perf_counter()
             made: list[Any] = []
             for i in numbers:
                 try:
-                    number = plan.batch_number(fetch.number * plan.fetch_factor + i) if has_transform else 0
-                    batch = _batch_of(source.maker, fetched, fetch, i, [at_batch(one, number) for one in changes])
+                    batch = _batch_of(source.maker, fetched, fetch, i)
                     if transform is not None:
-                        batch = at_batch(transform, number)(cast(Batch, batch))
+                        batch = transform.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
                     made.append(batch)
                 except Exception as error:
                     _add_batch_note(error, fetch, i, plan)
@@ -343,18 +339,14 @@ class EpochRun:
 _left_to_parents: list[Any] = []
 
 
-def _batch_of(
-    maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int, changes: list[Any]
-) -> torch.Tensor | Batch:
-    """Gather batch `i` of a fetch, with sets and controls if the strategy has them, and apply `changes`."""
-    batch = maker.make(fetched, fetch.rows, fetch.batch(i), changes)
+def _batch_of(maker: BatchMaker, fetched: FetchedMatrices, fetch: FetchPlan, i: int) -> torch.Tensor | Batch:
+    """Gather batch `i` of a fetch, with sets and controls if the strategy has them."""
+    batch = maker.make(fetched, fetch.rows, fetch.batch(i))
     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
     if groups is not None:
         cast(Batch, batch)["sets"] = torch.from_numpy(groups)
     if controls is not None:
-        cast(Batch, batch)["control"] = maker.make(
-            fetched, fetch.rows, controls, [one.of_controls() for one in changes]
-        )
+        cast(Batch, batch)["control"] = maker.make(fetched, fetch.rows, controls)
     return batch
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from dasksc.batches.batch import Batch, torch_dtype
+from dasksc.batches.batch import torch_dtype
 from dasksc.checks import names_or_none
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneRequest
 from dasksc.storage import Layout
+from dasksc.transforms.composed import Transforms
 
 __all__ = ["BatchRequest"]
 
@@ -34,7 +35,7 @@ class BatchRequest:
     genes: GeneRequest = field(default_factory=GeneRequest)
     layout: Layout = "dense"
     dtype: Any = "float32"
-    transform: Callable[[Batch], Any] | None = None
+    transform: Transforms | None = None
     pin_memory: bool = False
     in_sets: bool = False
     return_index: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from typing import Any
 
 from dasksc.executor.progress import EpochStats
@@ -15,7 +14,7 @@ from dasksc.planning.epochs import EpochCounter
 from dasksc.planning.ranks import World
 from dasksc.sampling.binding import bind
 from dasksc.sampling.strategies import Streaming
-from dasksc.transforms.composed import as_transform, at_batch, at_epoch, owning
+from dasksc.transforms.composed import Transforms, as_transforms
 
 __all__ = ["over_range", "world_of"]
 
@@ -52,32 +51,12 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one._token = secrets.token_hex(4)
     one._progress = False
     one._title = f"rows {start:,} to {stop:,}"
-    transform = as_transform(dataset.transform)
-    if transform is not None and start:
-        one.transform = _Numbered(transform, start // dataset.batch_size)
+    transforms = as_transforms(dataset.transform)
+    if transforms is not None:
+        one.transform = Transforms(transforms.steps, start // dataset.batch_size)
     if device is not None:
         one._placement = DeviceTransfer(device, dataset._placement.pin_memory)
     return one
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbered:
-    """Wrapper of a transform that adds an offset to the batch numbers."""
-
-    transform: Any
-    first: int
-
-    def at_epoch(self, epoch: int) -> _Numbered:
-        return _Numbered(at_epoch(self.transform, epoch), self.first)
-
-    def at_batch(self, number: int) -> Any:
-        return at_batch(self.transform, self.first + number)
-
-    def owning(self) -> _Numbered:
-        return _Numbered(owning(self.transform), self.first)
-
-    def __call__(self, batch: Any) -> Any:
-        return self.transform(batch)
 
 
 def world_of(dataset: scDataset) -> World:

@@ -12,7 +12,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import converts, counts_dtype, kernel_target, may_round, narrowest
+from dasksc.storage.dtypes import counts_dtype, kernel_target, may_round, narrowest
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
@@ -101,15 +101,6 @@ class CSRRowBuffer(RowBufferBase):
             else:
                 bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
         return self._is_ordered(bad)
-
-    def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
-        """Return the arguments by which kernels copy the rows at `positions`; see `RowBuffer.source`."""
-        if self.column_maps is not None or self._unordered:
-            return None
-        positions = check_positions(self.shape[0], positions)
-        if not converts(self._source_dtype(self.data, self.lengths, positions, dtype), dtype):
-            return None
-        return positions, *self._where, self._n_columns, self.data.like, self.indices.like
 
     def gather_csr(
         self,

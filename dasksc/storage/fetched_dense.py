@@ -130,9 +130,6 @@ class DenseRowBuffer(RowBufferBase):
             self._cast(target, data, lambda element: int(positions[np.searchsorted(indptr, element, side="right") - 1]))
         return indptr, indices, data
 
-    def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> None:
-        """Return None, since dense rows are gathered into the batch and transformed there; see `RowBuffer.source`."""
-
     def compact(self) -> DenseRowBuffer:
         """Copy the rows into a contiguous block, in the stored data type; return self if they are in one already."""
         if self._block is not None:

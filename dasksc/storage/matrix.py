@@ -341,17 +341,6 @@ class RowBuffer(Protocol):
             If `dtype` is an integer type or float16 that cannot represent one of the values.
         """
 
-    def source(self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]) -> tuple[Any, ...] | None:
-        """Return the arguments with which kernels copy the CSR rows at `positions` and transform the copied values.
-
-        Returns
-        -------
-        tuple or None
-            ``(positions, lengths, data_at, indices_at, n_vars, like_data, like_indices)``. None if the rows are dense,
-            if columns are renumbered or added up, if a row with unsorted or repeated columns was found earlier, or if
-            kernels cannot write the values in the type `dtype`.
-        """
-
     def compact(self) -> RowBuffer:
         """Copy the rows into a contiguous block, which can be pickled and keeps no other memory alive."""
 

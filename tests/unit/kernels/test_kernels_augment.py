@@ -45,9 +45,10 @@ def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
 
 def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float, target: int) -> int:
     """Thin CSR rows or, if `p` is 0, sample them; return the position of the first invalid value, or -1."""
+    keys = augment.keys_of_rows(np.uint64(key), number, rows)
     if p == 0:
-        return augment.sample(np.uint64(key), number, rows, 0, *csr, target)
-    return augment.downsample(np.uint64(key), number, rows, 0, *csr, p, *augment.steps_of(p))
+        return augment.sample(keys, *csr, target)
+    return augment.downsample(keys, *csr, p, *augment.tables_of(p))
 
 
 def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, target: int) -> np.ndarray[Any, Any]:
@@ -153,7 +154,7 @@ def test_masked_values_are_those_of_the_twin(cells, key, p):
         for k, cell in zip(keys, dense.tolist(), strict=True)
     ]
     indptr, columns, values = as_csr(dense)
-    augment.mask(np.uint64(key), 5, rows, 0, indptr, columns, values, p)
+    augment.mask(augment.keys_of_rows(np.uint64(key), 5, rows), indptr, columns, values, p)
     assert sp.csr_matrix((values, columns, indptr), dense.shape).toarray().tolist() == expected
 
 
@@ -163,67 +164,3 @@ def test_the_first_value_that_is_no_count_is_found(bad):
     dense[1, 5], dense[1, 66], dense[2, 0] = 2, bad, bad
     assert change(1, 0, np.arange(3), as_csr(dense), 0.5, 0) == 1
     assert change(1, 0, np.arange(3), as_csr(dense), 0.0, 1) == 1
-
-
-@pytest.mark.parametrize("n_vars", [1, 63, 64, 65, 700, 20_000])
-def test_dense_rows_become_what_csr_ones_do(n_vars):
-    rng = np.random.default_rng(n_vars)
-    given = (rng.integers(0, 100, (40, n_vars)) * (rng.random((40, n_vars)) < 0.1)).astype(np.float32)
-    # 43 row numbers, some of which repeat. The rows of `given` have the last 40 of these numbers.
-    rows, key = rng.integers(0, 30, 43), np.uint64(3)
-    total = int(given.sum(axis=1).max())
-    steps = augment.steps_of(0.4)
-    for kernel, dense_kernel, arguments in (
-        (augment.downsample, augment.downsample_dense, (0.4, *steps)),
-        (augment.sample, augment.sample_dense, (total // 3 + 1,)),
-        (augment.mask, augment.mask_dense, (0.3,)),
-    ):
-        indptr, columns, values = as_csr(given)
-        kernel(key, 2, rows, 3, indptr, columns, values, *arguments)
-        dense = given.copy()
-        dense_kernel(key, 2, rows, 3, dense, *arguments)
-        np.testing.assert_array_equal(dense, sp.csr_matrix((values, columns, indptr), given.shape).toarray())
-        assert n_vars == 1 or (dense != given).any()
-
-
-class Source:
-    """CSR rows at memory addresses; some repeat, are empty, or have more nonzeros than are changed at a time."""
-
-    def __init__(self, n_vars: int, dtype: str, index_dtype: str) -> None:
-        rng = np.random.default_rng(n_vars)
-        given = rng.integers(1, 100, (30, n_vars)) * (rng.random((30, n_vars)) < 0.1)
-        given[5], given[7] = 0, rng.integers(1, 100, n_vars)
-        self.matrix = sp.csr_matrix(given.astype(dtype))
-        self.indices = self.matrix.indices.astype(index_dtype)
-        self.positions = rng.integers(0, 30, 40)
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        matrix, starts = self.matrix, self.matrix.indptr[:-1].astype(np.uint64)
-        values_at, columns_at = matrix.data.ctypes.data, self.indices.ctypes.data
-        return (
-            self.positions,
-            np.diff(matrix.indptr).astype(np.int64),
-            np.uint64(values_at) + starts * np.uint64(matrix.data.itemsize),
-            np.uint64(columns_at) + starts * np.uint64(self.indices.itemsize),
-            matrix.shape[1],
-            matrix.data[:0],
-            self.indices[:0],
-        )
-
-
-@pytest.mark.parametrize("n_vars", [1, 70, 700, 20_000])
-def test_rows_changed_while_they_are_made_dense_are_those_changed_before(n_vars):
-    source = Source(n_vars, "u1", "u2")
-    rows, key = np.random.default_rng(1).integers(0, 30, 40), np.uint64(3)
-    steps = augment.steps_of(0.4)
-    for kernel, scatter, arguments in (
-        (augment.downsample, augment.downsample_scattered, (0.4, *steps)),
-        (augment.sample, augment.sample_scattered, (30,)),
-        (augment.mask, augment.mask_scattered, (0.3,)),
-    ):
-        expected = source.matrix[source.positions].astype(np.float32)
-        kernel(key, 2, rows, 0, expected.indptr.astype(np.int64), expected.indices, expected.data, *arguments)
-        dense = np.full((40, n_vars), 77, np.float32)
-        assert scatter(key, 2, rows, source.arguments, dense, *arguments)
-        np.testing.assert_array_equal(dense, expected.toarray())

@@ -68,6 +68,14 @@ def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
             assert made.X.col_indices().equal(batch.X.col_indices())
 
 
+@pytest.mark.parametrize("transform", KINDS, ids=repr)
+def test_wide_rows_are_treated_alike_dense_and_csr(transform):
+    rng = np.random.default_rng(1)
+    values = rng.poisson(3, (30, 20_000)) * (rng.random((30, 20_000)) < 0.02)
+    dense_made, csr_made = (transform(batch_of(values, layout)).X for layout in ("dense", "csr"))
+    assert dense_made.equal(csr_made.to_dense())
+
+
 def test_true_and_false_are_counts_of_one():
     values = torch.ones((20, N_VARS), dtype=torch.bool)
     made = Downsample(0.5)(batch_of(values, dtype=torch.bool)).X
@@ -289,7 +297,7 @@ def test_a_batch_that_somebody_keeps_is_not_changed(adata):
 
 
 def test_lists_that_cannot_be_called_or_draw_the_same_are_refused(adata):
-    with pytest.raises(WrongTypeError, match="the list has 3"):
+    with pytest.raises(WrongTypeError, match="got 3"):
         epoch_of(adata, [Downsample(0.5), 3])
     with pytest.raises(WrongTypeError, match="transform"):
         epoch_of(adata, 3)
