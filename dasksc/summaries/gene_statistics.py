@@ -120,10 +120,11 @@ def statistics(
     Notes
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
-    the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (the columns of
-    obs and their codes, 1 byte per cell for up to 127 labels). Each gene of each group needs 64 bytes. The rows being read use the
-    part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero value is
-    subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are large.
+    the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (the columns of obs
+    and their codes, 1 byte per cell for up to 127 labels). Each gene of each group needs 64 bytes. The rows being read
+    use the part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero
+    value is subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are
+    large.
 
     Examples
     --------
@@ -222,6 +223,8 @@ def _mask(adata: AnnData, name: str, genes: Any) -> NDArray[np.bool_]:
         raise MissingKeyError(
             f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
         )
+    if chosen.dtype == bool and not chosen.any():
+        raise InputError(f"the mask qc[{name!r}] selects no gene; var_names are {some(adata.var_names)}")
     mask = np.zeros(adata.n_vars, dtype=bool)
     if chosen.size:  # an empty set selects no genes
         columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)

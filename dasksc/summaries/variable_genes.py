@@ -76,7 +76,8 @@ def highly_variable_genes(
     The function selects the same genes as scanpy. Only genes whose scores differ from one another by less than 1e-6
     (relative) may be ranked differently, because the order of summation differs. Memory does not grow with the number
     of cells, except for `filter` (8 bytes per cell) and for `batch_key` (the column of obs and its codes, 1 byte per
-    cell for up to 127 batches). Each gene of each batch needs 104 bytes. For the other flavors, give scanpy the atlas in memory.
+    cell for up to 127 batches). Each gene of each batch needs 104 bytes. scanpy has other flavors, for an atlas in
+    memory.
 
     References
     ----------
