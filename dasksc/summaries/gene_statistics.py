@@ -208,7 +208,7 @@ def _marked(adata: AnnData, name: str) -> NDArray[np.bool_]:
     column = adata.var[require_key("var", name, adata.var, of=adata)]
     if column.dtype != bool:
         raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs a boolean for each gene")
-    return column.to_numpy()
+    return np.asarray(column)
 
 
 def _mask(adata: AnnData, name: str, genes: Any) -> NDArray[np.bool_]:

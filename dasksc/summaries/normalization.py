@@ -79,14 +79,12 @@ def normalize(
     check_flags(log1p=log1p)
     atlas = open_atlas(adata)
     source = Pass(atlas, layer=layer, progress=progress)
-    if target_sum is None:
-        target_sum = _median_total(source)
-    is_number = isinstance(target_sum, int | float | np.number) and not isinstance(target_sum, bool)
-    if not is_number or not 0 < target_sum < np.inf:
-        raise InputError(f"target_sum must be a positive number; got {target_sum!r}")
+    target: Any = _median_total(source) if target_sum is None else target_sum
+    if isinstance(target, bool) or not isinstance(target, int | float | np.number) or not 0 < target < np.inf:
+        raise InputError(f"target_sum must be a positive number; got {target!r}")
     array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
-    scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
+    scaled = row_local(partial(_scaled, target=float(target), log1p=log1p, dtype=dtype))
     meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
     normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     add_reductions(normalized)
@@ -115,7 +113,7 @@ def _median_total(source: Pass) -> float:
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
     """Scale rows to the total `target`; the result is CSR or dense, as `block` is."""
     is_sparse = sp.issparse(block)
-    result = sp.csr_matrix(block, dtype=dtype, copy=True) if is_sparse else np.array(block, dtype=dtype)
+    result: Any = sp.csr_matrix(block, dtype=dtype, copy=True) if is_sparse else np.array(block, dtype=dtype)
     totals = np.asarray(result.sum(axis=1, dtype=np.float64)).reshape(-1)
     factors = np.divide(target, totals, out=np.ones_like(totals), where=totals != 0).astype(dtype)
     values = result.data if is_sparse else result
