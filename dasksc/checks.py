@@ -18,13 +18,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
-    """Return `value` as an int if it is an integer in [low, end).
-
-    Raises
-    ------
-    InputError
-        If `value` is not such an integer. The message contains `name`, the name of the argument.
-    """
+    """Return `value` as an int if it is an integer in [low, end)."""
     if not is_whole(value) or not low <= value < end:
         above = f"2**{end.bit_length() - 1}" if end >= 2**32 else end
         span = f"of at least {low}" if end == 2**63 else f"in [{low}, {above})"
@@ -33,13 +27,7 @@ def whole_number(name: str, value: Any, low: int = 1, end: int = 2**63) -> int:
 
 
 def true_or_false(name: str, value: Any) -> bool:
-    """Return `value` as a bool if it is True, False, 1 or 0.
-
-    Raises
-    ------
-    WrongTypeError
-        If `value` is anything else. The message contains `name`, the name of the argument.
-    """
+    """Return `value` as a bool if it is True, False, 1 or 0."""
     if isinstance(value, bool | np.bool_) or (is_whole(value) and value in (0, 1)):
         return bool(value)
     raise WrongTypeError(f"{name} must be True or False; got {value!r}")
@@ -52,26 +40,14 @@ def check_flags(**flags: Any) -> None:
 
 
 def name_or_none(name: str, value: Any) -> str | None:
-    """Return `value` if it is a string or None.
-
-    Raises
-    ------
-    WrongTypeError
-        If `value` is anything else. The message contains `name`.
-    """
+    """Return `value` if it is a string or None."""
     if value is None or isinstance(value, str):
         return value
     raise WrongTypeError(f"{name} must be a single name, or None; got {value!r}")
 
 
 def names_or_none(name: str, value: Any) -> list[str]:
-    """Return one name or several as a list, which is empty for None.
-
-    Raises
-    ------
-    WrongTypeError
-        If `value` is neither a string nor a collection of strings. The message contains `name`.
-    """
+    """Return one name or several as a list, which is empty for None."""
     if value is None:
         return []
     if isinstance(value, str):

@@ -64,29 +64,13 @@ def brief(value: Any) -> str:
 
 
 def constructor(value: Any, **texts: str) -> str:
-    """Return the constructor call of a dataclass instance, without arguments that have their default value.
-
-    Parameters
-    ----------
-    value
-        Instance of a dataclass. For an instance of another class, whose arguments are unknown, only `texts` is shown.
-    **texts
-        Text of arguments, by name. It takes precedence over their values.
-    """
+    """Return the constructor call of a dataclass instance, without arguments that have their default value."""
     arguments = set_arguments(value, texts)
     return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
 
 
 def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool = False) -> dict[str, str]:
-    """Return the constructor arguments of a dataclass instance, as a dict of names and text.
-
-    Parameters
-    ----------
-    value, texts
-        As for `constructor`.
-    with_defaults
-        If True, include arguments that have their default value.
-    """
+    """Return the constructor arguments of a dataclass instance, as a dict of names and text."""
     arguments = dict(texts)
     for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         if not field.init or not field.repr or field.name in texts:
@@ -99,15 +83,7 @@ def set_arguments(value: Any, texts: Mapping[str, str], *, with_defaults: bool =
 
 
 def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of each argument that differs from its default value, in the order of the signature.
-
-    Parameters
-    ----------
-    function
-        Function with default values.
-    given
-        Values by name, such as ``locals()``. ``self`` and names that are not arguments are ignored.
-    """
+    """Return the text of each argument that differs from its default value, in the order of the signature."""
     return {
         name: brief(given[name])
         for name, parameter in inspect.signature(function).parameters.items()
@@ -118,19 +94,8 @@ def changed_arguments(function: Callable[..., Any], given: Mapping[str, Any]) ->
 def with_options_of(
     function: Callable[..., Any], *, without: Iterable[str] = (), **defaults: Any
 ) -> Callable[[_Callable], _Callable]:
-    """Return a decorator that shows the keyword arguments of `function` in place of ``**options``.
-
-    ``help()``, editors and the reference then list the possible options. Calls do not change.
-
-    Parameters
-    ----------
-    function
-        Function or class that receives the options. Arguments without a default value are not options.
-    without
-        Names of arguments that are not allowed as options or have no effect.
-    **defaults
-        Default values that differ from those of `function`.
-    """
+    """Return a decorator that shows the keyword arguments of `function` in place of ``**options``."""
+    # ``help()``, editors and the reference then list the possible options. Calls do not change.
 
     def decorate(callee: _Callable) -> _Callable:
         own = inspect.signature(callee)
@@ -153,15 +118,7 @@ def first_of(names: Sequence[object], n: int = 3) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """Return a two-column table in HTML, which inherits the colors of its page.
-
-    Parameters
-    ----------
-    title
-        Heading, in plain text.
-    rows
-        Name and value of each row, in plain text; lines of a value are separated by newlines.
-    """
+    """Return a two-column table in HTML, which inherits the colors of its page."""
     style = "text-align: left; vertical-align: top; padding: 0.1em 1em 0.1em 0; border: 0; background: none"
     name_style = "white-space: nowrap; font-weight: normal; opacity: 0.7"
     body = "".join(

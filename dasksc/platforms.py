@@ -27,20 +27,7 @@ def cpus_of_process() -> int:
 
 
 def lock_file(file: IO[Any], *, wait: bool) -> None:
-    """Lock an open file against other processes, until the file is closed or this process exits.
-
-    Parameters
-    ----------
-    file
-        File that is open for writing.
-    wait
-        If True, wait for another process that holds the lock.
-
-    Raises
-    ------
-    BlockingIOError
-        If another process holds the lock and `wait` is False.
-    """
+    """Lock an open file against other processes, until the file is closed or this process exits."""
     try:
         import fcntl
     except ImportError:

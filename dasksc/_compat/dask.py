@@ -78,24 +78,16 @@ def getters() -> tuple[Any, ...]:
 
 
 def shuffle_functions() -> tuple[Any, Any]:
-    """Return the functions with which a shuffle takes rows of a chunk and joins them; for speed only.
-
-    Dask has them since 2024.9. Their arguments are (chunk, index) and (chunks, sorter, axis). `shuffled_index` extracts
-    `index` and `sorter`.
-    """
+    """Return the functions with which a shuffle takes rows of a chunk and joins them; for speed only."""
+    # Dask has them since 2024.9. Their arguments are (chunk, index) and (chunks, sorter, axis). `shuffled_index`
+    # extracts `index` and `sorter`.
     names = ("_getitem", "concatenate_arrays")
     take, join = (optional("dask", "dask.array._shuffle", name, without=_BY_WHOLE_CHUNKS) for name in names)
     return take, join
 
 
 def shuffled_index(value: Any) -> Any:
-    """Extract the index of a shuffle task from the pair in which Dask wraps it.
-
-    Raises
-    ------
-    UnsupportedVersionError
-        If the value is not a pair.
-    """
+    """Extract the index of a shuffle task from the pair in which Dask wraps it."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise UnsupportedVersionError("dask", "shuffle task of the expected format")
     return value[1]
@@ -107,10 +99,9 @@ def concatenation_functions() -> tuple[Any, ...]:
 
 
 def meta_of(array: Any) -> Any:
-    """Return the meta of an array, an empty block with the type of its blocks (``_meta``); raises if missing.
-
-    If the type of the blocks has no ``dtype``, the public ``da.utils.meta_from_array`` returns the Dask array instead.
-    """
+    """Return the meta of an array, an empty block with the type of its blocks (``_meta``); raises if missing."""
+    # If the type of the blocks has no ``dtype``, the public ``da.utils.meta_from_array`` returns the Dask array
+    # instead.
     return attribute(array, "_meta", library="dask")
 
 

@@ -75,10 +75,8 @@ def _get(owner: Any, name: str) -> Any:
 
 
 def clients_of_process(distributed: Any) -> Iterable[Any]:
-    """Return the Clients of this process (``Client._instances``); raises if missing.
-
-    A forked child inherits the Clients of its parent, but cannot use them.
-    """
+    """Return the Clients of this process (``Client._instances``); raises if missing."""
+    # A forked child inherits the Clients of its parent, but cannot use them.
     clients: Iterable[Any] = _get(distributed.Client, "_instances")
     return clients
 
@@ -158,10 +156,8 @@ async def worker_identity(client: Any, address: str) -> Any:
 
 
 def memory_thresholds(worker: Any) -> tuple[int, float | None, float | None, float | None]:
-    """Return the memory limit of a worker (0 for none) and its spill, pause and target fractions; raises if missing.
-
-    They are attributes of ``worker.memory_manager``.
-    """
+    """Return the memory limit of a worker (0 for none) and its spill, pause and target fractions; raises if missing."""
+    # They are attributes of ``worker.memory_manager``.
     manager = _get(worker, "memory_manager")
     return (
         _get(manager, "memory_limit") or 0,
@@ -214,11 +210,9 @@ def announce(scheduler: Any, name: str) -> None:
 
 
 def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
-    """Add to the task counts of a prefix in the progress panel (``TaskPrefix.states``); raises if missing.
-
-    Before the first task of the prefix, the function adds nothing and returns False. The addition has no effect in
-    versions of ``distributed`` that compute ``TaskPrefix.states`` on each access.
-    """
+    """Add to the task counts of a prefix in the progress panel (``TaskPrefix.states``); raises if missing."""
+    # Before the first task of the prefix, the function adds nothing and returns False. The addition has no effect in
+    # versions of ``distributed`` that compute ``TaskPrefix.states`` on each access.
     task_prefix = _get(scheduler, "task_prefixes").get(prefix)
     if task_prefix is None:
         return False
@@ -237,13 +231,7 @@ def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) 
 
 
 def page_names(scheduler: Any) -> list[str]:
-    """Return the mutable list of the dashboard's page names, or an empty list if there is no dashboard.
-
-    Raises
-    ------
-    UnsupportedVersionError
-        If the function that returns the list (``distributed.dashboard.scheduler.template_variables``) is missing.
-    """
+    """Return the mutable list of the dashboard's page names, or an empty list if there is no dashboard."""
     try:
         with needed("distributed"):
             from distributed.dashboard.scheduler import template_variables

@@ -11,11 +11,9 @@ __all__ = ["distributed_state"]
 
 
 def distributed_state() -> Any:
-    """Return the state of an initialized ``jax.distributed`` (``global_state``); raises if missing.
-
-    The public functions of JAX would initialize its devices, and so wait for all other processes. The ``client`` of the
-    state is the key-value store.
-    """
+    """Return the state of an initialized ``jax.distributed`` (``global_state``); raises if missing."""
+    # The public functions of JAX would initialize its devices, and so wait for all other processes. The ``client`` of
+    # the state is the key-value store.
     internals = sys.modules.get("jax._src.distributed")
     if internals is None:
         raise UnsupportedVersionError("jax", "module jax._src.distributed")

@@ -21,15 +21,8 @@ def can_cache() -> bool:
 
 
 def cache_location(cache: Any) -> tuple[str, str]:
-    """Return the folder of a `FunctionCache` and the prefix of its file names.
-
-    Uses the attributes ``_cache_path`` and ``_impl.filename_base``.
-
-    Raises
-    ------
-    UnsupportedVersionError
-        If one of these attributes is missing.
-    """
+    """Return the folder of a `FunctionCache` and the prefix of its file names."""
+    # Uses the attributes ``_cache_path`` and ``_impl.filename_base``.
     folder = attribute(cache, "_cache_path", library="numba")
     locator = attribute(cache, "_impl", library="numba")
     return str(folder), str(attribute(locator, "filename_base", library="numba"))

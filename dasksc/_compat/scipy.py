@@ -16,10 +16,8 @@ _FLAGS = ("_has_sorted_indices", _CANONICAL)
 
 
 def mark_canonical(block: Any) -> None:
-    """Mark a block as canonical: the column indices of each row are strictly ascending.
-
-    SciPy does not document this setter.
-    """
+    """Mark a block as canonical: the column indices of each row are strictly ascending."""
+    # SciPy does not document this setter.
     block.has_canonical_format = True
 
 

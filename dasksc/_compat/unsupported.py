@@ -34,13 +34,7 @@ class UnsupportedVersionError(DaskscError, RuntimeError):
 
 
 def attribute(owner: Any, name: str, *, library: str) -> Any:
-    """Return an attribute of an object of a library.
-
-    Raises
-    ------
-    UnsupportedVersionError
-        If the object has no such attribute. Errors raised inside a property propagate unchanged.
-    """
+    """Return an attribute of an object of a library."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -63,17 +57,7 @@ def needed(library: str) -> Iterator[None]:
 
 
 def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]) -> Callable[[str], Any]:
-    """Return a module ``__getattr__`` that imports names on first use.
-
-    Parameters
-    ----------
-    library
-        Library of the names.
-    module
-        Module that receives the names.
-    sources
-        For each name, the module from which it is imported and its name there.
-    """
+    """Return a module ``__getattr__`` that imports names on first use."""
 
     def __getattr__(name: str) -> Any:
         if name not in sources:
@@ -87,10 +71,8 @@ def late_names(library: str, module: str, sources: Mapping[str, tuple[str, str]]
 
 
 def optional(library: str, module: str, name: str, *, without: str) -> Any:
-    """Return an object of a module by name, or None if it is missing.
-
-    If it is missing, log a warning once, which names the consequence (`without`).
-    """
+    """Return an object of a module by name, or None if it is missing."""
+    # If it is missing, log a warning once, which names the consequence (`without`).
     try:
         with needed(library):
             found = importlib.import_module(module)

@@ -29,13 +29,7 @@ NAMES_ATTRIBUTE = "dasksc-names"
 
 
 def check_attach(attach: Any) -> None:
-    """Refuse `attach` unless it maps keys to paths.
-
-    Raises
-    ------
-    InputError
-        If it is not a mapping, or a key does not have the form ``obsm/NAME`` or ``obs/NAME``.
-    """
+    """Refuse `attach` unless it maps keys to paths."""
     if not isinstance(attach, Mapping):
         raise InputError(f"attach={attach!r} is not a dict; give paths by key: attach={{'obsm/X_emb': 'emb.zarr'}}")
     for key, path in attach.items():
@@ -47,24 +41,7 @@ def check_attach(attach: Any) -> None:
 
 
 def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
-    """Add elements of other stores to an AnnData: matrices of obsm lazily, columns of obs in memory.
-
-    Parameters
-    ----------
-    adata
-        AnnData to add to.
-    attach
-        Paths of stores by key. An element keeps the key that it has in the store.
-    options
-        Options of `open`. Names are compared only if they are read.
-
-    Raises
-    ------
-    InputError
-        If `adata` already has the key, or the cells of the store differ in number or names.
-    MissingKeyError
-        If the store lacks the key.
-    """
+    """Add elements of other stores to an AnnData: matrices of obsm lazily, columns of obs in memory."""
     digest = None
     for key, path in attach.items():
         group, _, name = key.partition("/")

@@ -81,15 +81,7 @@ def names_in_pieces(names: pd.Index[Any]) -> Iterator[list[str]]:
 
 
 def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
-    """Yield the names of a stored obs table, some at a time; return None if they can only be read as a whole.
-
-    Parameters
-    ----------
-    stored
-        Group of the table.
-    path
-        Path or remote location of its file or store.
-    """
+    """Yield the names of a stored obs table, some at a time; return None if they can only be read as a whole."""
     index = stored[stored.attrs["_index"]] if "_index" in stored.attrs else None
     if isinstance(index, h5py.Group | zarr.Group) and index.attrs.get("encoding-type") == "nullable-string-array":
         index = index["values"]  # No name is missing, so the mask is False everywhere.

@@ -63,26 +63,7 @@ def collecting_dropped() -> Iterator[list[str]]:
 def concatenated(
     adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
 ) -> AnnData:
-    """Concatenate AnnData objects of Dask arrays along obs, without reading their matrices.
-
-    Parameters
-    ----------
-    adatas
-        At least one result of `dasksc.open`.
-    names
-        Names of the atlases in error messages.
-    join
-        Variables to keep: those in all atlases (``"inner"``) or in any (``"outer"``).
-    fill_value
-        Value in dense matrices for variables that an atlas lacks; None: NaN.
-    options
-        As for `anndata.concat`, which concatenates the tables.
-
-    Raises
-    ------
-    InputError
-        If variables of an atlas repeat, some atlases have no X, or ``"inner"`` finds no common variable.
-    """
+    """Concatenate AnnData objects of Dask arrays along obs, without reading their matrices."""
     without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
     if without and len(without) < len(adatas):
         raise InputError(
@@ -259,10 +240,8 @@ def _nameless_obs(
     index_unique: str | None = None,
     **_: Any,
 ) -> pd.DataFrame | None:
-    """Concatenate obs without names; None if there are names, which `anndata.concat` joins.
-
-    `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
-    """
+    """Concatenate obs without names; None if there are names, which `anndata.concat` joins."""
+    # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
     alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
     unified = unified_dtypes(tables) if alike and index_unique is None else None
     if unified is None:
@@ -288,10 +267,8 @@ def _tables_of_obsm(adatas: Sequence[AnnData]) -> list[str]:
 def _maps(
     var_names: Sequence[pd.Index[Any] | None], common: pd.Index[Any], fill_value: float | None
 ) -> ColumnMaps | None:
-    """Map the variables of each atlas to the common variables; None if all atlases have exactly these, in this order.
-
-    An entry of `var_names` is None if its atlas lacks the matrix to join.
-    """
+    """Map the variables of each atlas to the common ones; None if all atlases have exactly these, in this order."""
+    # An entry of `var_names` is None if its atlas lacks the matrix to join.
     distinct: list[tuple[pd.Index[Any], NDArray[np.int64]]] = []
     positions = []
     for given in var_names:

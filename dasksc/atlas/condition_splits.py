@@ -30,14 +30,7 @@ _PIECE_ROWS = 2**20
 
 
 class SplitRows(dict[str, _Int64s]):
-    """Rows of each part of a split by condition, with a summary.
-
-    Attributes
-    ----------
-    table
-        Data frame with one row per context: the number of its conditions and cells in each part, and the number of
-        its control cells.
-    """
+    """Rows of each part of a split by condition, with a summary."""
 
     table: pd.DataFrame
 
@@ -48,34 +41,16 @@ class SplitRows(dict[str, _Int64s]):
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Condition of each row: a combination of values of several columns.
+    """Condition of each row: a combination of values of several columns."""
 
-    Parameters
-    ----------
-    columns
-        Names of the columns.
-    values
-        Values of each column, by code.
-    table
-        Codes of each condition, shape (n_conditions, n_columns), int64.
-    of_row
-        Condition of each cell, as an index into `table`, shape (n,), int32.
-    """
-
-    columns: tuple[str, ...]
-    values: tuple[list[Any], ...]
-    table: _Int64s
-    of_row: NDArray[np.int32]
+    columns: tuple[str, ...]  # Names of the columns
+    values: tuple[list[Any], ...]  # Values of each column, by code
+    table: _Int64s  # Codes of each condition, shape (n_conditions, n_columns), int64
+    of_row: NDArray[np.int32]  # Condition of each cell, as an index into `table`, shape (n,), int32
 
     @classmethod
     def of(cls, obs: pd.DataFrame, columns: Sequence[str], rows: _Rows, n: int) -> Conditions:
-        """Enumerate the combinations of values that occur.
-
-        Raises
-        ------
-        InputError
-            If a row has no value, or there are too many combinations.
-        """
+        """Enumerate the combinations of values that occur."""
         values: list[list[Any]] = []
         table = np.zeros((1, 0), dtype=np.int64)
         of_row = np.zeros(n, dtype=np.int32)
@@ -119,10 +94,8 @@ class Conditions:
         return found
 
     def contexts(self, columns: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-        """Return the context of each condition as an index, shape (n_conditions,), and the names of the contexts.
-
-        A context is a combination of values of `columns`.
-        """
+        """Return the context of each condition as an index, shape (n_conditions,), and the names of the contexts."""
+        # A context is a combination of values of `columns`.
         where = [self.columns.index(name) for name in columns]
         if not where:
             return np.zeros(len(self.table), dtype=np.int64), ["all"]
@@ -136,23 +109,12 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class ConditionRequest:
-    """Assignment of conditions to the parts of a split, as requested by the arguments of `dasksc.split`.
+    """Assignment of conditions to the parts of a split, as requested by the arguments of `dasksc.split`."""
 
-    Parameters
-    ----------
-    columns
-        Columns whose combinations are the conditions.
-    hold_out
-        Mappings of columns to the values held out.
-    few_shot
-        Share of the held-out conditions of each context that is used for training; 0 for none.
-    control
-        Control rows: values by column, or an expression over obs; None for no controls.
-    """
-
-    columns: tuple[str, ...]
-    hold_out: tuple[Mapping[str, Any], ...]
-    few_shot: float
+    columns: tuple[str, ...]  # Columns whose combinations are the conditions
+    hold_out: tuple[Mapping[str, Any], ...]  # Mappings of columns to the values held out
+    few_shot: float  # Share of the held-out conditions of each context that is used for training; 0 for none
+    # Control rows: values by column, or an expression over obs; None for no controls.
     control: Mapping[str, Any] | str | None
 
     @classmethod
@@ -191,12 +153,10 @@ class ConditionRequest:
         return contexts if contexts and len(contexts) < len(self.columns) else self.columns[:-1]
 
     def seen_of(self, held: NDArray[np.bool_], contexts: _Int64s, key: np.uint64) -> NDArray[np.bool_]:
-        """Return a mask of the conditions that `few_shot` moves from the test part to training, shape (n_conditions,).
-
-        In each context, the share `few_shot` of the held-out conditions is moved, rounded to a whole number. If
-        `few_shot` is above 0, at least one of several held-out conditions is moved, but not all. A single one is never
-        moved.
-        """
+        """Mask the conditions that `few_shot` moves from the test part to training, shape (n_conditions,)."""
+        # In each context, the share `few_shot` of the held-out conditions is moved, rounded to a whole number. If
+        # `few_shot` is above 0, at least one of several held-out conditions is moved, but not all. A single one is
+        # never moved.
         seen = np.zeros_like(held)
         if not self.few_shot:
             return seen
@@ -218,13 +178,7 @@ class ConditionRequest:
 
 
 def _control_columns(control: Any) -> list[str]:
-    """Return the columns that determine control rows.
-
-    Raises
-    ------
-    InputError
-        If `control` is neither a mapping of columns to values nor an expression.
-    """
+    """Return the columns that determine control rows."""
     if control is None:
         return []
     if isinstance(control, str):
@@ -237,13 +191,7 @@ def _control_columns(control: Any) -> list[str]:
 
 
 def is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
-    """Return a mask of the control rows of a table, shape (n_obs,).
-
-    Raises
-    ------
-    MissingKeyError
-        If obs lacks a column, or a column lacks a given value.
-    """
+    """Return a mask of the control rows of a table, shape (n_obs,)."""
     if control is None:
         return np.zeros(len(obs), dtype=bool)
     if isinstance(control, str):
@@ -263,21 +211,7 @@ def table_of(
     control: NDArray[np.bool_],
     index_name: str,
 ) -> pd.DataFrame:
-    """Count the conditions and cells of each context in each part.
-
-    Parameters
-    ----------
-    conditions
-        Conditions of the rows that are split.
-    contexts, names
-        Index of the context of each condition, and the names of the contexts.
-    parts
-        Rows of each part, as positions among the rows that are split.
-    control
-        Mask of the controls among these rows.
-    index_name
-        Name of the index of the result.
-    """
+    """Count the conditions and cells of each context in each part."""
     columns: dict[str, _Int64s] = {}
     for name, places in parts.items():
         own = conditions.of_row[places[~control[places]]]
@@ -290,10 +224,8 @@ def table_of(
 
 
 def _coded(obs: pd.DataFrame, name: str, rows: _Rows) -> tuple[NDArray[np.int32], list[Any]]:
-    """Return codes of the values of a column, shape (n,), int32, -1 if missing, and the values.
-
-    Values are sorted as text, so that a split depends neither on the order of categories nor on that of rows.
-    """
+    """Return codes of the values of a column, shape (n,), int32, -1 if missing, and the values."""
+    # Values are sorted as text, so that a split depends neither on the order of categories nor on that of rows.
     column = obs[require_key("obs", name, obs.columns)]
     if isinstance(column.dtype, pd.CategoricalDtype):
         codes, uniques = np.asarray(column.array.codes)[rows], column.array.categories

@@ -46,10 +46,8 @@ def items_read_whole(root: Any, obs: Sequence[str] | None, options: OpenOptions)
 
 
 def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOptions) -> list[Any]:
-    """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index.
-
-    If the table is read as a whole, the list holds only the table itself.
-    """
+    """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index."""
+    # If the table is read as a whole, the list holds only the table itself.
     is_whole = columns is None and options.has_names
     if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
         return [stored]
@@ -59,11 +57,9 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse elements that link outside the folder of `path`, or whose total size is impossible or exceeds memory.
-
-    A total size counts as impossible if it exceeds `_ROOM_BYTES` plus `DEFLATE_RATIO` times the stored bytes of the
-    elements.
-    """
+    """Refuse elements that link outside the folder of `path`, or whose total size is impossible or exceeds memory."""
+    # A total size counts as impossible if it exceeds `_ROOM_BYTES` plus `DEFLATE_RATIO` times the stored bytes of the
+    # elements.
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
     n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
@@ -111,10 +107,8 @@ def lengths_of(stored: Any) -> dict[str, int]:
 
 
 def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored size of arrays, in bytes.
-
-    Counting may stop once it reaches `enough`. For Zarr at a URL, nothing is counted, and the result is `enough`.
-    """
+    """Return the stored size of arrays, in bytes."""
+    # Counting may stop once it reaches `enough`. For Zarr at a URL, nothing is counted, and the result is `enough`.
     if all(isinstance(array, h5py.Dataset) for array in arrays):
         return hdf5_guard.stored_bytes(arrays)
     if not isinstance(path, RemoteLocation) and is_zip(path):

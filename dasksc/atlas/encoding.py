@@ -15,30 +15,7 @@ __all__ = ["encode_column"]
 
 
 def encode_column(series: pd.Series[Any], *, narrow: bool = False) -> tuple[NDArray[Any], list[Any] | None]:
-    """Encode an obs column as numbers.
-
-    Parameters
-    ----------
-    series
-        Column of categories, strings, booleans, numbers, dates or durations; nullable pandas types are supported.
-    narrow
-        If True, keep codes in their stored data type, which may be one byte wide.
-
-    Returns
-    -------
-    tuple[NDArray, list or None]
-        Values of shape (n_obs,), in native byte order, and labels. Categoricals and strings become
-        int64 codes into the labels (categories in their order; strings sorted), -1 if missing.
-        Booleans stay bool and numbers keep their data type, without labels. With missing values, nullable
-        numbers become float64 with NaN, and nullable booleans become int64 codes into ``[False, True]``,
-        -1 if missing. Dates become float64 seconds since the beginning of 1970 (UTC; dates without a time
-        zone are used without conversion). Durations become float64 seconds. Missing dates and durations become NaN.
-
-    Raises
-    ------
-    InputError
-        If the column has another type (periods, mixed objects).
-    """
+    """Encode an obs column as numbers."""
     values, labels = _encoded(series)
     return (values if labels is None or narrow else values.astype(np.int64, copy=False)), labels
 

@@ -51,10 +51,8 @@ _PIECE_ROWS = 2**20
 
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:
-    """Add advice to errors about missing columns if `control` looks like a label instead of an expression.
-
-    The advice explains how to give a label.
-    """
+    """Add advice to errors about missing columns if `control` looks like a label instead of an expression."""
+    # The advice explains how to give a label.
     try:
         yield
     except MissingKeyError as error:
@@ -141,10 +139,8 @@ def columns_of(expression: str) -> list[str]:
 
 
 def holds(expression: str, obs: pd.DataFrame, *, of: Any = None) -> NDArray[np.bool_]:
-    """Return a mask of the rows of a table for which an expression holds, shape (n_obs,).
-
-    If a column is missing, the error gives the path of `of`, the AnnData that the table belongs to.
-    """
+    """Return a mask of the rows of a table for which an expression holds, shape (n_obs,)."""
+    # If a column is missing, the error gives the path of `of`, the AnnData that the table belongs to.
     safe, names = _parsed(expression)
     # The index is left out, since its name may equal that of a column.
     table = pd.DataFrame(
@@ -187,12 +183,10 @@ def _values(column: pd.Series[Any]) -> Any:
 
 
 def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """Replace calls of ``.str`` by columns of their results; return the expression and the extended table.
-
-    The results of pandas for missing text depend on its version and on the type of text. The rest of the expression is
-    not changed. If it were generated from the syntax tree, it could lack parentheses that pandas needs, since ``&`` and
-    ``|`` have a lower precedence in pandas than in Python.
-    """
+    """Replace calls of ``.str`` by columns of their results; return the expression and the extended table."""
+    # The results of pandas for missing text depend on its version and on the type of text. The rest of the expression
+    # is not changed. If it were generated from the syntax tree, it could lack parentheses that pandas needs, since
+    # ``&`` and ``|`` have a lower precedence in pandas than in Python.
     calls = [node for node in ast.walk(ast.parse(safe, mode="eval")) if isinstance(node, ast.Call)]
     prefix = "_answer"
     while prefix in safe:

@@ -29,40 +29,15 @@ ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtlasInput:
-    """One of several atlases.
+    """One of several atlases."""
 
-    Parameters
-    ----------
-    data
-        Path, URL or AnnData.
-    name
-        Name of the atlas: its key, the end of its path, or its number.
-    obs
-        Table of its cells from an AnnCollection, in place of its own obs.
-    """
-
-    data: Any
-    name: str = ""
-    obs: pd.DataFrame | None = None
+    data: Any  # Path, URL or AnnData
+    name: str = ""  # Name of the atlas: its key, the end of its path, or its number
+    obs: pd.DataFrame | None = None  # Table of its cells from an AnnCollection, in place of its own obs
 
 
 def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
-    """Return the atlases that `data` represents; None if it is a single one.
-
-    Parameters
-    ----------
-    data
-        As for `dasksc.open`.
-    options
-        Storage options of URLs.
-
-    Raises
-    ------
-    InputError
-        If a value of a dict represents several atlases, or `data` is a view of an AnnCollection.
-    MissingPathError
-        If nothing matches a pattern.
-    """
+    """Return the atlases that `data` represents; None if it is a single one."""
     if isinstance(data, Mapping):
         return [replace(_one_of(key, given, options), name=str(key)) for key, given in data.items()]
     if isinstance(data, list | tuple):
@@ -262,10 +237,8 @@ def _groups_of(location: RemoteLocation) -> list[str] | None:
 
 
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
-    """Return the distinct matches of a pattern: atlases, and the atlases in matching folders.
-
-    Unless the pattern is recursive, a folder without atlases is kept, so that opening it raises an error.
-    """
+    """Return the distinct matches of a pattern: atlases, and the atlases in matching folders."""
+    # Unless the pattern is recursive, a folder without atlases is kept, so that opening it raises an error.
     inside = ([one] if paths is None or not (paths or is_recursive(pattern)) else paths for one, paths in found)
     return list(dict.fromkeys(path for paths in inside for path in paths))
 

@@ -59,17 +59,7 @@ def some(names: Iterable[Any]) -> str:
 
 
 def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
-    """Return `name` if `held` has it; otherwise raise an error with similar names.
-
-    Parameters
-    ----------
-    kind
-        Name of `held` in the error, such as ``"layers"``.
-    name, held
-        Name to find, and the mapping, table or list that must have it.
-    of
-        AnnData that `held` belongs to, whose path the error names.
-    """
+    """Return `name` if `held` has it; otherwise raise an error with similar names."""
     if name in held:
         return name
     path = path_of(of)

@@ -243,17 +243,7 @@ def open(
 
 
 def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
-    """Log a warning that names of cells repeat.
-
-    Parameters
-    ----------
-    data
-        As for `open`.
-    n_atlases
-        Number of atlases that `data` represents; None if `data` is a single atlas.
-    has_keys
-        True if the names end with the keys of their atlases.
-    """
+    """Log a warning that names of cells repeat."""
     is_path = isinstance(data, str | os.PathLike)
     what = quoted(data) if is_path else "the given AnnData" if n_atlases is None else f"{n_atlases} atlases"
     remedy = "adata.obs_names_make_unique() makes them unique"
@@ -369,11 +359,9 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 
 
 def is_several(data: Any) -> bool:
-    """Return True if `data` is a list, tuple or dict of inputs of `open`.
-
-    The result is False for a single AnnCollection: the hooks of `scDataset`, such as `fetch_callback`, index the
-    collection itself, whereas `open` would convert it to an AnnData.
-    """
+    """Return True if `data` is a list, tuple or dict of inputs of `open`."""
+    # The result is False for a single AnnCollection: the hooks of `scDataset`, such as `fetch_callback`, index the
+    # collection itself, whereas `open` would convert it to an AnnData.
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):
         return False

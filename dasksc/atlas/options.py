@@ -26,29 +26,16 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """Options of `open` that apply to all elements of a file.
+    """Options of `open` that apply to all elements of a file."""
 
-    Parameters
-    ----------
-    mmap
-        Setting for memory-mapping uncompressed local files, as for `open`.
-    has_names
-        If True, read the names of cells.
-    may_lack
-        If True, requested columns of obs may be missing, since only some of several atlases may have them.
-    storage_options
-        Options for accessing URLs.
-    cache
-        Cache of blocks that are read. None: the cache in the configuration of Dask, for URLs only.
-    feature_types, genomes
-        Features of 10x ``.h5`` files to keep, as for `open`; None: all.
-    """
-
-    mmap: UseMmap = "auto"
-    has_names: bool = True
+    mmap: UseMmap = "auto"  # Setting for memory-mapping uncompressed local files, as for `open`
+    has_names: bool = True  # If True, read the names of cells
+    # If True, requested columns of obs may be missing, since only some of several atlases may have them.
     may_lack: bool = False
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Options for accessing URLs
+    # Cache of blocks that are read. None: the cache in the configuration of Dask, for URLs only.
     cache: Cache | None = None
+    # feature_types, genomes: Features of 10x ``.h5`` files to keep, as for `open`; None: all.
     feature_types: tuple[str, ...] | None = None
     genomes: tuple[str, ...] | None = None
 
@@ -64,13 +51,7 @@ def check_mmap(mmap: Any) -> None:
 
 
 def names_given(option: str, value: Any) -> tuple[str, ...] | None:
-    """Return the names in an option that takes one name or several; None if the option is None.
-
-    Raises
-    ------
-    InputError
-        If the value is not a name or a sequence of names, or is empty.
-    """
+    """Return the names in an option that takes one name or several; None if the option is None."""
     if value is None:
         return None
     names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
@@ -80,13 +61,7 @@ def names_given(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def refuse_feature_choice(options: OpenOptions, what: str) -> None:
-    """Raise an error for options that select features of 10x ``.h5`` files; `what` describes the input.
-
-    Raises
-    ------
-    InputError
-        If such an option is given.
-    """
+    """Raise an error for options that select features of 10x ``.h5`` files; `what` describes the input."""
     chosen = {"feature_types": options.feature_types, "genome": options.genomes}
     for option, names in chosen.items():
         if names is not None:

@@ -349,10 +349,8 @@ def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> ND
 def _classes(
     obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Return the class of each row, the number of rows per class, and the class of unlabeled rows, or -1.
-
-    Classes are the labels of one column, or combinations of labels.
-    """
+    """Return the class of each row, the number of rows per class, and the class of unlabeled rows, or -1."""
+    # Classes are the labels of one column, or combinations of labels.
     classes, counts = np.zeros(n, dtype=np.int32), np.array([n])
     unlabelled = 0
     for name in strata:
@@ -379,11 +377,9 @@ def _classes(
 
 
 def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
-    """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`.
-
-    The exact numbers are rounded, one class after another: up for the parts whose totals so far are furthest below the
-    exact totals, and down for the others.
-    """
+    """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`."""
+    # The exact numbers are rounded, one class after another: up for the parts whose totals so far are furthest below
+    # the exact totals, and down for the others.
     exact = counts[:, None] * shares
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
     order = np.empty(len(counts), dtype=np.int64)
@@ -411,11 +407,9 @@ def _parts_of_groups(
     counts_values: bool,
     unlabelled: int,
 ) -> NDArray[np.int8]:
-    """Return the part of each row; rows that share a value of any column get the same part.
-
-    With `counts_values`, each value of the first column counts once, as a member of the most frequent class of its
-    labeled rows. It belongs to the class `unlabelled` only if none of its rows has a label.
-    """
+    """Return the part of each row; rows that share a value of any column get the same part."""
+    # With `counts_values`, each value of the first column counts once, as a member of the most frequent class of its
+    # labeled rows. It belongs to the class `unlabelled` only if none of its rows has a label.
     for codes, name in columns:
         n_missing = int((codes < 0).sum())
         if n_missing:
@@ -457,10 +451,8 @@ def _parts_of_groups(
 
 
 def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return the unit of each value of the first column, shape (n_values,), int64.
-
-    A unit is a set of values that must be in one part, since other columns link their rows.
-    """
+    """Return the unit of each value of the first column, shape (n_values,), int64."""
+    # A unit is a set of values that must be in one part, since other columns link their rows.
     first = columns[0]
     n_values = int(first.max(initial=-1)) + 1
     if len(columns) == 1:

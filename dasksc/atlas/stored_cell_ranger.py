@@ -33,10 +33,8 @@ _PIECE_ROWS = 2**20
 
 
 def cell_ranger_matrices(root: Any) -> list[str]:
-    """Return the names of the matrices in a 10x ``.h5`` file; an empty list for any other file or store.
-
-    Version 3 has one, ``matrix``. Version 2 has one for each genome.
-    """
+    """Return the names of the matrices in a 10x ``.h5`` file; an empty list for any other file or store."""
+    # Version 3 has one, ``matrix``. Version 2 has one for each genome.
     if not isinstance(root, h5py.Group) or "obs" in root or "var" in root:
         return []
     names = [name for name in root if is_cell_ranger_matrix(root.get(name))]
@@ -46,17 +44,7 @@ def cell_ranger_matrices(root: Any) -> list[str]:
 def read_cell_ranger(
     path: str | RemoteLocation, root: h5py.File, obs: Sequence[str] | None, options: OpenOptions
 ) -> AnnData:
-    """Open a 10x ``.h5`` file at `path`, whose root group is `root`.
-
-    Raises
-    ------
-    InputError
-        If a file of version 2 has several genomes and none was chosen, or if no feature remains.
-    MissingKeyError
-        If the file lacks a requested genome, feature type or column of obs.
-    CorruptDataError
-        If the parts of the file contradict each other.
-    """
+    """Open a 10x ``.h5`` file at `path`, whose root group is `root`."""
     names = cell_ranger_matrices(root)
     name = "matrix" if names == ["matrix"] else _genome_of(path, names, options)
     group = root[name]

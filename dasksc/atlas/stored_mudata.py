@@ -30,17 +30,7 @@ def open_modalities(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None,
     raw: bool,
 ) -> tuple[AnnData, dict[str, AnnData]]:
-    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays with rows as stored.
-
-    Parameters
-    ----------
-    path
-        Path or URL of an ``.h5mu`` file or a Zarr store.
-    obs
-        Columns to read, as for `split_columns`.
-    mmap, storage_options, cache, raw
-        As for `open`; `raw` applies to each modality.
-    """
+    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays with rows as stored."""
     options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
     with unchecked():
         where = where_of(path, options)
@@ -69,18 +59,7 @@ def open_modalities(
 def split_columns(
     obs: Sequence[str] | None, own: Collection[str], held: Mapping[str, Collection[str]]
 ) -> tuple[list[str] | None, dict[str, list[str] | None]]:
-    """Assign requested columns to the obs of a MuData and to those of its modalities; None stands for all.
-
-    Parameters
-    ----------
-    obs
-        Names; ``"modality:column"`` for those of a modality. None: all.
-    own
-        Columns of the MuData's own obs. Those that are copies of columns of a modality count as columns of that
-        modality.
-    held
-        Columns of each modality.
-    """
+    """Assign requested columns to the obs of a MuData and to those of its modalities; None stands for all."""
     if obs is None:
         return None, dict.fromkeys(held)
     of_own: list[str] = []

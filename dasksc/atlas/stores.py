@@ -43,10 +43,8 @@ def where_of(path: str, options: OpenOptions) -> str | RemoteLocation:
 
 
 def holds_modalities(path: str) -> bool:
-    """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities.
-
-    The store may be zipped. A URL is recognized by its suffix only; a store at a URL is checked when it is opened.
-    """
+    """Return True if a path is that of a MuData: an ``.h5mu`` file, or a local Zarr store with modalities."""
+    # The store may be zipped. A URL is recognized by its suffix only; a store at a URL is checked when it is opened.
     location = RemoteLocation.of(path) if is_url(path) else None
     if location is not None and location.local is None:
         return location.key.endswith(".h5mu")

@@ -25,39 +25,18 @@ __all__ = ["UnreadNames"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadNames:
-    """Names of the cells of one or several files or stores.
+    """Names of the cells of one or several files or stores."""
 
-    Parameters
-    ----------
-    paths
-        Paths and URLs of the files and stores, in the order of their cells.
-    options
-        Options of `open`.
-    name
-        Name of the index that `open` returns.
-    dtype
-        Data type of this index.
-    """
-
-    paths: tuple[str, ...]
-    options: OpenOptions
-    name: str | None
-    dtype: Any
+    paths: tuple[str, ...]  # Paths and URLs of the files and stores, in the order of their cells
+    options: OpenOptions  # Options of `open`
+    name: str | None  # Name of the index that `open` returns
+    dtype: Any  # Data type of this index
 
     @classmethod
     def of(cls, data: Any, options: OpenOptions) -> UnreadNames | None:
-        """Return the names of one or several atlases, or None if they can only be read as a whole.
-
-        Names cannot be read in pieces if they are in an AnnData, in files of old formats or of other programs, or in
-        several files whose names have different types.
-
-        Parameters
-        ----------
-        data
-            As for `dasksc.open`.
-        options
-            Options of `open`.
-        """
+        """Return the names of one or several atlases, or None if they can only be read as a whole."""
+        # Names cannot be read in pieces if they are in an AnnData, in files of old formats or of other programs, or in
+        # several files whose names have different types.
         parts = atlas_inputs(data, options.storage_options)
         given = [data] if parts is None else [part.data for part in parts]
         if not all(isinstance(one, str | os.PathLike) for one in given):

@@ -129,27 +129,7 @@ class AnnDataView:
         return self._matrices[name]
 
     def __getitem__(self, index: Any) -> AnnData:
-        """Read rows into memory.
-
-        Parameters
-        ----------
-        index
-            Row numbers in any order, possibly repeated; a slice, a boolean mask or names; or a pair of one of these
-            and a second index for columns, as for AnnData.
-
-        Returns
-        -------
-        AnnData
-            AnnData in memory with the requested rows of obs, X, layers and obsm, in the given order, and with var,
-            varm and uns, but without obsp and raw.
-
-        Raises
-        ------
-        IndexError
-            If a row is outside [0, n_obs).
-        MissingKeyError
-            If a name is not in obs_names.
-        """
+        """Read rows into memory."""
         if isinstance(index, tuple):
             rows, columns = index
             return self[rows][:, columns].copy()

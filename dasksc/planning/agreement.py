@@ -38,10 +38,8 @@ class _JaxStore:
         self._prefix = prefix
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it is not set yet, and return its value.
-
-        `expected` is part of torch's signature and must be empty.
-        """
+        """Set `key` to `desired` if it is not set yet, and return its value."""
+        # `expected` is part of torch's signature and must be empty.
         with contextlib.suppress(RuntimeError):  # another process set the key first
             self._client.key_value_set(f"{self._prefix}/{key}", desired)
         return self.get(key)
@@ -70,11 +68,9 @@ def shared_store(prefix: str) -> Any:
 
 @contextlib.contextmanager
 def _unless_gone() -> Iterator[None]:
-    """Log an error of the store instead of raising it.
-
-    The process that hosts the store may have exited. An iteration that is ending must then raise its own error, not
-    that of the store.
-    """
+    """Log an error of the store instead of raising it."""
+    # The process that hosts the store may have exited. An iteration that is ending must then raise its own error, not
+    # that of the store.
     try:
         yield
     except RuntimeError as error:
@@ -91,21 +87,12 @@ _ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKey
 
 
 class Agreement:
-    """Agreement between the ranks of one data set, through the store of their process group.
+    """Agreement between the ranks of one data set, through the store of their process group."""
 
-    Data sets of different ranks are matched by the order in which each rank makes them for the same group. Every rank
-    of the group must therefore make the same data sets in the same order. The exception is a data set that only one
-    rank makes: with ``rank=0, world_size=1``, it is not compared with others. Every call takes one or two round trips
-    to the store and waits for no other rank.
-
-    Parameters
-    ----------
-    world
-        Rank, world size and group of this process or thread.
-    store
-        Key-value store that all ranks share, a ``torch.distributed.Store``. Default: the store of the
-        process group.
-    """
+    # Data sets of different ranks are matched by the order in which each rank makes them for the same group. Every rank
+    # of the group must therefore make the same data sets in the same order. The exception is a data set that only one
+    # rank makes: with ``rank=0, world_size=1``, it is not compared with others. Every call takes one or two round trips
+    # to the store and waits for no other rank.
 
     def __init__(self, world: World, store: Any = None) -> None:
         self._world = world
@@ -134,16 +121,9 @@ class Agreement:
         return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
 
     def seed(self, proposed: int) -> int:
-        """Propose a seed and return the agreed one, which is the first proposal of any rank.
-
-        All groups of the same size agree on one seed, because tensor-parallel ranks belong to different
-        data-parallel groups and must read the same rows.
-
-        Raises
-        ------
-        InputError
-            If there is no process group through which to agree.
-        """
+        """Propose a seed and return the agreed one, which is the first proposal of any rank."""
+        # All groups of the same size agree on one seed, because tensor-parallel ranks belong to different data-parallel
+        # groups and must read the same rows.
         if self._store() is None:
             raise InputError(
                 f"seed=None with world_size={self._world.world_size} and no process group: the ranks cannot agree "
@@ -155,25 +135,7 @@ class Agreement:
     def begin(
         self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Record the epoch and data that an iteration reads, or compare them with those another rank has recorded.
-
-        Parameters
-        ----------
-        iteration
-            Number of the iteration on this rank.
-        epoch
-            Epoch that the iteration reads.
-        fingerprint
-            Digest of the data, strategy, sizes and seed.
-        settings
-            The same properties as text, by name, from which an error message lists the differences.
-
-        Raises
-        ------
-        RankMismatchError
-            If the iteration (pass over the data set) with the same number on another rank reads a different epoch or
-            different data.
-        """
+        """Record the epoch and data that an iteration reads, or compare them with those another rank has recorded."""
         store = self._store()
         if store is None:
             return
@@ -204,22 +166,14 @@ class Agreement:
         )
 
     def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Check that no other rank has abandoned this iteration after at most `n_batches` batches.
-
-        Raises
-        ------
-        RankMismatchError
-            If another rank has abandoned it, so that the epochs of the two ranks no longer match.
-        """
+        """Check that no other rank has abandoned this iteration after at most `n_batches` batches."""
         left = self._abandoned_by(iteration)
         if left is not None and left[1] <= n_batches:
             raise self._shifted(iteration, *left, f"continued after batch {n_batches}")
 
     def record_abandoned(self, iteration: int, n_batches: int) -> None:
-        """Record that this rank abandons its iteration after `n_batches` batches.
-
-        Log a warning if another rank abandoned the iteration after a different number of batches.
-        """
+        """Record that this rank abandons its iteration after `n_batches` batches."""
+        # Log a warning if another rank abandoned the iteration after a different number of batches.
         store = self._store()
         if store is None:
             return

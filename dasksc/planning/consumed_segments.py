@@ -24,38 +24,21 @@ class ConsumedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """Rows to distribute to the ranks.
+    """Rows to distribute to the ranks."""
 
-    Parameters
-    ----------
-    first, n_full
-        First position and number of the full blocks to distribute. They are a range of the block order.
-    rest
-        Positions, in storage order, of all other rows to distribute, shape (n_rest,), int64.
-    """
-
+    # first, n_full: First position and number of the full blocks to distribute. They are a range of the block order.
     first: int
     n_full: int
-    rest: _Int64s
+    rest: _Int64s  # Positions, in storage order, of all other rows to distribute, shape (n_rest,), int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Layout of a rank's sequence: rounds of full blocks, and a piece of leftover rows before one of the rounds.
+    """Layout of a rank's sequence: rounds of full blocks, and a piece of leftover rows before one of the rounds."""
 
-    Parameters
-    ----------
-    block_size
-        Number of rows in a round, per rank.
-    piece_round
-        Round before which the piece is inserted.
-    n_piece
-        Number of rows in the piece.
-    """
-
-    block_size: int
-    piece_round: int
-    n_piece: int
+    block_size: int  # Number of rows in a round, per rank
+    piece_round: int  # Round before which the piece is inserted
+    n_piece: int  # Number of rows in the piece
 
     def begun(self, position: int) -> int:
         """Return the number of rounds that begin before a position in the rank's sequence."""

@@ -28,12 +28,11 @@ _REMEMBERED_PASSES = 16
 
 
 class EpochCounter:
-    """Epoch counter shared by every copy of a data set on this machine.
+    """Epoch counter shared by every copy of a data set on this machine."""
 
-    The original counter owns the file and removes it when the counter is garbage-collected or the process exits. A copy
-    continues the count in a file of its own if the shared file does not exist, for example on another machine, or if
-    the copy begins an epoch in another process that is not a DataLoader worker.
-    """
+    # The original counter owns the file and removes it when the counter is garbage-collected or the process exits. A
+    # copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
+    # or if the copy begins an epoch in another process that is not a DataLoader worker.
 
     def __init__(self) -> None:
         self._make(next_epoch=0)
@@ -88,11 +87,9 @@ class EpochCounter:
             state["next"] = epoch
 
     def advance(self) -> int:
-        """Begin an epoch in this process and return its number.
-
-        A process that received a copy and is not a DataLoader worker is a rank of its own. It counts independently from
-        now on.
-        """
+        """Begin an epoch in this process and return its number."""
+        # A process that received a copy and is not a DataLoader worker is a rank of its own. It counts independently
+        # from now on.
         if self._pid != os.getpid():
             self._make(self.peek())
         with self._locked() as state:
@@ -102,17 +99,9 @@ class EpochCounter:
             return epoch
 
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
-        """Make the DataLoader workers of a pass resume `epoch` when they `join`.
-
-        The pass after this one reads epoch ``epoch + 1``, even if it begins before any worker of this pass has joined.
-
-        Parameters
-        ----------
-        base_seed, worker, n_workers
-            As for `join`.
-        epoch
-            Epoch of the loaded state, which the pass is to read.
-        """
+        """Make the DataLoader workers of a pass resume `epoch` when they `join`."""
+        # The pass after this one reads epoch ``epoch + 1``, even if it begins before any worker of this pass has
+        # joined.
         with self._locked() as state:
             for one in reversed(state["passes"]):
                 if one["seed"] == base_seed and one["of"] == n_workers:
@@ -123,15 +112,7 @@ class EpochCounter:
             _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": []})
 
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
-        """Return the epoch that a DataLoader worker reads; the first worker of a pass begins an epoch.
-
-        Parameters
-        ----------
-        base_seed
-            ``worker_info.seed - worker_info.id``, the same in all workers of one pass.
-        worker, n_workers
-            Number of this DataLoader worker, and number of DataLoader workers.
-        """
+        """Return the epoch that a DataLoader worker reads; the first worker of a pass begins an epoch."""
         with self._locked() as state:
             state["by_workers"] = True
             for one in reversed(state["passes"]):
@@ -148,22 +129,7 @@ class EpochCounter:
     def report(
         self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
     ) -> list[dict[str, Any]] | None:
-        """Store the report of a DataLoader worker that has finished an epoch.
-
-        Parameters
-        ----------
-        base_seed, worker, n_workers
-            As for `join`.
-        epoch
-            Epoch that `join` returned.
-        figures
-            Plain numbers and strings.
-
-        Returns
-        -------
-        list of dict or None
-            Reports of all DataLoader workers of the pass if this worker is the last to finish; otherwise None.
-        """
+        """Store the report of a DataLoader worker that has finished an epoch."""
         with self._locked() as state:
             for one in reversed(state["passes"]):
                 if (one["seed"], one["of"], one["epoch"]) == (base_seed, n_workers, epoch):

@@ -16,10 +16,8 @@ _Int64s = NDArray[np.int64]
 
 
 def ascending(rows: _Int64s) -> tuple[_Int64s, _Int64s]:
-    """Sort `rows`; return them and the sorted position of each input row, both of shape (n,), int64.
-
-    Equal rows keep their order.
-    """
+    """Sort `rows`; return them and the sorted position of each input row, both of shape (n,), int64."""
+    # Equal rows keep their order.
     # Sorting integers that combine row and index is nine times as fast as a stable argsort. They have at most 63 bits,
     # because a collection has fewer than 2**40 rows and a fetch fewer than 2**23.
     n_bits = max(len(rows) - 1, 0).bit_length()
@@ -33,31 +31,17 @@ def ascending(rows: _Int64s) -> tuple[_Int64s, _Int64s]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FetchPlan:
-    """Rows of one fetch and the order in which they are yielded.
+    """Rows of one fetch and the order in which they are yielded."""
 
-    Parameters
-    ----------
-    number
-        Number of the fetch on this rank.
-    rows
-        Row numbers in ascending order, repeats included, shape (n,), int64.
-    order
-        Positions in `rows` in the order of yielding, shape (m,), int64. m < n if the epoch ends in a
-        short batch that is dropped, or if there are controls.
-    batch_size
-        Number of rows in a batch.
-    groups
-        Group of each set in the order of yielding, shape (n_sets,), int64; None without sets.
-    controls
-        Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None
-        without controls.
-    """
-
-    number: int
-    rows: _Int64s
+    number: int  # Number of the fetch on this rank
+    rows: _Int64s  # Row numbers in ascending order, repeats included, shape (n,), int64
+    # Positions in `rows` in the order of yielding, shape (m,), int64. m < n if the epoch ends in a short batch that is
+    # dropped, or if there are controls.
     order: _Int64s
-    batch_size: int
+    batch_size: int  # Number of rows in a batch
+    # Group of each set in the order of yielding, shape (n_sets,), int64; None without sets.
     groups: _Int64s | None = None
+    # Positions in `rows` of the controls of each yielded row, shape (m, n_controls), int64; None without controls.
     controls: _Int64s | None = None
 
     @classmethod

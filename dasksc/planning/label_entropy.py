@@ -21,23 +21,16 @@ _N_IDEAL = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diversity:
-    """Label entropy of batches, in bits.
+    """Label entropy of batches, in bits."""
 
-    Parameters
-    ----------
-    mean, spread
-        Mean and standard deviation over the measured batches.
-    ideal_mean, ideal_spread
-        Mean and standard deviation over batches of the same size, drawn at random from all measured rows.
-    n_batches
-        Number of measured batches.
-    """
-
+    # mean, spread: Mean and standard deviation over the measured batches.
     mean: float
     spread: float
+    # ideal_mean, ideal_spread: Mean and standard deviation over batches of the same size, drawn at random from all
+    # measured rows.
     ideal_mean: float
     ideal_spread: float
-    n_batches: int
+    n_batches: int  # Number of measured batches
 
     @property
     def share(self) -> float:
@@ -46,22 +39,7 @@ class Diversity:
 
 
 def diversity_of(batches: Iterable[NDArray[Any]], n_labels: int) -> Diversity:
-    """Compute the label entropy of batches.
-
-    Parameters
-    ----------
-    batches
-        Label code of each row, one array per batch. Codes are in [0, n_labels); negative codes mark
-        missing labels and are ignored.
-    n_labels
-        Number of labels.
-
-    Returns
-    -------
-    Diversity
-        Entropies in bits; all zero without batches. The ideal is estimated from 1,000 random batches,
-        drawn with a fixed seed.
-    """
+    """Compute the label entropy of batches."""
     counted = [np.bincount(codes[codes >= 0], minlength=n_labels) for codes in batches]
     counted = [counts for counts in counted if counts.any()]
     if not counted:

@@ -437,16 +437,7 @@ class EpochPlan:
         )
 
     def _unread(self, n_done: int) -> tuple[int, int, _Int64s]:
-        """Return the unread part of this rank's sequence after `n_done` units.
-
-        Returns
-        -------
-        start, stop
-            Range of the sequence covered by fetches that have not begun.
-        loose
-            Storage positions of unread units in other fetches: the partly read fetch, and the last fetch if some of its
-            units are dropped.
-        """
+        """Return the unread part of this rank's sequence after `n_done` units."""
         k, n_within = divmod(min(n_done, self._n_rank_units), self._fetch_units)
         start, stop = k * self._fetch_units, self._n_rank_units
         loose = [np.empty(0, dtype=np.int64)]

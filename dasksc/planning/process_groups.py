@@ -28,12 +28,11 @@ def jax_state() -> Any:
 
 
 def leave_group() -> None:
-    """Destroy the process group, if there is one, after a short wait for its threads.
-
-    A thread of Gloo releases the tensors of a collective a moment after the collective ends, and may need the GIL to
-    do so. If the interpreter exits first, PyTorch aborts the process ("terminate called without an active exception").
-    Destroying the group at once can deadlock, since the call holds the GIL while it waits for the thread.
-    """
+    """Destroy the process group, if there is one, after a short wait for its threads."""
+    # A thread of Gloo releases the tensors of a collective a moment after the collective ends, and may need the GIL to
+    # do so. If the interpreter exits first, PyTorch aborts the process ("terminate called without an active
+    # exception"). Destroying the group at once can deadlock, since the call holds the GIL while it waits for the
+    # thread.
     distributed = torch_distributed()
     if distributed is not None:
         time.sleep(_SETTLE_S)

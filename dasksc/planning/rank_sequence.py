@@ -23,30 +23,14 @@ _COMPUTED_AT_ONCE = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RankSequence:
-    """Sequence of the units of a rank: rounds of full blocks, and a piece of leftover units before one of the rounds.
+    """Units of a rank in order: rounds of full blocks, and a piece of leftover units before one of the rounds."""
 
-    Parameters
-    ----------
-    rank
-        Rank that reads the sequence.
-    sizes
-        Sizes of the shares of all ranks.
-    order
-        Order of the full blocks.
-    deal
-        Units to distribute to the ranks.
-    piece_round
-        Round before which every rank inserts its piece.
-    left_from
-        Offset at which dealing of the leftover units begins.
-    """
-
-    rank: int
-    sizes: RankSizes
-    order: BlockOrder
-    deal: Deal
-    piece_round: int
-    left_from: int
+    rank: int  # Rank that reads the sequence
+    sizes: RankSizes  # Sizes of the shares of all ranks
+    order: BlockOrder  # Order of the full blocks
+    deal: Deal  # Units to distribute to the ranks
+    piece_round: int  # Round before which every rank inserts its piece
+    left_from: int  # Offset at which dealing of the leftover units begins
 
     @property
     def rounds(self) -> Rounds:

@@ -9,27 +9,15 @@ __all__ = ["RankSizes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSizes:
-    """Sizes of the shares of all ranks in an epoch, in units of the sampler.
+    """Sizes of the shares of all ranks in an epoch, in units of the sampler."""
 
-    Parameters
-    ----------
-    n_dealt
-        Number of units to deal.
-    n_full, block_size
-        Number of full blocks among them, and units per block.
-    batch_size
-        Number of units in a batch.
-    world_size
-        Number of ranks.
-    drop_last, equal_ranks
-        As for `EpochPlan`.
-    """
-
-    n_dealt: int
+    n_dealt: int  # Number of units to deal
+    # n_full, block_size: Number of full blocks among them, and units per block.
     n_full: int
     block_size: int
-    batch_size: int
-    world_size: int
+    batch_size: int  # Number of units in a batch
+    world_size: int  # Number of ranks
+    # drop_last, equal_ranks: As for `EpochPlan`.
     drop_last: bool
     equal_ranks: bool
 

@@ -12,21 +12,11 @@ __all__ = ["rotated"]
 
 
 def rotated(positions: NDArray[np.int64], *, n_units: int, block_size: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Rotate positions so that every row is equally likely to be dropped.
-
-    The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a random
-    row. If the short block always held the last rows of the epoch, these would be dropped with a different probability.
-    The short block therefore starts at a random position and wraps around from the last row to the first.
-
-    Parameters
-    ----------
-    positions
-        Positions in storage order, shape (n,), int64, in [0, n_units).
-    n_units, block_size
-        Numbers of units in the epoch and in a block.
-    seed, epoch
-        Keys of the rotation.
-    """
+    """Rotate positions so that every row is equally likely to be dropped."""
+    # The last rows of a block would be dropped more often than the first, so each block is rotated to begin at a random
+    # row. If the short block always held the last rows of the epoch, these would be dropped with a different
+    # probability. The short block therefore starts at a random position and wraps around from the last row to the
+    # first.
     short = n_units % block_size
     end = n_units - short
     turn, offset = (

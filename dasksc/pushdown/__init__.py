@@ -40,25 +40,7 @@ logger = logging.getLogger("dasksc.lazy")
 
 
 def matrix_of(array: da.Array) -> Matrix:
-    """Return the matrix from which rows of a Dask array are fetched.
-
-    Parameters
-    ----------
-    array
-        Two-dimensional Dask array with known chunk sizes.
-
-    Returns
-    -------
-    Matrix
-        The matrix that `to_dask` wrapped, if `array` is a result of `to_dask` (also after pickling).
-        A `RowLocalMatrix` for array code on top of such arrays that treats every row independently.
-        Otherwise a `DaskMatrix`; one log warning states the reason and the cost.
-
-    Raises
-    ------
-    InputError
-        If the array is not two-dimensional, or its shape or chunk sizes are unknown.
-    """
+    """Return the matrix from which rows of a Dask array are fetched."""
     if array.ndim != 2:
         raise InputError(
             f"the Dask array {array.name!r} has {array.ndim} dimensions; rows can be fetched only "

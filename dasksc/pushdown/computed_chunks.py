@@ -30,19 +30,11 @@ _ASSUMED_DENSITY = 0.1
 
 
 class DaskMatrix:
-    """Matrix over any Dask array; a fetch computes every row chunk that contains a requested row.
+    """Matrix over any Dask array; a fetch computes every row chunk that contains a requested row."""
 
-    Chunks are computed one after another on the calling thread. Only the requested rows of each are kept, so memory
-    holds one row chunk at a time, and the result. Intermediate results that most row chunks use, such as a mean over
-    the rows, are computed by the first fetch and cached if they are small.
-
-    Parameters
-    ----------
-    array
-        Two-dimensional Dask array with known chunk sizes.
-    label
-        Name of the matrix in error messages. Default: the name of the array.
-    """
+    # Chunks are computed one after another on the calling thread. Only the requested rows of each are kept, so memory
+    # holds one row chunk at a time, and the result. Intermediate results that most row chunks use, such as a mean over
+    # the rows, are computed by the first fetch and cached if they are small.
 
     def __init__(self, array: da.Array, label: str | None = None) -> None:
         self._array = elementwise(array)
@@ -104,24 +96,7 @@ class DaskMatrix:
         return shared_keys(self._array)
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Compute the row chunks that contain `rows` and return those rows.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in ascending order, shape (n_rows,), int64; repeats allowed.
-
-        Returns
-        -------
-        RowBuffer
-            The rows, in memory; position i holds ``rows[i]``.
-
-        Raises
-        ------
-        InputError
-            If `rows` is not ascending within [0, n_obs), or the shape of a computed chunk differs from
-            its declared shape.
-        """
+        """Compute the row chunks that contain `rows` and return those rows."""
         rows = check_rows(self.label, self.shape[0], rows)
         kept = [
             self._block(number, rows[start:stop] - self._bounds[number])

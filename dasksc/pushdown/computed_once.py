@@ -27,11 +27,9 @@ _KEPT_BYTES = 2**26
 
 
 def shared_keys(array: da.Array) -> set[Key]:
-    """Return the keys of intermediate results that at least half of the row chunks use directly.
-
-    The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
-    such as the chunks before a rechunk, since caching these would amount to caching the whole array.
-    """
+    """Return the keys of intermediate results that at least half of the row chunks use directly."""
+    # The result excludes the dependencies of these keys. It also excludes keys that only neighboring row chunks share,
+    # such as the chunks before a rechunk, since caching these would amount to caching the whole array.
     n_row_chunks, n_column_chunks = array.numblocks
     if n_row_chunks < 2:
         return set()
@@ -67,11 +65,9 @@ def _shared(
 
 
 def with_computed(array: da.Array, keys: set[Key]) -> da.Array:
-    """Compute some keys of an array, and return the array with the values in place of the tasks.
-
-    Return `array` unchanged if the values would take too much memory, for example if they are the chunks of an array
-    whose rows are reordered.
-    """
+    """Compute some keys of an array, and return the array with the values in place of the tasks."""
+    # Return `array` unchanged if the values would take too much memory, for example if they are the chunks of an array
+    # whose rows are reordered.
     if not keys:
         return array
     # One value per layer of the graph is computed first; the layer's other values are assumed to have the same size.

@@ -25,27 +25,7 @@ __all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leave
 
 
 def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None = None) -> da.Array:
-    """Wrap a matrix as a Dask array without reading any values.
-
-    Parameters
-    ----------
-    matrix
-        Matrix to wrap.
-    chunk_rows
-        Rows per chunk. Default: the number of rows that fills ``dasksc.chunk-bytes`` of Dask's
-        configuration.
-    token
-        Token that distinguishes the keys of this array from those of others. Default: Dask's token of
-        the matrix. For a stored matrix this is the identity of the file; for a matrix in memory it
-        costs a pass over the values.
-
-    Returns
-    -------
-    da.Array
-        Array chunked by rows only. Chunks are ``csr_matrix`` if the layout is CSR, otherwise ``ndarray``. Each chunk
-        has its own task, which reads the chunk when it is computed. Slices are pushed into that read. Opening the same
-        stored array twice gives the same keys. Sums, means and variances work for both layouts.
-    """
+    """Wrap a matrix as a Dask array without reading any values."""
     n_obs, n_vars = matrix.shape
     if chunk_rows is None:
         chunk_rows = chunk_rows_for(matrix)
@@ -140,22 +120,7 @@ def leaves_of(array: da.Array) -> list[Matrix]:
 def gather_block(
     fetched: RowBuffer, positions: NDArray[np.int64], *, columns: Columns | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
-    """Copy rows of a fetch into a new block, in the data type used for computation.
-
-    Parameters
-    ----------
-    fetched
-        Fetched rows.
-    positions
-        Positions of the rows in `fetched`, in output order, shape (n_rows,), int64; repeats allowed.
-    columns
-        Columns to keep. Default: all.
-
-    Returns
-    -------
-    NDArray or csr_matrix
-        Block of n_rows rows, in the layout of `fetched`.
-    """
+    """Copy rows of a fetch into a new block, in the data type used for computation."""
     n_columns = fetched.shape[1] if columns is None else len(columns)
     shape = (len(positions), n_columns)
     if fetched.layout == "dense":

@@ -55,10 +55,8 @@ _METHODS = (
 
 
 def elementwise(array: da.Array) -> da.Array:
-    """Make the operators and functions in the graph of an array elementwise on CSR blocks.
-
-    Return the array itself if no function in its graph needs to be replaced.
-    """
+    """Make the operators and functions in the graph of an array elementwise on CSR blocks."""
+    # Return the array itself if no function in its graph needs to be replaced.
     before = array.dask.layers
     layers = {name: _with_layer(layer) for name, layer in before.items()}
     if all(layers[name] is layer for name, layer in before.items()):
@@ -74,11 +72,9 @@ class Elementwise:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function elementwise.
-
-        If the function keeps zeros, the result for a single CSR block is a CSR block that shares the index arrays of
-        the argument; otherwise it is dense.
-        """
+        """Call the function elementwise."""
+        # If the function keeps zeros, the result for a single CSR block is a CSR block that shares the index arrays of
+        # the argument; otherwise it is dense.
         function = self._function
         args = tuple(map(_plain, args))
         blocks = [arg for arg in args if sp.issparse(arg)]
@@ -113,13 +109,7 @@ class DenseOnly:
         self.function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with dense blocks.
-
-        Raises
-        ------
-        InputError
-            If a block is sparse.
-        """
+        """Call the function with dense blocks."""
         if any(map(sp.issparse, args)):
             name = getattr(self.function, "__name__", repr(self.function))
             raise InputError(
@@ -139,10 +129,8 @@ def _refusing(function: Callable[..., Any]) -> DenseOnly:
 
 
 def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is elementwise for every class of block, or refuses sparse blocks, if `function` is not.
-
-    Return `function` itself if it supports sparse blocks, or if this is unknown.
-    """
+    """Return an elementwise function for every class of block, or one that refuses sparse blocks."""
+    # Return `function` itself if it supports sparse blocks, or if this is unknown.
     if isinstance(function, functools.partial):
         inner = of_blocks(function.func)
         return function if inner is function.func else functools.partial(inner, *function.args, **function.keywords)
@@ -180,11 +168,9 @@ def _is_one_of(function: object, functions: tuple[Any, ...]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``np.matrix`` to ``ndarray``, and other sparse formats to CSR.
-
-    SciPy returns ``np.matrix`` for some operations on a sparse and a dense operand. The operators ``*`` and ``**`` of
-    that class are not elementwise.
-    """
+    """Convert ``np.matrix`` to ``ndarray``, and other sparse formats to CSR."""
+    # SciPy returns ``np.matrix`` for some operations on a sparse and a dense operand. The operators ``*`` and ``**`` of
+    # that class are not elementwise.
     if isinstance(value, np.matrix):
         return np.asarray(value)
     return value.tocsr() if sp.issparse(value) and not is_csr(value) else value
@@ -193,20 +179,16 @@ def _plain(value: Any) -> Any:
 def _called(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], values: Any, *others: Any
 ) -> Any:
-    """Call a function with `values` in place of its sparse argument.
-
-    `others` holds at most one array, which replaces the other array argument.
-    """
+    """Call a function with `values` in place of its sparse argument."""
+    # `others` holds at most one array, which replaces the other array argument.
     given = [values if sp.issparse(arg) else others[0] if others and np.ndim(arg) else arg for arg in args]
     named = {key: others[0] if others and np.ndim(arg) else arg for key, arg in kwargs.items()}
     return function(*given, **named)
 
 
 def _of_values(function: Callable[..., Any], block: Any, *others: Any) -> Any:
-    """Apply a function to the stored values of a CSR block, and to its zeros if the function does not keep them.
-
-    `others` holds at most one array, which is broadcast: it has the block's shape, or a single row or column.
-    """
+    """Apply a function to the stored values of a CSR block, and to its zeros if the function does not keep them."""
+    # `others` holds at most one array, which is broadcast: it has the block's shape, or a single row or column.
     with np.errstate(all="ignore"):
         of_zeros = function(np.zeros(1, block.dtype), *others)
     if of_zeros.any():  # also True for NaN
@@ -241,10 +223,8 @@ def _with_layer(layer: Layer) -> Layer:
 
 
 def _with_task(value: Any) -> Any:
-    """Replace the functions of a task, and of tasks fused into it, by elementwise ones.
-
-    Return the same object if there is nothing to replace.
-    """
+    """Replace the functions of a task, and of tasks fused into it, by elementwise ones."""
+    # Return the same object if there is nothing to replace.
     if isinstance(value, dict):
         changed = {key: _with_task(one) for key, one in value.items()}
         return changed if any(changed[key] is not one for key, one in value.items()) else value

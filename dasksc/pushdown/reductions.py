@@ -31,19 +31,7 @@ _PIECE_VALUES = 2**18
 
 
 def add_reductions(array: da.Array) -> da.Array:
-    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones for dense and sparse chunks.
-
-    Parameters
-    ----------
-    array
-        Two-dimensional array whose chunks are dense or SciPy matrices. Modified in place.
-
-    Returns
-    -------
-    da.Array
-        The same array. Its reductions have dense chunks and the shape and dtype of NumPy's reductions.
-        They accumulate in float64 or 64-bit integers. Each reduction reads the array once.
-    """
+    """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones for dense and sparse chunks."""
     functions: dict[str, Callable[..., da.Array]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
     # Methods that refer to `array` itself would form a cycle, which keeps files open until the garbage collector runs.
     plain = copy.copy(array)

@@ -112,13 +112,7 @@ class row_local:
 
 
 def is_strict() -> bool:
-    """Return True if ``dasksc.array-code`` is ``"strict"``.
-
-    Raises
-    ------
-    InputError
-        If the value is neither ``"strict"`` nor ``"tried"``.
-    """
+    """Return True if ``dasksc.array-code`` is ``"strict"``."""
     value = config.get("array-code")
     if value not in ("tried", "strict"):
         raise InputError(f"dasksc.array-code={value!r} in Dask's configuration must be 'tried' or 'strict'")
@@ -126,15 +120,7 @@ def is_strict() -> bool:
 
 
 def trust_in(function: Any, keywords: Mapping[str, Any]) -> Trust | None:
-    """Return the level of trust that a function treats every row independently, or None if there is none.
-
-    Parameters
-    ----------
-    function
-        Function that a task of a graph calls.
-    keywords
-        Keyword arguments of the call.
-    """
+    """Return the level of trust that a function treats every row independently, or None if there is none."""
     if isinstance(function, row_local):
         return "declared"
     name = getattr(function, "__module__", None) or type(function).__module__, getattr(function, "__qualname__", None)

@@ -23,20 +23,7 @@ _KERNEL_DTYPES: dict[np.dtype[Any], np.dtype[Any]] = {
 
 
 def array_of(name: str, values: Any) -> NDArray[Any]:
-    """Convert an argument to an array that the kernels accept: aligned and of native byte order.
-
-    Parameters
-    ----------
-    name
-        Name of the argument in error messages.
-    values
-        Array-like or tensor. It is copied only if the kernels need another data type.
-
-    Raises
-    ------
-    InputError
-        If NumPy cannot convert `values` to an array, or entries are masked.
-    """
+    """Convert an argument to an array that the kernels accept: aligned and of native byte order."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()  # NumPy cannot convert a tensor that requires gradients or is on a GPU
     try:

@@ -64,24 +64,7 @@ class UserSampler:
 
 
 def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
-    """Bind a strategy to a collection.
-
-    Parameters
-    ----------
-    strategy
-        Built-in strategy, or a user-defined subclass of `SamplingStrategy`.
-    collection
-        Collection passed to a user-defined strategy.
-    n_obs
-        Number of rows in the collection.
-    labels_of
-        Function that returns an obs column by name.
-
-    Raises
-    ------
-    InputError
-        If the strategy does not fit the collection.
-    """
+    """Bind a strategy to a collection."""
     if isinstance(strategy, BuiltInStrategy):
         return strategy.bind(n_obs, labels_of)
     if not isinstance(strategy, SamplingStrategy):
@@ -109,22 +92,7 @@ def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
 
 
 def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
-    """Restrict a strategy to the rows that a filter keeps.
-
-    Parameters
-    ----------
-    strategy
-        Built-in strategy (`BuiltInStrategy`).
-    keep
-        Mask of the kept rows of the collection, shape (n_obs,), bool.
-    by
-        Name of the filter in error messages.
-
-    Raises
-    ------
-    InputError
-        If no rows remain to draw from, or the strategy is user-defined.
-    """
+    """Restrict a strategy to the rows that a filter keeps."""
     if not isinstance(strategy, BuiltInStrategy):
         raise InputError(
             f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give the "

@@ -20,32 +20,18 @@ _Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidate rows of a strategy: a range, or a sorted array.
+    """Candidate rows of a strategy: a range, or a sorted array."""
 
-    Parameters
-    ----------
-    n
-        Number of candidates.
-    start
-        First row of a range.
-    array
-        Row numbers in ascending order, shape (n,), int64; None for a range.
-    given
-        Position of each candidate in the user's indices, shape (n,), int64; None if the indices were
-        in ascending order.
-    """
-
-    n: int
-    start: int = 0
-    array: _Int64s | None = None
+    n: int  # Number of candidates
+    start: int = 0  # First row of a range
+    array: _Int64s | None = None  # Row numbers in ascending order, shape (n,), int64; None for a range
+    # Position of each candidate in the user's indices, shape (n,), int64; None if the indices were in ascending order.
     given: _Int64s | None = None
 
     @classmethod
     def of(cls, indices: Any, n_obs: int, *, name: str = "indices") -> Candidates:
-        """Return candidates from None, a slice, a boolean mask, or row numbers in any order.
-
-        `name` is the name of the argument in error messages.
-        """
+        """Return candidates from None, a slice, a boolean mask, or row numbers in any order."""
+        # `name` is the name of the argument in error messages.
         if indices is None:
             return cls(n=n_obs)
         if isinstance(indices, range):
@@ -87,23 +73,7 @@ class Candidates:
         return slice(self.start, self.start + self.n) if self.array is None else self.array
 
     def entries(self, name: str, values: NDArray[Any], n_obs: int) -> tuple[NDArray[Any], _Int64s]:
-        """Return `values` and a lookup of the candidates in them, in the form that the kernels expect.
-
-        Parameters
-        ----------
-        name
-            Name of the argument in error messages.
-        values
-            One value per row of the collection, or one per entry of ``indices``.
-        n_obs
-            Number of rows in the collection.
-
-        Returns
-        -------
-        values, lookup
-            The value of candidate i is ``values[lookup[i]]``, or ``values[i]`` if `lookup` is empty.
-            Values are copied only if ``indices`` are not in ascending order.
-        """
+        """Return `values` and a lookup of the candidates in them, in the form that the kernels expect."""
         if len(values) == n_obs:
             if self.array is None:
                 return values[self.start : self.start + self.n], EMPTY_INTS
@@ -116,10 +86,8 @@ class Candidates:
         raise InputError(f"{name} has {len(values)} entries; expected {expected}")
 
     def rows(self, positions: _Int64s) -> _Int64s:
-        """Return the row number of each candidate position.
-
-        If the candidates are a range from row 0, these are `positions` themselves.
-        """
+        """Return the row number of each candidate position."""
+        # If the candidates are a range from row 0, these are `positions` themselves.
         if self.array is not None:
             return self.array[positions]
         return positions + self.start if self.start else positions
@@ -142,17 +110,8 @@ def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
 
 
 def check_entries(name: str, values: Any, indices: Any) -> None:
-    """Check that `values` have the length of `indices`, or could have that of the collection.
-
-    The number of rows is not known yet. A mask determines it; other `indices` give its minimum.
-
-    Raises
-    ------
-    InputError
-        If the number of entries fits neither, is 0 or is unknown.
-    WrongTypeError
-        If `values` is not an array or a sequence.
-    """
+    """Check that `values` have the length of `indices`, or could have that of the collection."""
+    # The number of rows is not known yet. A mask determines it; other `indices` give its minimum.
     try:
         n = count_rows(values)
     except TypeError as error:

@@ -31,15 +31,7 @@ _N_SHOWN = 3
 
 
 class Expression:
-    """Expression over obs, and the rows for which it holds.
-
-    Parameters
-    ----------
-    text
-        Text of the expression.
-    holds
-        True for each row for which the expression holds, shape (n_obs,), bool.
-    """
+    """Expression over obs, and the rows for which it holds."""
 
     def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
         self.text = text

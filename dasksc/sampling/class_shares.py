@@ -25,22 +25,7 @@ def shares_of(
     temperature: float | None = None,
     class_weights: Mapping[Any, float] | None = None,
 ) -> NDArray[np.float64]:
-    """Return the probability of each class, shape (n_classes,), summing to 1.
-
-    Parameters
-    ----------
-    counts
-        Number of rows of each class, shape (n_classes,); at least one is positive.
-    names
-        Labels of the classes.
-    smoothing, temperature, class_weights
-        As for `dasksc.ClassBalancedSampling`.
-
-    Raises
-    ------
-    InputError
-        If `class_weights` is not a mapping from labels to factors, or no class has a positive probability.
-    """
+    """Return the probability of each class, shape (n_classes,), summing to 1."""
     present = counts > 0
     share = np.zeros(len(names), dtype=np.float64)
     if temperature is None:
@@ -74,20 +59,7 @@ def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
 
 
 def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
-    """Divide `total` rows among classes by the largest remainder method.
-
-    Parameters
-    ----------
-    share
-        Share of each class, shape (n_classes,), summing to 1.
-    total
-        Number of rows to divide.
-
-    Returns
-    -------
-    NDArray
-        Number of rows of each class, shape (n_classes,), int64, summing to `total`.
-    """
+    """Divide `total` rows among classes by the largest remainder method."""
     exact = share * total
     quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
     short = total - int(quotas.sum())

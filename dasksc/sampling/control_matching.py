@@ -25,49 +25,27 @@ _N_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchRequest:
-    """Request to match control cells, from the arguments of `CellSets`.
+    """Request to match control cells, from the arguments of `CellSets`."""
 
-    Parameters
-    ----------
-    by
-        Names of the columns that define groups.
-    match
-        Columns in which controls and targets agree.
-    n_controls
-        Number of control cells for each target cell.
-    block_size
-        Number of neighboring control rows that are read together, if the runs of controls that match the same targets
-        are at least this long on average; otherwise, controls are drawn one by one.
-    unmatched
-        ``"error"`` or ``"drop"``.
-    """
-
-    by: Sequence[str]
-    match: Sequence[CodedColumn]
-    n_controls: int
+    by: Sequence[str]  # Names of the columns that define groups
+    match: Sequence[CodedColumn]  # Columns in which controls and targets agree
+    n_controls: int  # Number of control cells for each target cell
+    # Number of neighboring control rows that are read together, if the runs of controls that match the same targets are
+    # at least this long on average; otherwise, controls are drawn one by one.
     block_size: int
-    unmatched: str
+    unmatched: str  # ``"error"`` or ``"drop"``
 
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """Pools of control cells, and the pool of each key. A key is a combination of labels to match, or a group.
+    """Pools of control cells, and the pool of each key. A key is a combination of labels to match, or a group."""
 
-    Parameters
-    ----------
-    rows, starts, counts
-        See `Controls`.
-    of_key
-        Pool of each key, shape (n_keys,), int64; -1 for a key without matching controls.
-    run_rows
-        Mean length of the runs of neighboring rows in a pool.
-    """
-
+    # rows, starts, counts: See `Controls`.
     rows: NDArray[Any]
     starts: _Int64s
     counts: _Int64s
-    of_key: _Int64s
-    run_rows: float
+    of_key: _Int64s  # Pool of each key, shape (n_keys,), int64; -1 for a key without matching controls
+    run_rows: float  # Mean length of the runs of neighboring rows in a pool
 
 
 def match_groups(
@@ -78,31 +56,7 @@ def match_groups(
     control_candidates: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
-    """Match control cells to groups of targets, if all columns of `match` are in `by`.
-
-    Parameters
-    ----------
-    request
-        Columns and options of the match.
-    targets
-        Rows to draw targets from.
-    groups
-        Targets by group.
-    control_candidates
-        Rows to draw controls from.
-    is_control
-        True for each row of the collection that is a control cell, shape (n_obs,).
-
-    Returns
-    -------
-    controls, groups, accounts
-        Controls, the groups that have controls, and a dict of counts whose keys are names of fields of `SetAccounts`.
-
-    Raises
-    ------
-    InputError
-        If cells are unmatched and ``unmatched="error"``.
-    """
+    """Match control cells to groups of targets, if all columns of `match` are in `by`."""
     positions = np.flatnonzero(is_control[control_candidates.selector])
     key_rows = targets.rows(groups.first_rows())
     pools = _pools_of(key_rows, request, control_candidates, positions)
@@ -125,26 +79,7 @@ def match_rows(
     control_candidates: Candidates,
     is_control: NDArray[np.bool_],
 ) -> tuple[Controls, RowGroups, dict[str, int]]:
-    """Match control cells to single targets, if `match` has columns that are not in `by`.
-
-    Parameters
-    ----------
-    request, targets, control_candidates, is_control
-        As for `match_groups`.
-    codes, n_codes
-        Group code of each target, -1 for none, and the number of codes. The codes of targets to leave out are set
-        to -1 in place.
-
-    Returns
-    -------
-    controls, groups, accounts
-        As for `match_groups`.
-
-    Raises
-    ------
-    InputError
-        If cells are unmatched and ``unmatched="error"``.
-    """
+    """Match control cells to single targets, if `match` has columns that are not in `by`."""
     positions = np.flatnonzero(is_control[control_candidates.selector])
     n_obs = len(is_control)
     keys, n_keys = combined_codes([_missing_as_label(column) for column in request.match], slice(None), n_obs)
@@ -183,17 +118,7 @@ def _missing_as_label(column: CodedColumn) -> CodedColumn:
 
 
 def _pools_of(key_rows: _Int64s, request: MatchRequest, control_candidates: Candidates, positions: _Int64s) -> _Pools:
-    """Find the control cells that agree with each key row in all columns of ``match``.
-
-    Parameters
-    ----------
-    key_rows
-        One row of the collection for each key, shape (n_keys,), int64.
-    request
-        Columns to match.
-    control_candidates, positions
-        Rows to draw controls from, and the positions of control cells among them, shape (n,), int64.
-    """
+    """Find the control cells that agree with each key row in all columns of ``match``."""
     control_rows = control_candidates.rows(positions)
     rows = np.concatenate([key_rows, control_rows])
     codes, n_codes = combined_codes(request.match, rows, len(rows))

@@ -29,31 +29,15 @@ _N_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class CodedColumn:
-    """Obs column as integer codes.
+    """Obs column as integer codes."""
 
-    Parameters
-    ----------
-    name
-        Name of the column.
-    codes
-        Code of each row of the collection, shape (n_obs,), integers; negative for a missing label.
-    labels
-        Label of each code.
-    """
-
-    name: str
-    codes: NDArray[Any]
-    labels: Sequence[Any]
+    name: str  # Name of the column
+    codes: NDArray[Any]  # Code of each row of the collection, shape (n_obs,), integers; negative for a missing label
+    labels: Sequence[Any]  # Label of each code
 
     @classmethod
     def of(cls, name: str, labels: Any, n_obs: int) -> CodedColumn:
-        """Encode the labels of a column in ascending order; categories keep their order.
-
-        Raises
-        ------
-        InputError
-            If the number of labels differs from the number of rows, or labels are continuous.
-        """
+        """Encode the labels of a column in ascending order; categories keep their order."""
         try:
             codes, names = encode_labels(labels, by_value=True)
         except InputError as error:
@@ -67,15 +51,7 @@ class CodedColumn:
         return CodesByLabel(self)
 
     def where(self, wanted: Any) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels.
-
-        Raises
-        ------
-        MissingKeyError
-            If a `wanted` label is not a label of the column.
-        WrongTypeError
-            If `wanted` contains an object that cannot be a label.
-        """
+        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels."""
         several = listed(wanted)
         if not several:
             raise InputError(f"control= has no label for column {self.name!r}; give one, or a list of labels")
@@ -93,13 +69,7 @@ class CodedColumn:
 
 
 class CodesByLabel(dict[Any, int]):
-    """Codes of a column by label.
-
-    Parameters
-    ----------
-    column
-        Encoded column.
-    """
+    """Codes of a column by label."""
 
     def __init__(self, column: CodedColumn) -> None:
         super().__init__((label, code) for code, label in enumerate(column.labels))
@@ -137,26 +107,7 @@ def _shown(label: Any) -> str:
 def columns_named(
     argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, CodedColumn]
 ) -> list[CodedColumn]:
-    """Return the columns with given names, and encode each only once.
-
-    Parameters
-    ----------
-    argument
-        Name of the argument in error messages.
-    names
-        Names of obs columns.
-    labels_of
-        Function that returns an obs column by name.
-    n_obs
-        Number of rows in the collection.
-    known
-        Columns encoded so far, by name; new ones are added.
-
-    Raises
-    ------
-    InputError
-        If a column is missing, or its labels are continuous.
-    """
+    """Return the columns with given names, and encode each only once."""
     for name in names:
         if name not in known:
             try:
@@ -168,24 +119,8 @@ def columns_named(
 
 
 def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
-    """Return one code for the combination of labels of each row, and the number of codes.
-
-    Codes are in lexicographic order of the combinations. Combining takes O(n) time per column, and 4 bytes per row.
-
-    Parameters
-    ----------
-    columns
-        One or more columns.
-    rows
-        Row numbers in the collection, shape (n,), or a slice of all rows.
-    n
-        Number of rows.
-
-    Returns
-    -------
-    codes, n_codes
-        Codes, shape (n,), int32 or int64; -1 if any label is missing. There are at most ``max(2**22, n)`` codes.
-    """
+    """Return one code for the combination of labels of each row, and the number of codes."""
+    # Codes are in lexicographic order of the combinations. Combining takes O(n) time per column, and 4 bytes per row.
     limit = max(_FEW_CODES, n // 4)
     out = np.zeros(n, dtype=np.int32)
     n_codes = 1
@@ -222,26 +157,16 @@ def _renumbered(codes: NDArray[Any], n_codes: int) -> tuple[NDArray[np.int32], i
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """Rows by group.
+    """Rows by group."""
 
-    Parameters
-    ----------
-    codes
-        Code of each group, ascending, shape (n_groups,), int64.
-    starts, counts
-        First member and number of members of each group, shape (n_groups,), int64.
-    members
-        Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
-        rows. Member numbers are then row numbers.
-    run_rows
-        Mean length of the runs of neighboring rows in a group.
-    """
-
-    codes: _Int64s
+    codes: _Int64s  # Code of each group, ascending, shape (n_groups,), int64
+    # starts, counts: First member and number of members of each group, shape (n_groups,), int64.
     starts: _Int64s
     counts: _Int64s
+    # Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
+    # rows. Member numbers are then row numbers.
     members: NDArray[Any]
-    run_rows: float
+    run_rows: float  # Mean length of the runs of neighboring rows in a group
 
     @property
     def n_rows(self) -> int:
@@ -266,17 +191,8 @@ class RowGroups:
 
 
 def group_rows(codes: NDArray[Any], n_codes: int) -> RowGroups:
-    """Group rows by code; rows with negative codes belong to no group.
-
-    Grouping takes O(n) time. Memory per row is 4 bytes (8 beyond 2**31 rows), or none if every group is one run.
-
-    Parameters
-    ----------
-    codes
-        Code of each row, shape (n,), integers below `n_codes`.
-    n_codes
-        Number of possible codes, including those that do not occur.
-    """
+    """Group rows by code; rows with negative codes belong to no group."""
+    # Grouping takes O(n) time. Memory per row is 4 bytes (8 beyond 2**31 rows), or none if every group is one run.
     counts = np.zeros(n_codes, dtype=np.int64)
     firsts = np.zeros(n_codes, dtype=np.int64)
     _, n_runs = kernels.count_groups(codes, counts, firsts)

@@ -37,34 +37,10 @@ def check_categories(categories: Any, column: object) -> None:
 
 
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
-    """Encode labels as integer codes and return the codes with the label of each code.
-
-    Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
-    below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
-    of their first occurrence, or of their values.
-
-    Parameters
-    ----------
-    labels
-        One-dimensional array, pandas Series or Categorical, or a Dask array, which is encoded chunk by
-        chunk.
-    by_value
-        If True, codes ascend with the labels, so they do not depend on the order of the rows, and whole
-        numbers below 0 are labels. If False, such numbers mark missing labels.
-
-    Returns
-    -------
-    codes
-        Code of each label, shape (n,), integers; -1 for a missing label. Labels that are valid codes
-        are not copied.
-    names
-        Label of each code.
-
-    Raises
-    ------
-    InputError
-        If labels are not one-dimensional, are continuous, or cannot be compared.
-    """
+    """Encode labels as integer codes and return the codes with the label of each code."""
+    # Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
+    # below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
+    # of their first occurrence, or of their values.
     values = getattr(labels, "cat", None) or labels
     if hasattr(values, "codes") and hasattr(values, "categories"):
         check_categories(values.categories, "labels")
@@ -134,10 +110,8 @@ def _label_array(labels: Any) -> Any:
 
 
 def _table_end(n_labels: int) -> int:
-    """Return the exclusive upper bound of the whole numbers that are used as codes unchanged.
-
-    Beyond this bound, the table of classes would be larger than the data.
-    """
+    """Return the exclusive upper bound of the whole numbers that are used as codes unchanged."""
+    # Beyond this bound, the table of classes would be larger than the data.
     return max(n_labels, 65_536)
 
 

@@ -47,22 +47,7 @@ def is_balanced(strategy: Any) -> bool:
 
 
 def strategy_named(name: str, *, label_key: str | None = None, block_size: int | None = None) -> BuiltInStrategy:
-    """Return the strategy that a short name stands for.
-
-    Parameters
-    ----------
-    name
-        ``"shuffle"`` for `BlockShuffling`, ``"stream"`` for `Streaming` or ``"balance"`` for `ClassBalancedSampling`.
-    label_key
-        Name of the obs column whose classes ``"balance"`` draws evenly. Other strategies have no labels.
-    block_size
-        Number of rows in a block; default: that of the strategy. ``"stream"`` has no blocks.
-
-    Raises
-    ------
-    InputError
-        If the name is unknown, or `label_key` is missing or does not apply.
-    """
+    """Return the strategy that a short name stands for."""
     if name not in SHORT_NAMES:
         raise InputError(
             f"strategy={name!r} is not the name of a strategy; expected {', '.join(map(repr, SHORT_NAMES))}, or an "
@@ -82,15 +67,7 @@ def strategy_named(name: str, *, label_key: str | None = None, block_size: int |
 
 
 def as_strategy(given: Any, *, label_key: str | None = None) -> SamplingStrategy:
-    """Return the strategy for an argument of `scDataset`: an object, or a short name with its `label_key`.
-
-    Raises
-    ------
-    InputError
-        If a name is unknown, or `label_key` is missing or does not apply.
-    WrongTypeError
-        If `given` is neither a strategy nor a name.
-    """
+    """Return the strategy for an argument of `scDataset`: an object, or a short name with its `label_key`."""
     if isinstance(given, str):
         return strategy_named(given, label_key=label_key)
     if not isinstance(given, SamplingStrategy):

@@ -30,26 +30,6 @@ class Purpose(enum.IntEnum):
 
 
 def epoch_keys(seed: int, epoch: int, purpose: Purpose, *more: int, n: int = 1) -> NDArray[np.uint64]:
-    """Derive `n` independent 64-bit keys for one purpose of one epoch.
-
-    Parameters
-    ----------
-    seed
-        Seed of all random draws, an integer in [0, 2**64).
-    epoch
-        Epoch, an integer in [0, 2**32). Seed and epoch are separate words of the key, so no two pairs
-        ``(seed, epoch)`` collide.
-    purpose
-        Purpose of the keys.
-    *more
-        Further words below 2**32, such as the number of a round.
-    n
-        Number of keys.
-
-    Returns
-    -------
-    NDArray
-        Keys, shape (n,), uint64.
-    """
+    """Derive `n` independent 64-bit keys for one purpose of one epoch."""
     sequence = np.random.SeedSequence(seed, spawn_key=(epoch, int(purpose), *more))
     return sequence.generate_state(n, np.uint64).astype(np.uint64, copy=False)

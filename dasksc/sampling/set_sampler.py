@@ -26,33 +26,21 @@ _TABLE_BLOCKS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Control cells in pools; all cells of a pool match the same targets.
+    """Control cells in pools; all cells of a pool match the same targets."""
 
-    Parameters
-    ----------
-    rows
-        Row numbers, pool by pool, shape (n,), int32 or int64. No row belongs to several pools, so that one set draws
-        none twice.
-    starts, counts
-        First row and number of rows of each pool, shape (n_pools,), int64.
-    pools
-        Pool of each group of targets, shape (n_groups,), int64; or of each match code if `codes` are given.
-    codes
-        Match code of each row of the collection: its labels in the columns to match, as one integer; shape (n_obs,).
-        Empty if all cells of a group match the same controls.
-    block_size
-        Number of neighbors that are read together.
-    n_controls
-        Number of control cells for each target cell.
-    """
-
+    # Row numbers, pool by pool, shape (n,), int32 or int64. No row belongs to several pools, so that one set draws none
+    # twice.
     rows: NDArray[Any]
+    # starts, counts: First row and number of rows of each pool, shape (n_pools,), int64.
     starts: _Int64s
     counts: _Int64s
+    # Pool of each group of targets, shape (n_groups,), int64; or of each match code if `codes` are given.
     pools: _Int64s
+    # Match code of each row of the collection: its labels in the columns to match, as one integer; shape (n_obs,).
+    # Empty if all cells of a group match the same controls.
     codes: NDArray[Any]
-    block_size: int
-    n_controls: int
+    block_size: int  # Number of neighbors that are read together
+    n_controls: int  # Number of control cells for each target cell
 
     def pools_of(self, groups: _Int64s, rows: _Int64s) -> _Int64s:
         """Return the pool of each row; `rows` are listed set by set, and `groups` has the group of each set."""
@@ -69,92 +57,47 @@ class Controls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAccounts:
-    """Numbers of groups and cells that a bound `CellSets` draws from.
+    """Numbers of groups and cells that a bound `CellSets` draws from."""
 
-    Parameters
-    ----------
-    n_groups, n_cells
-        Numbers of groups to draw from, and of their cells.
-    n_unlabelled
-        Number of cells that lack a label in `by` and are never drawn.
-    n_control_cells
-        Number of control cells.
-    n_unmatched_groups, n_unmatched_cells
-        Numbers of groups and cells without matching controls (``unmatched="drop"``). The cells are left out, and a
-        group counts if any of its cells is unmatched.
-    n_short_groups
-        Number of groups with fewer cells than a set.
-    drops_short
-        True if short groups are never drawn (``incomplete="drop"``).
-    """
-
+    # n_groups, n_cells: Numbers of groups to draw from, and of their cells.
     n_groups: int
     n_cells: int
-    n_unlabelled: int = 0
-    n_control_cells: int = 0
+    n_unlabelled: int = 0  # Number of cells that lack a label in `by` and are never drawn
+    n_control_cells: int = 0  # Number of control cells
+    # n_unmatched_groups, n_unmatched_cells: Numbers of groups and cells without matching controls
+    # (``unmatched="drop"``). The cells are left out, and a group counts if any of its cells is unmatched.
     n_unmatched_groups: int = 0
     n_unmatched_cells: int = 0
-    n_short_groups: int = 0
-    drops_short: bool = False
+    n_short_groups: int = 0  # Number of groups with fewer cells than a set
+    drops_short: bool = False  # True if short groups are never drawn (``incomplete="drop"``)
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnSets:
-    """Sets of an epoch.
+    """Sets of an epoch."""
 
-    Parameters
-    ----------
-    groups
-        Group of each set, shape (n,), int64.
-    rows
-        Row numbers set by set, shape (n * set_size,), int64.
-    controls
-        Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without controls.
-    """
-
-    groups: _Int64s
-    rows: _Int64s
+    groups: _Int64s  # Group of each set, shape (n,), int64
+    rows: _Int64s  # Row numbers set by set, shape (n * set_size,), int64
+    # Row numbers of the control cells of each row, shape (n * set_size * n_controls,), int64; None without controls.
     controls: _Int64s | None
 
 
 @dataclass(frozen=True)
 class SetSampler:
-    """Sampler of sets of cells of one group.
+    """Sampler of sets of cells of one group."""
 
-    Parameters
-    ----------
-    candidates
-        Rows that the members of `groups` refer to.
-    groups
-        Candidates by group.
-    columns
-        Columns that define the groups.
-    set_size
-        Number of cells in a set.
-    n_sets
-        Number of sets in an epoch, over all ranks.
-    block_rows
-        Number of neighbors in a group that are read together.
-    cumulative
-        Cumulative sums of the weights of the groups, float64; None if each cell is drawn once per epoch.
-    ends
-        Cumulative sums of the numbers of sets of the groups, int64; None if groups are drawn by weight.
-    controls
-        Control cells, or None.
-    accounts
-        Counts found by binding.
-    """
-
-    candidates: Candidates
-    groups: RowGroups
-    columns: tuple[CodedColumn, ...]
-    set_size: int
-    n_sets: int
-    block_rows: int
+    candidates: Candidates  # Rows that the members of `groups` refer to
+    groups: RowGroups  # Candidates by group
+    columns: tuple[CodedColumn, ...]  # Columns that define the groups
+    set_size: int  # Number of cells in a set
+    n_sets: int  # Number of sets in an epoch, over all ranks
+    block_rows: int  # Number of neighbors in a group that are read together
+    # Cumulative sums of the weights of the groups, float64; None if each cell is drawn once per epoch.
     cumulative: NDArray[np.float64] | None
+    # Cumulative sums of the numbers of sets of the groups, int64; None if groups are drawn by weight.
     ends: _Int64s | None
-    controls: Controls | None
-    accounts: SetAccounts
+    controls: Controls | None  # Control cells, or None
+    accounts: SetAccounts  # Counts found by binding
     block_size: ClassVar[int] = 1
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = False
@@ -220,18 +163,10 @@ class SetSampler:
 
 @dataclass(frozen=True, slots=True)
 class SetDraw:
-    """Draw of the sets of one epoch; each set depends only on the keys and on its number.
+    """Draw of the sets of one epoch; each set depends only on the keys and on its number."""
 
-    Parameters
-    ----------
-    sampler
-        Sampler of the bound strategy.
-    keys
-        Keys of groups, members and controls, shape (3,), uint64.
-    """
-
-    sampler: SetSampler
-    keys: NDArray[np.uint64]
+    sampler: SetSampler  # Sampler of the bound strategy
+    keys: NDArray[np.uint64]  # Keys of groups, members and controls, shape (3,), uint64
 
     def sets(self, numbers: _Int64s) -> DrawnSets:
         """Return the sets with given numbers in the epoch, each in [0, n_sets)."""

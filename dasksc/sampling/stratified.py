@@ -39,18 +39,11 @@ _MAX_BATCHES, _MAX_ROWS = 2**31, 2**39
 
 @dataclass(frozen=True, kw_only=True)
 class StratifiedRows:
-    """Rows of one epoch, batch after batch; any batch can be computed on request.
+    """Rows of one epoch, batch after batch; any batch can be computed on request."""
 
-    Parameters
-    ----------
-    sampler
-        Sampler of the rows.
-    keys
-        Random keys of the draws, the groups, the batches and the systematic sampling (see
-        `dasksc.kernels.stratified`), shape (4,), uint64.
-    """
-
-    sampler: StratifiedSampler
+    sampler: StratifiedSampler  # Sampler of the rows
+    # Random keys of the draws, the groups, the batches and the systematic sampling (see `dasksc.kernels.stratified`),
+    # shape (4,), uint64.
     keys: NDArray[np.uint64]
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
@@ -88,40 +81,19 @@ def _stride(n_units: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StratifiedSampler:
-    """Sampler that gives every batch its share of each class; the shares of an epoch are exact.
+    """Sampler that gives every batch its share of each class; the shares of an epoch are exact."""
 
-    Parameters
-    ----------
-    candidates
-        Rows to draw from.
-    members
-        Positions of the candidates, sorted by class, integers.
-    starts
-        Start of each class in `members`, shape (n_classes + 1,), int64.
-    share
-        Probability of each class, shape (n_classes,).
-    names
-        Labels of the classes, for error messages.
-    run_rows
-        Number of neighboring rows of a class that are drawn together.
-    total_size
-        Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number for which
-        no class runs out of rows.
-    replace
-        If True, the rows of a class with fewer rows than its quota are drawn repeatedly.
-    batch_rows
-        Number of rows in a batch; None: an epoch is one batch.
-    """
-
-    candidates: Candidates
-    members: NDArray[Any]
-    starts: _Int64s
-    share: NDArray[np.float64]
-    names: list[Any]
-    run_rows: int
+    candidates: Candidates  # Rows to draw from
+    members: NDArray[Any]  # Positions of the candidates, sorted by class, integers
+    starts: _Int64s  # Start of each class in `members`, shape (n_classes + 1,), int64
+    share: NDArray[np.float64]  # Probability of each class, shape (n_classes,)
+    names: list[Any]  # Labels of the classes, for error messages
+    run_rows: int  # Number of neighboring rows of a class that are drawn together
+    # Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number for which
+    # no class runs out of rows.
     total_size: int | None
-    replace: bool
-    batch_rows: int | None = None
+    replace: bool  # If True, the rows of a class with fewer rows than its quota are drawn repeatedly
+    batch_rows: int | None = None  # Number of rows in a batch; None: an epoch is one batch
     shuffle_blocks: ClassVar[bool] = True
     shuffle_rows: ClassVar[bool] = True
     is_shuffled: ClassVar[bool] = False
@@ -131,19 +103,7 @@ class StratifiedSampler:
     def of(
         cls, candidates: Candidates, codes: NDArray[Any], lookup: _Int64s, counts: _Int64s, **options: Any
     ) -> StratifiedSampler:
-        """Create a sampler; sorting the candidates by class takes four bytes per candidate.
-
-        Parameters
-        ----------
-        candidates
-            Rows to draw from.
-        codes, lookup
-            Classes of the candidates, as for `dasksc.kernels.draw`.
-        counts
-            Number of candidates of each class.
-        options
-            Other parameters of `StratifiedSampler`, by name.
-        """
+        """Create a sampler; sorting the candidates by class takes four bytes per candidate."""
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
         members = np.empty(starts[-1], dtype=np.int32 if candidates.n < 2**31 else np.int64)
@@ -151,14 +111,7 @@ class StratifiedSampler:
         return cls(candidates, members, starts, **options)
 
     def of_batches(self, batch_rows: int) -> StratifiedSampler:
-        """Return a sampler for batches of a given size; return self if `batch_rows` is already set.
-
-        Raises
-        ------
-        InputError
-            If `total_size` is not a multiple of the batch size, or there are too few rows for a batch, or too many
-            batches.
-        """
+        """Return a sampler for batches of a given size; return self if `batch_rows` is already set."""
         if self.batch_rows is not None:
             return self
         total = self._total

@@ -48,28 +48,16 @@ class Weights:
 
 @dataclass(frozen=True)
 class WeightedRows:
-    """Weighted draws with replacement, each computed on request.
+    """Weighted draws with replacement, each computed on request."""
 
-    Parameters
-    ----------
-    candidates, weights
-        Candidate rows and their weights.
-    tree
-        Weights of the nodes of a heap over segments of candidates, see `dasksc.kernels.draw`.
-    n_draws
-        Total number of draws.
-    key
-        Key of the draws, uint64.
-    in_order
-        If True, the draws are in storage order. If False, they are in random order, and each is computed independently.
-        This is cheaper, and suffices if rows are read one by one, since their order then does not matter.
-    """
-
+    # candidates, weights: Candidate rows and their weights.
     candidates: Candidates
     weights: Weights
-    tree: NDArray[np.float64]
-    n_draws: int
-    key: np.uint64
+    tree: NDArray[np.float64]  # Weights of the nodes of a heap over segments of candidates, see `dasksc.kernels.draw`
+    n_draws: int  # Total number of draws
+    key: np.uint64  # Key of the draws, uint64
+    # If True, the draws are in storage order. If False, they are in random order, and each is computed independently.
+    # This is cheaper, and suffices if rows are read one by one, since their order then does not matter.
     in_order: bool
 
     @cached_property
@@ -98,10 +86,8 @@ class WeightedRows:
         return self.candidates.rows(out)
 
     def digest(self) -> bytes:
-        """See `Draw.digest`.
-
-        The digest includes some of the draws, since math libraries may differ in their logarithms.
-        """
+        """See `Draw.digest`."""
+        # The digest includes some of the draws, since math libraries may differ in their logarithms.
         probes = np.linspace(0, self.n_draws - 1, min(self.n_draws, 256)).astype(np.int64)
         return digest_of(self.key, self.rows(probes)).encode()
 
@@ -206,12 +192,10 @@ class WeightedSampler:
         return ChosenRows(self.candidates, chosen)
 
     def _choose(self, size: int, key: np.uint64) -> NDArray[Any]:
-        """Draw `size` candidates without replacement, in storage order and in the smallest integer type.
-
-        Each candidate has a random key (Gumbel noise plus log weight), and those with the largest keys are drawn. A
-        sample of the keys gives two bounds around the smallest drawn key. One pass selects all candidates above the
-        lower bound, and only keys between the bounds are partially sorted.
-        """
+        """Draw `size` candidates without replacement, in storage order and in the smallest integer type."""
+        # Each candidate has a random key (Gumbel noise plus log weight), and those with the largest keys are drawn. A
+        # sample of the keys gives two bounds around the smallest drawn key. One pass selects all candidates above the
+        # lower bound, and only keys between the bounds are partially sorted.
         n = self.candidates.n
         sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)
         keys = np.empty(len(sampled), dtype=np.float64)

@@ -108,11 +108,9 @@ class _Pool:
 
 
 def _new_memory(n_bytes: int) -> NDArray[np.uint8]:
-    """Return memory that goes back to the operating system as soon as it is freed.
-
-    The system allocator keeps large blocks in its heap once any library has freed a block of their size. Freed memory
-    between blocks that are still in use then stays in the process.
-    """
+    """Return memory that goes back to the operating system as soon as it is freed."""
+    # The system allocator keeps large blocks in its heap once any library has freed a block of their size. Freed memory
+    # between blocks that are still in use then stays in the process.
     if n_bytes < _MAPPED_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(n_bytes, dtype=np.uint8)
     memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -143,13 +141,7 @@ class Recycling:
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Return an uninitialized array, as `numpy.empty` does.
-
-    Parameters
-    ----------
-    shape, dtype
-        As for `numpy.empty`.
-    """
+    """Return an uninitialized array, as `numpy.empty` does."""
     dtype = np.dtype(dtype)
     n = math.prod(shape if isinstance(shape, tuple) else (shape,))
     if n * dtype.itemsize < _SMALL_BYTES:

@@ -34,21 +34,11 @@ _NO_CHUNKS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MappedChunks:
-    """Stored chunks in memory-mapped files.
+    """Stored chunks in memory-mapped files."""
 
-    Parameters
-    ----------
-    at
-        Address of each chunk, shape (n_chunks,), uint64; 0 for a chunk that was never written.
-    sizes
-        Size of each chunk in bytes, shape (n_chunks,), int64.
-    owner
-        Object that keeps the map alive.
-    """
-
-    at: NDArray[np.uint64]
-    sizes: NDArray[np.int64]
-    owner: Any
+    at: NDArray[np.uint64]  # Address of each chunk, shape (n_chunks,), uint64; 0 for a chunk that was never written
+    sizes: NDArray[np.int64]  # Size of each chunk in bytes, shape (n_chunks,), int64
+    owner: Any  # Object that keeps the map alive
 
 
 class ChunkSource(Protocol):
@@ -65,39 +55,17 @@ class ChunkSource(Protocol):
         """Return a digest of the present versions of all stored objects that are not part of the pickle."""
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs.
-
-        `numbers` are ascending. The bytes are valid until the next chunk is requested.
-        """
+        """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs."""
+        # `numbers` are ascending. The bytes are valid until the next chunk is requested.
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks in memory-mapped groups.
-
-        The result is None if the chunks cannot be mapped, or if one of them skipped a codec, since all mapped chunks
-        are decoded alike.
-        """
+        """Yield the chunks in memory-mapped groups."""
+        # The result is None if the chunks cannot be mapped, or if one of them skipped a codec, since all mapped chunks
+        # are decoded alike.
 
 
 class TableChunks:
-    """Chunks of one file, located by a table.
-
-    Parameters
-    ----------
-    file
-        File that contains the chunks.
-    offsets, sizes
-        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk that was
-        never written.
-    skipped
-        Bit mask of the codecs that each chunk skipped, shape (n_chunks,), uint32.
-    use_mmap
-        Use of a memory map, see `UseMmap`.
-
-    Raises
-    ------
-    CorruptDataError
-        If a chunk ends beyond the file.
-    """
+    """Chunks of one file, located by a table."""
 
     def __init__(
         self,
@@ -153,23 +121,7 @@ class TableChunks:
 
 
 class ChunkedArray:
-    """Array of encoded chunks.
-
-    Parameters
-    ----------
-    label
-        Name of the array in error messages.
-    shape
-        Shape of the array, with one or two dimensions.
-    chunk_shape
-        Shape of a chunk, with as many dimensions as the array; edge chunks are stored with their full shape.
-    chain
-        Codecs that decode a chunk.
-    source
-        Stored chunks.
-    fill
-        Value of elements in chunks that were never written.
-    """
+    """Array of encoded chunks."""
 
     def __init__(
         self,
@@ -191,11 +143,9 @@ class ChunkedArray:
         self._fill = fill
 
     def narrowed(self, n_columns: int) -> ChunkedArray:
-        """Return this array converted to uint16 if that is possible at no cost, otherwise the array itself.
-
-        Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
-        rarely requested whole, so their rows are copied in any case, and the copy converts them.
-        """
+        """Return this array converted to uint16 if that is possible at no cost, otherwise the array itself."""
+        # Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
+        # rarely requested whole, so their rows are copied in any case, and the copy converts them.
         stored = self._chain.dtype
         large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._is_used_in_place
         if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
@@ -213,10 +163,8 @@ class ChunkedArray:
         return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
 
     def held_share(self, run: float) -> float:
-        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross a chunk boundary.
-
-        Such runs are copied.
-        """
+        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross a chunk boundary."""
+        # Such runs are copied.
         return min(1.0, (run - 1) / self._chunk_shape[0]) if self._is_used_in_place else 1.0
 
     @property

@@ -55,28 +55,7 @@ class Codec(Protocol):
     """Step of a codec chain. Instances can be pickled, and called from several threads at once."""
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decode a buffer.
-
-        Parameters
-        ----------
-        data
-            Buffer with the stored bytes, or with the output of the next codec in the chain, since decoding runs through
-            the chain in reverse.
-        n_bytes
-            Size of the decoded chunk, in bytes.
-        into
-            Memory of `n_bytes` for the result; codecs may ignore it.
-
-        Returns
-        -------
-        buffer
-            Decoded bytes.
-
-        Raises
-        ------
-        Exception
-            If `data` is corrupt; its type depends on the codec.
-        """
+        """Decode a buffer."""
 
 
 class PartialCodec(Codec, Protocol):
@@ -88,15 +67,9 @@ class PartialCodec(Codec, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deflate:
-    """Deflate in the zlib format (the gzip filter of HDF5) or the gzip format.
+    """Deflate in the zlib format (the gzip filter of HDF5) or the gzip format."""
 
-    Parameters
-    ----------
-    wbits
-        15 for zlib, 31 for gzip.
-    """
-
-    wbits: int
+    wbits: int  # 15 for zlib, 31 for gzip
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Decompress `data`, and verify the checksum."""
@@ -215,15 +188,9 @@ def blosc_getitem() -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numcodec:
-    """Codec of numcodecs.
+    """Codec of numcodecs."""
 
-    Parameters
-    ----------
-    config
-        Configuration for ``numcodecs.get_codec``, as sorted pairs.
-    """
-
-    config: tuple[tuple[str, Any], ...]
+    config: tuple[tuple[str, Any], ...]  # Configuration for ``numcodecs.get_codec``, as sorted pairs
     _codec: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -298,13 +265,7 @@ _LZ4 = numcodecs.LZ4()
 
 
 def codec_of_config(config: dict[str, Any]) -> Codec:
-    """Return the codec for a configuration of numcodecs.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the codec is unknown, or cannot be created.
-    """
+    """Return the codec for a configuration of numcodecs."""
     match name := config.get("id"):
         case "zlib":
             return Deflate(wbits=15)
@@ -326,18 +287,10 @@ def codec_of_config(config: dict[str, Any]) -> Codec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """Codecs of an array, in the order of encoding.
+    """Codecs of an array, in the order of encoding."""
 
-    Parameters
-    ----------
-    codecs
-        Codecs, one per step.
-    dtype
-        Data type of the elements as stored, including byte order.
-    """
-
-    codecs: tuple[Codec, ...]
-    dtype: np.dtype[Any]
+    codecs: tuple[Codec, ...]  # Codecs, one per step
+    dtype: np.dtype[Any]  # Data type of the elements as stored, including byte order
 
     def decode(
         self,
@@ -348,32 +301,7 @@ class Chain:
         rows: tuple[int, int],
         into: NDArray[np.uint8] | None = None,
     ) -> NDArray[Any]:
-        """Decode rows [start, stop) of a chunk.
-
-        Parameters
-        ----------
-        data
-            Buffer with the chunk as stored.
-        shape
-            Shape of the chunk.
-        skipped
-            Bit mask; bit i is set if codec i was not applied to this chunk (the filter mask of HDF5).
-        rows
-            Start and stop of the requested rows.
-        into
-            Memory for all bytes of the decoded chunk. Default: memory of this thread, so the result is valid until
-            the thread decodes the next chunk.
-
-        Returns
-        -------
-        NDArray
-            Elements of the rows, with the stored data type.
-
-        Raises
-        ------
-        ValueError
-            If the size of the decoded chunk is wrong. Codecs may also raise other errors.
-        """
+        """Decode rows [start, stop) of a chunk."""
         n_bytes = math.prod(shape) * self.dtype.itemsize
         row_bytes = n_bytes // shape[0]
         start, stop = rows[0] * row_bytes, rows[1] * row_bytes

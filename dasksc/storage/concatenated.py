@@ -21,18 +21,7 @@ __all__ = ["AbsentMatrix", "ConcatenatedMatrix"]
 
 
 class AbsentMatrix:
-    """Matrix without columns, a placeholder for a missing matrix in a concatenation.
-
-    Parameters
-    ----------
-    n_obs
-        Number of rows.
-    layout
-        Layout of the other matrices.
-    dtype
-        Nominal data type of the values. Default: float64, the result of `anndata.concat` for matrices that some
-        inputs lack.
-    """
+    """Matrix without columns, a placeholder for a missing matrix in a concatenation."""
 
     def __init__(self, n_obs: int, layout: Layout, dtype: DTypeLike = np.float64) -> None:
         self.label = "absent matrix"
@@ -58,24 +47,11 @@ class AbsentMatrix:
 
 
 class ConcatenatedMatrix:
-    """Row-wise concatenation of matrices. No data are rewritten: columns are renumbered when rows are gathered.
+    """Row-wise concatenation of matrices. No data are rewritten: columns are renumbered when rows are gathered."""
 
-    Parameters
-    ----------
-    label
-        Name of the concatenation. An error about a row gives the label of the part that contains the row.
-    parts
-        Matrices to concatenate; at least one.
-    maps
-        Maps from the columns of the parts to common columns; None if all parts have the same columns in the same
-        order.
-
-    Notes
-    -----
-    The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix, it has the
-    fill value of `maps`, which is NaN by default. The data type of the result can represent this value, as in
-    `anndata.concat`.
-    """
+    # The result is CSR if any part is CSR. A column that a part lacks is 0 in a CSR matrix. In a dense matrix, it has
+    # the fill value of `maps`, which is NaN by default. The data type of the result can represent this value, as in
+    # `anndata.concat`.
 
     def __init__(self, *, label: str, parts: Sequence[Matrix], maps: ColumnMaps | None) -> None:
         if not parts:
@@ -106,10 +82,8 @@ class ConcatenatedMatrix:
         return self._parts
 
     def n_missing(self, columns: Columns | None = None) -> int:
-        """Return the number of columns that are NaN because a part lacks them.
-
-        If `columns` is given, only these columns are counted.
-        """
+        """Return the number of columns that are NaN because a part lacks them."""
+        # If `columns` is given, only these columns are counted.
         if self.layout == "csr" or self._maps is None or self._maps.fill_value is not None:
             return 0
         return self._maps.n_filled(columns)
@@ -124,10 +98,8 @@ class ConcatenatedMatrix:
 
     @property
     def cost(self) -> FetchCost:
-        """Memory that a fetch takes if its rows come from all parts in proportion to their sizes.
-
-        Parts are read one by one.
-        """
+        """Memory that a fetch takes if its rows come from all parts in proportion to their sizes."""
+        # Parts are read one by one.
         costs = [part.cost for part in self._parts]
         row, held, working = (
             float(self.shares @ [getattr(cost, name) for cost in costs]) for name in ("row", "held", "working")

@@ -44,14 +44,12 @@ def sum_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array to which the kernels can write values of the `source` type.
-
-    The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
-    the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is also
-    needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only the
-    first condition matters for a float or boolean `out`: floats round values, and booleans record only whether values
-    are nonzero.
-    """
+    """Return an array to which the kernels can write values of the `source` type."""
+    # The result is `out` itself, or a new array of the `source` type. A new array is needed if numba does not support
+    # the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is
+    # also needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only
+    # the first condition matters for a float or boolean `out`: floats round values, and booleans record only whether
+    # values are nonzero.
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
 
@@ -67,10 +65,8 @@ def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
-    """Return True if `out`, a cast of `values`, represents all of them.
-
-    The rounding of floats is disregarded, and that of integers that float64 represents.
-    """
+    """Return True if `out`, a cast of `values`, represents all of them."""
+    # The rounding of floats is disregarded, and that of integers that float64 represents.
     if not values.size:
         return True
     if may_round(values.dtype, out.dtype) and not _fit_float64(values).all():

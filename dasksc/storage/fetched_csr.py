@@ -25,25 +25,7 @@ _MOST_NUMBERED = 2**22
 
 
 class CSRRowBuffer(RowBufferBase):
-    """Fetched CSR rows, at arbitrary addresses in memory.
-
-    Parameters
-    ----------
-    label
-        Name of the matrix in error messages.
-    rows
-        Row numbers in the matrix, for error messages, shape (n_rows,), int64.
-    n_vars
-        Number of columns in the matrix.
-    dtype
-        Data type for computation.
-    lengths
-        Number of nonzeros in each row, shape (n_rows,), int64.
-    data, indices
-        Addresses of the values and column indices of each row.
-    origins
-        Origin of each row if the rows come from several matrices, otherwise None.
-    """
+    """Fetched CSR rows, at arbitrary addresses in memory."""
 
     layout: Layout = "csr"
 
@@ -185,12 +167,10 @@ class CSRRowBuffer(RowBufferBase):
         return indptr, indices, data
 
     def compact(self) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block; return self if they are in one already.
-
-        Columns of several matrices are mapped to their common columns. Column indices take two bytes, if possible.
-        Values take one or two bytes if they are counts, which many atlases store as floats. Batches gathered from the
-        copy are identical, bit for bit, to those gathered from the original rows.
-        """
+        """Copy the rows into a contiguous block; return self if they are in one already."""
+        # Columns of several matrices are mapped to their common columns. Column indices take two bytes, if possible.
+        # Values take one or two bytes if they are counts, which many atlases store as floats. Batches gathered from the
+        # copy are identical, bit for bit, to those gathered from the original rows.
         if self._block is not None:
             return self
         converted = self.converted(self.data.dtype, narrowest(self.indices.dtype, self.shape[1]))
@@ -213,11 +193,9 @@ class CSRRowBuffer(RowBufferBase):
         return self._sum_dtype_of(self.data.dtype)
 
     def converted(self, data: np.dtype[Any], indices: np.dtype[Any]) -> CSRRowBuffer:
-        """Copy the rows into a contiguous block with the given data types.
-
-        Columns of several matrices are mapped to their common columns. Columns keep their stored order, and repeated
-        columns are not summed, since their sums may not fit into `data`.
-        """
+        """Copy the rows into a contiguous block with the given data types."""
+        # Columns of several matrices are mapped to their common columns. Columns keep their stored order, and repeated
+        # columns are not summed, since their sums may not fit into `data`.
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:
             indptr, columns, values = self._gather_csr(positions, data, any_order=True)

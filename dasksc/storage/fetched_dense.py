@@ -21,23 +21,7 @@ __all__ = ["DenseRowBuffer"]
 
 
 class DenseRowBuffer(RowBufferBase):
-    """Fetched dense rows, at arbitrary addresses in memory.
-
-    Parameters
-    ----------
-    label
-        Name of the matrix in error messages.
-    rows
-        Row numbers in the matrix, shape (n_rows,), int64.
-    n_vars
-        Number of columns in the matrix.
-    dtype
-        Data type for computation.
-    values
-        Address of each row.
-    origins
-        Origin of each row if the rows come from several matrices, otherwise None.
-    """
+    """Fetched dense rows, at arbitrary addresses in memory."""
 
     layout: Layout = "dense"
 

@@ -21,20 +21,11 @@ __all__ = ["Origins", "RowBufferBase", "check_gather", "check_positions", "indpt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origins:
-    """Source matrix of each row, for a fetch from several matrices.
+    """Source matrix of each row, for a fetch from several matrices."""
 
-    Parameters
-    ----------
-    numbers
-        Index of the matrix that each row comes from, shape (n_rows,), int32.
-    labels
-        Names of the matrices in error messages.
-    maps
-        Maps from the columns of the matrices to common columns; None if all matrices have the same columns.
-    """
-
-    numbers: NDArray[np.int32]
-    labels: tuple[str, ...]
+    numbers: NDArray[np.int32]  # Index of the matrix that each row comes from, shape (n_rows,), int32
+    labels: tuple[str, ...]  # Names of the matrices in error messages
+    # Maps from the columns of the matrices to common columns; None if all matrices have the same columns.
     maps: ColumnMaps | None
 
     def without_maps(self) -> Origins:
@@ -80,10 +71,8 @@ class RowBufferBase:
         return self._kept_maps
 
     def _cast(self, values: NDArray[Any], out: NDArray[Any], rows_of: Callable[[int], int]) -> None:
-        """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value.
-
-        `rows_of` returns the fetched row of an element, given its flat index in `values`.
-        """
+        """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value."""
+        # `rows_of` returns the fetched row of an element, given its flat index in `values`.
         with np.errstate(all="ignore"):
             out[...] = values
         if holds_all(values, out):
@@ -102,10 +91,8 @@ class RowBufferBase:
     def _source_dtype(
         self, values: RowPointers, lengths: NDArray[np.int64], positions: NDArray[np.int64], dtype: np.dtype[Any]
     ) -> np.dtype[Any]:
-        """Return the data type of stored `values` to be written as `dtype`.
-
-        It is float64 for 64-bit integers that no float64 rounds, which can be written as floats without a check.
-        """
+        """Return the data type of stored `values` to be written as `dtype`."""
+        # It is float64 for 64-bit integers that no float64 rounds, which can be written as floats without a check.
         if not may_round(values.dtype, dtype):
             return values.dtype
         is_signed = np.int64(-1 if values.dtype.kind == "i" else 0)

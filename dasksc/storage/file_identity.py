@@ -33,13 +33,7 @@ class FileIdentity:
         return cls(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns)
 
     def require_unchanged(self) -> None:
-        """Check that the file has not been replaced, changed or removed.
-
-        Raises
-        ------
-        CorruptDataError
-            If the file at the path is not the one that was opened.
-        """
+        """Check that the file has not been replaced, changed or removed."""
         try:
             now = FileIdentity.of(self.path)
         except OSError as error:

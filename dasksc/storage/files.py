@@ -94,13 +94,7 @@ _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glus
 
 
 class LocalFile:
-    """Local file, opened at the first read. Instances pickle without open descriptors and maps.
-
-    Parameters
-    ----------
-    identity
-        Identity of the file when its layout was read. Reads raise an error if the file has changed since then.
-    """
+    """Local file, opened at the first read. Instances pickle without open descriptors and maps."""
 
     def __init__(self, identity: FileIdentity) -> None:
         self.identity = identity
@@ -167,13 +161,7 @@ class LocalFile:
         return np.where(written, offsets + memory.ctypes.data, 0).astype(np.uint64), memory
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on.
-
-        Raises
-        ------
-        CorruptDataError
-            If the file ends before `into` is full.
-        """
+        """Fill `into` with the bytes from `offset` on."""
         descriptor = self._descriptor()
         n = read_at(descriptor.number, offset, into)
         if n < len(into):
@@ -196,16 +184,8 @@ class LocalFile:
     def read_direct(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]] | None:
-        """Read ascending, disjoint byte ranges from the disk directly into memory of this process.
-
-        Direct reads leave the page cache unchanged and avoid a copy.
-
-        Returns
-        -------
-        tuple or None
-            Block of memory, and the offset of each range in it. None if the file is cached or ranges are short, since
-            buffered reads are then faster, or if the file system does not support direct reads.
-        """
+        """Read ascending, disjoint byte ranges from the disk directly into memory of this process."""
+        # Direct reads leave the page cache unchanged and avoid a copy.
         if not self._can_read_direct or sizes.mean() < _SHORT_BYTES:
             return None
         if _seem_cached(self._descriptor().number, offsets):
@@ -253,10 +233,8 @@ class LocalFile:
         return block, begins[which] + offsets - starts[which]
 
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
-        """Yield the bytes of each range, mapped or read; they are valid until the next item is requested.
-
-        Adjacent ranges are read together.
-        """
+        """Yield the bytes of each range, mapped or read; they are valid until the next item is requested."""
+        # Adjacent ranges are read together.
         order = np.argsort(offsets, kind="stable")
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
@@ -281,11 +259,9 @@ class LocalFile:
             first = after
 
     def _descriptor(self, *, direct: bool = False) -> _Descriptor:
-        """Return the open descriptor.
-
-        Callers must keep a reference while they use its number: the file may be closed to limit the number of open
-        files.
-        """
+        """Return the open descriptor."""
+        # Callers must keep a reference while they use its number: the file may be closed to limit the number of open
+        # files.
         mode = "direct" if direct else "r"
         descriptor = self._descriptors.get(mode)
         if descriptor is None:
@@ -318,12 +294,10 @@ _mapping = _Mapping()
 
 @contextmanager
 def mapping(is_allowed: bool, *, is_strict: bool = False, unmapped: Collection[str] = ()) -> Iterator[None]:
-    """Set whether arrays with ``use_mmap="auto"`` map their files in this thread.
-
-    With `is_strict`, the setting also applies to arrays with ``use_mmap=True``; this serves to compute what a fetch
-    from them would cost without a memory map. Matrices with a label in `unmapped` are not mapped if they are fetched
-    inside `mapping_of`.
-    """
+    """Set whether arrays with ``use_mmap="auto"`` map their files in this thread."""
+    # With `is_strict`, the setting also applies to arrays with ``use_mmap=True``; this serves to compute what a fetch
+    # from them would cost without a memory map. Matrices with a label in `unmapped` are not mapped if they are fetched
+    # inside `mapping_of`.
     before = _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped
     _mapping.is_allowed, _mapping.is_strict, _mapping.unmapped = is_allowed, is_strict, unmapped
     try:
@@ -343,10 +317,8 @@ def should_map(use_mmap: UseMmap) -> bool:
 
 
 def read_at(number: int, offset: int, into: memoryview, *, enough: int | None = None) -> int:
-    """Read at least `enough` bytes of an open file into `into`, from `offset` on; return the number of bytes read.
-
-    Fewer bytes are read at the end of the file. Default of `enough`: the length of `into`.
-    """
+    """Read at least `enough` bytes of an open file into `into`, from `offset` on; return the number of bytes read."""
+    # Fewer bytes are read at the end of the file. Default of `enough`: the length of `into`.
     done = 0
     while done < (len(into) if enough is None else enough):
         n = _read_some(number, offset + done, into[done:])
@@ -406,10 +378,9 @@ def release_pages() -> None:
 
 
 class _Map:
-    """Memory map of a file; the map exists as long as this object is referenced.
+    """Memory map of a file; the map exists as long as this object is referenced."""
 
-    Python's own maps also keep the file open, so they are used only if the C library has no ``mmap``.
-    """
+    # Python's own maps also keep the file open, so they are used only if the C library has no ``mmap``.
 
     def __init__(self, descriptor: _Descriptor, identity: FileIdentity) -> None:
         size = identity.size

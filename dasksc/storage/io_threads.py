@@ -10,15 +10,7 @@ __all__ = ["ThreadsOfProcess"]
 
 
 class ThreadsOfProcess:
-    """Thread pool that each process creates on first use, since a fork does not copy threads.
-
-    Parameters
-    ----------
-    count
-        Function that returns the number of threads, called once per process.
-    name
-        Prefix of the names of the threads.
-    """
+    """Thread pool that each process creates on first use, since a fork does not copy threads."""
 
     def __init__(self, count: Callable[[], int], name: str) -> None:
         self._count = count

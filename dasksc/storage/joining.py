@@ -40,15 +40,7 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
 def stack(
     parts: Sequence[RowBuffer], *, label: str, dtype: np.dtype[Any], layout: Layout, origins: Origins | None
 ) -> RowBuffer:
-    """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied.
-
-    Parameters
-    ----------
-    parts
-        Fetches to concatenate; at least one.
-    label, dtype, layout, origins
-        Attributes of the result. The layout is CSR if any part is CSR.
-    """
+    """Concatenate fetches of several matrices; only parts that differ in data type or layout are copied."""
     rows = cast(Sequence[CSRRowBuffer | DenseRowBuffer], parts)
     if layout == "csr":
         rows = [_as_csr(buffer) for buffer in rows]

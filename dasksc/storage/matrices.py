@@ -34,19 +34,7 @@ _ROW_BYTES = 32
 
 
 class CSRMatrix:
-    """CSR matrix over three stored arrays.
-
-    Parameters
-    ----------
-    label
-        Name of the matrix in error messages.
-    shape
-        Numbers of cells and columns.
-    indptr, indices, data
-        Arrays of the matrix, of lengths n_obs + 1, nnz and nnz.
-    dtype
-        Data type for computation. Default: that of `data`.
-    """
+    """CSR matrix over three stored arrays."""
 
     layout: Layout = "csr"
 
@@ -154,17 +142,7 @@ class CSRMatrix:
 
 
 class DenseMatrix:
-    """Dense matrix over an array stored in row-major order.
-
-    Parameters
-    ----------
-    label
-        Name of the matrix in error messages.
-    values
-        Array of the matrix, two-dimensional.
-    dtype
-        Data type for computation. Default: that of `values`.
-    """
+    """Dense matrix over an array stored in row-major order."""
 
     layout: Layout = "dense"
 
@@ -216,19 +194,7 @@ class DenseMatrix:
 
 
 class CSCMatrix:
-    """CSC matrix on disk. Rows cannot be read one by one, so the first fetch reads the whole matrix.
-
-    Parameters
-    ----------
-    label
-        Name of the matrix in error messages and in the warning.
-    shape
-        Number of cells and of columns.
-    indptr, indices, data
-        Arrays of the matrix, of lengths n_vars + 1, nnz and nnz.
-    dtype
-        Data type for computation. Default: that of `data`.
-    """
+    """CSC matrix on disk. Rows cannot be read one by one, so the first fetch reads the whole matrix."""
 
     layout: Layout = "csr"
 
@@ -328,15 +294,7 @@ def check_csr(
     indices: StoredArray,
     data: StoredArray,
 ) -> None:
-    """Raise an error if the shapes or data types of the arrays do not fit a CSR matrix of this shape.
-
-    Raises
-    ------
-    CorruptDataError
-        If lengths are inconsistent, or `indptr` or `indices` does not hold integers.
-    InputError
-        If the matrix has 2**31 columns or more.
-    """
+    """Raise an error if the shapes or data types of the arrays do not fit a CSR matrix of this shape."""
     if indptr.shape != (shape[0] + 1,):
         raise CorruptDataError(
             f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},). "

@@ -40,41 +40,7 @@ logger = logging.getLogger("dasksc.storage")
 def open_matrix(
     path: str | os.PathLike[str] | RemoteLocation, key: str, *, use_mmap: UseMmap = "auto", cache: Cache | None = None
 ) -> Matrix:
-    """Open one matrix of an AnnData file without reading its values.
-
-    Parameters
-    ----------
-    path
-        Path of an ``.h5ad`` file, an ``.h5`` file of Cell Ranger, a Zarr directory or a zipped Zarr directory, or a
-        location behind a URL.
-    key
-        Key of the matrix, such as ``"X"``, ``"layers/counts"``, ``"obsm/X_pca"`` or ``"raw/X"``, or the group of a
-        matrix in an ``.h5`` file of Cell Ranger.
-    use_mmap
-        Memory-map local files: always (True), never (False), or unless `dasksc.storage.mapping` forbids it in the
-        reading thread (``"auto"``). Mapping is the fastest way to read, but the process is killed if a file is
-        truncated during a read.
-    cache
-        Local cache for blocks of remote files.
-
-    Returns
-    -------
-    Matrix
-        CSR or dense matrix. A matrix stored by columns (CSC) is returned as CSR; the cost is logged.
-
-    Raises
-    ------
-    MissingPathError
-        If `path` does not exist.
-    MissingKeyError
-        If the file has no matrix at `key`. The message lists its matrices.
-    CorruptDataError
-        If the file is truncated, or the arrays of the matrix are inconsistent.
-    StorageError
-        If `path` is neither HDF5 nor Zarr.
-    InputError
-        If the element at `key` is not a matrix of numbers.
-    """
+    """Open one matrix of an AnnData file without reading its values."""
     if not isinstance(path, RemoteLocation):
         path = os.path.abspath(os.fspath(path))
         if not os.path.exists(path):
@@ -110,25 +76,7 @@ def _refuse_zip(location: RemoteLocation) -> None:
 
 @contextmanager
 def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[Any]:
-    """Open the root of a remote file, for reading obs and var.
-
-    Parameters
-    ----------
-    location
-        Location of an ``.h5ad`` file or a Zarr store.
-    cache
-        Local cache for blocks of the file.
-
-    Yields
-    ------
-    h5py.File or zarr.Group
-        Root of the file or store.
-
-    Raises
-    ------
-    StorageError
-        If `location` is neither HDF5 nor Zarr, or cannot be read; see `open_matrix`.
-    """
+    """Open the root of a remote file, for reading obs and var."""
     if location.is_zarr():
         yield ZarrFile(location).root()
         return
@@ -138,26 +86,7 @@ def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[
 
 
 def as_matrix(array: Any, label: str) -> Matrix:
-    """Wrap an array in memory as a matrix.
-
-    Parameters
-    ----------
-    array
-        Two-dimensional NumPy array, or any sparse matrix or array of SciPy. CSR and C-contiguous arrays
-        are not copied; others are converted once by this call.
-    label
-        Name of the matrix in error messages.
-
-    Returns
-    -------
-    Matrix
-        CSR matrix if `array` is sparse, otherwise dense.
-
-    Raises
-    ------
-    InputError
-        If `array` does not have two dimensions, or does not hold numbers.
-    """
+    """Wrap an array in memory as a matrix."""
     if not sp.issparse(array):
         array = np.asarray(array)
     if len(array.shape) != 2:
@@ -281,10 +210,8 @@ def _matrix(
 
 
 def _logical(stored: np.dtype[Any], attributes: Mapping[str, Any], label: str) -> np.dtype[Any]:
-    """Return the data type for computation on values of type `stored`.
-
-    A store written by `dasksc.convert` records the data type of its input, which takes precedence.
-    """
+    """Return the data type for computation on values of type `stored`."""
+    # A store written by `dasksc.convert` records the data type of its input, which takes precedence.
     _check_numeric(stored, label)
     if "dasksc" not in attributes:
         return logical_dtype(stored)

@@ -16,18 +16,10 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ThreadTimes:
-    """Time spent in a thread.
+    """Time spent in a thread."""
 
-    Parameters
-    ----------
-    read_s
-        Seconds spent on requesting, awaiting and copying bytes.
-    decode_s
-        Seconds spent in codecs. For memory-mapped files this includes waiting for pages.
-    """
-
-    read_s: float = 0.0
-    decode_s: float = 0.0
+    read_s: float = 0.0  # Seconds spent on requesting, awaiting and copying bytes
+    decode_s: float = 0.0  # Seconds spent in codecs. For memory-mapped files this includes waiting for pages.
 
 
 class _TimesOfThread(threading.local):

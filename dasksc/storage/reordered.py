@@ -20,15 +20,7 @@ __all__ = ["ReorderedMatrix", "part_costs"]
 
 
 class ReorderedMatrix:
-    """Selected rows of a matrix in any order. Rows are read in stored order, and no data are rewritten.
-
-    Parameters
-    ----------
-    matrix
-        Underlying matrix.
-    rows
-        Row numbers in `matrix`, shape (n_obs,), int64; repeats allowed.
-    """
+    """Selected rows of a matrix in any order. Rows are read in stored order, and no data are rewritten."""
 
     def __init__(self, matrix: Matrix, rows: NDArray[np.int64]) -> None:
         if len(rows) and (rows.min() < 0 or rows.max() >= matrix.shape[0]):
@@ -73,11 +65,9 @@ class ReorderedMatrix:
 
 
 def part_costs(matrix: Matrix, share: float = 1.0) -> Iterator[tuple[str, FetchCost]]:
-    """Yield the label and the cost of each part of a concatenated matrix.
-
-    `row` and `held` are multiplied by the share of the rows in the part. A matrix that is not a concatenation counts as
-    a single part.
-    """
+    """Yield the label and the cost of each part of a concatenated matrix."""
+    # `row` and `held` are multiplied by the share of the rows in the part. A matrix that is not a concatenation counts
+    # as a single part.
     if isinstance(matrix, ReorderedMatrix):
         yield from part_costs(matrix.parts[0], share)
     elif isinstance(matrix, ConcatenatedMatrix):

@@ -14,26 +14,14 @@ __all__ = ["RowPointers"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowPointers:
-    """Addresses of runs of an array, each contiguous in memory.
+    """Addresses of runs of an array, each contiguous in memory."""
 
-    Use `RowPointers.inside`, which checks the bounds of every address; the kernels do not check them.
+    # Use `RowPointers.inside`, which checks the bounds of every address; the kernels do not check them.
 
-    Parameters
-    ----------
-    at
-        Address of the first element of each run, shape (n_runs,), uint64.
-    dtype
-        Data type of the elements in memory, in native byte order.
-    held_bytes
-        Anonymous memory that these runs keep alive, in bytes.
-    owners
-        Objects that keep the memory at `at` alive.
-    """
-
-    at: NDArray[np.uint64]
-    dtype: np.dtype[Any]
-    held_bytes: int
-    owners: tuple[Any, ...]
+    at: NDArray[np.uint64]  # Address of the first element of each run, shape (n_runs,), uint64
+    dtype: np.dtype[Any]  # Data type of the elements in memory, in native byte order
+    held_bytes: int  # Anonymous memory that these runs keep alive, in bytes
+    owners: tuple[Any, ...]  # Objects that keep the memory at `at` alive
 
     @classmethod
     def inside(
@@ -46,27 +34,7 @@ class RowPointers:
         sizes: NDArray[np.int64],
         held_bytes: int,
     ) -> RowPointers:
-        """Return the addresses of runs inside `buffers`.
-
-        Parameters
-        ----------
-        buffers
-            C-contiguous arrays of any data type; at least one.
-        dtype
-            Data type of the elements.
-        which
-            Index of the buffer that contains each run, shape (n_runs,), or one index for all runs.
-        offsets, sizes
-            Offset of each run in its buffer and size of the run, in bytes, shape (n_runs,).
-        held_bytes
-            Anonymous memory behind the buffers, in bytes.
-
-        Raises
-        ------
-        ValueError
-            If a run extends beyond its buffer. This indicates a bug in the code that reads the file, detected before
-            any memory access.
-        """
+        """Return the addresses of runs inside `buffers`."""
         begins = np.array([buffer.ctypes.data for buffer in buffers], dtype=np.uint64)
         lengths = np.array([buffer.nbytes for buffer in buffers], dtype=np.int64)
         if ((sizes > 0) & ((offsets < 0) | (offsets + sizes > lengths[which]))).any():

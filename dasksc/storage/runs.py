@@ -11,24 +11,7 @@ __all__ = ["cut", "locate", "merge"]
 def merge(
     starts: NDArray[np.int64], stops: NDArray[np.int64], *, gap: int, chunk: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge runs into few disjoint runs that cover them.
-
-    Parameters
-    ----------
-    starts, stops
-        Runs in ascending order of start, shape (n,), int64. They may touch, overlap, repeat and be empty.
-    gap
-        Largest distance in elements between neighbors that are merged. Reading such a gap costs less
-        than another request.
-    chunk
-        Chunk length in elements. Neighbors in the same chunk are merged, so that no chunk is read
-        twice. Use 1 if there are no chunks.
-
-    Returns
-    -------
-    tuple
-        ``(starts, stops)`` of the covering runs, ascending, none empty.
-    """
+    """Merge runs into few disjoint runs that cover them."""
     filled = stops > starts
     starts = starts[filled]
     stops = np.maximum.accumulate(stops[filled])
@@ -46,20 +29,7 @@ def locate(
     run_starts: NDArray[np.int64],
     run_stops: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return the offset of each run in the concatenation of the covering runs.
-
-    Parameters
-    ----------
-    starts, stops
-        Runs as passed to `merge`.
-    run_starts, run_stops
-        Runs as returned by `merge`.
-
-    Returns
-    -------
-    numpy.ndarray
-        Offsets, shape (n,), int64; 0 for empty runs.
-    """
+    """Return the offset of each run in the concatenation of the covering runs."""
     lengths = run_stops - run_starts
     before = np.cumsum(lengths) - lengths
     filled = stops > starts
@@ -72,20 +42,7 @@ def locate(
 def cut(
     starts: NDArray[np.int64], stops: NDArray[np.int64], *, chunk: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut runs at chunk boundaries.
-
-    Parameters
-    ----------
-    starts, stops
-        Disjoint runs, ascending, none empty.
-    chunk
-        Length of a chunk.
-
-    Returns
-    -------
-    tuple
-        ``(chunks, starts, stops)`` of the pieces, ascending; `chunks` holds the chunk number of each piece.
-    """
+    """Cut runs at chunk boundaries."""
     first = starts // chunk
     n_pieces = (stops - 1) // chunk - first + 1
     run = np.repeat(np.arange(len(starts)), n_pieces)

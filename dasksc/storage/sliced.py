@@ -27,17 +27,7 @@ class ReadSlice(Protocol):
 
 
 class SlicedArray:
-    """Array that a library reads by slices.
-
-    Parameters
-    ----------
-    label, shape, dtype
-        As in `StoredArray`.
-    chunk
-        Length of a chunk along the first axis; 1 if there are no chunks.
-    gap_bytes
-        Largest gap in bytes between runs that are read as one slice.
-    """
+    """Array that a library reads by slices."""
 
     def __init__(self, *, label: str, shape: tuple[int, ...], dtype: np.dtype[Any], chunk: int, gap_bytes: int) -> None:
         self.label = label

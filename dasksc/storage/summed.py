@@ -18,15 +18,7 @@ __all__ = ["SummedMatrix"]
 
 
 class SummedMatrix:
-    """Selected columns of a matrix, some of which are summed. Rows are computed when they are fetched.
-
-    Parameters
-    ----------
-    matrix
-        Underlying matrix.
-    columns
-        Columns to keep, and the output column of each.
-    """
+    """Selected columns of a matrix, some of which are summed. Rows are computed when they are fetched."""
 
     def __init__(self, matrix: Matrix, columns: Columns) -> None:
         self._matrix = matrix

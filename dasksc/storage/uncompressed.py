@@ -23,18 +23,11 @@ __all__ = ["Extents", "PlainArray"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extents:
-    """Locations of the rows of an array, or of the elements of a one-dimensional array, in a file.
+    """Locations of the rows of an array, or of the elements of a one-dimensional array, in a file."""
 
-    Parameters
-    ----------
-    firsts
-        First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the
-        next one begins.
-    offsets
-        Byte offset of each extent, shape (n_extents,), int64; -1 for an extent that was never written.
-    """
-
+    # First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the next one begins.
     firsts: NDArray[np.int64]
+    # Byte offset of each extent, shape (n_extents,), int64; -1 for an extent that was never written.
     offsets: NDArray[np.int64]
 
     @classmethod
@@ -49,53 +42,20 @@ class Extents:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _MemoryExtents:
-    """Locations of rows in memory.
+    """Locations of rows in memory."""
 
-    Parameters
-    ----------
-    source
-        Bytes of a memory-mapped file, or bytes read from it.
-    is_mapped
-        True if `source` is memory-mapped.
-    firsts, ends
-        Rows ``[firsts[i], ends[i])`` of each extent, ascending.
-    offsets
-        Byte offset of each extent in `source`; -1 for an extent that was never written.
-    """
-
-    source: NDArray[np.uint8]
-    is_mapped: bool
+    source: NDArray[np.uint8]  # Bytes of a memory-mapped file, or bytes read from it
+    is_mapped: bool  # True if `source` is memory-mapped
+    # firsts, ends: Rows ``[firsts[i], ends[i])`` of each extent, ascending.
     firsts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    offsets: NDArray[np.int64]  # Byte offset of each extent in `source`; -1 for an extent that was never written
 
 
 class PlainArray:
-    """Uncompressed array in one file.
+    """Uncompressed array in one file."""
 
-    If the file is memory-mapped, only runs that cross extents are copied. Otherwise the requested rows are
-    read.
-
-    Parameters
-    ----------
-    label
-        Name of the array in error messages.
-    shape, dtype
-        Shape and data type as stored, in native byte order.
-    file
-        File that contains the array.
-    extents
-        Locations of the rows in the file.
-    fill
-        Value of elements that were never written, a scalar of `dtype`.
-    use_mmap
-        Use of a memory map, see `UseMmap`.
-
-    Raises
-    ------
-    CorruptDataError
-        If an extent ends beyond the file.
-    """
+    # If the file is memory-mapped, only runs that cross extents are copied. Otherwise the requested rows are read.
 
     def __init__(
         self,
@@ -134,10 +94,8 @@ class PlainArray:
         return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
-        """Return the memory addresses of runs; see `StoredArray.locate`.
-
-        If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
-        """
+        """Return the memory addresses of runs; see `StoredArray.locate`."""
+        # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
             self._file.require_unchanged()
             return (

@@ -18,11 +18,9 @@ __all__ = ["kinds_of_chunks"]
 
 
 def kinds_of_chunks(blocks: list[list[Node]]) -> list[int]:
-    """Assign the same kind number to row chunks that undergo the same computation.
-
-    Each row chunk is compared with the three latest kinds only, so some row chunks with the same computation may get
-    different numbers.
-    """
+    """Assign the same kind number to row chunks that undergo the same computation."""
+    # Each row chunk is compared with the three latest kinds only, so some row chunks with the same computation may get
+    # different numbers.
     kinds: list[int] = []
     samples: list[list[Node]] = []
     for block in blocks:
@@ -61,10 +59,8 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _input_places(node: Apply) -> list[bool] | None:
-    """Return a flag per reference in a task, in order: True if it refers to an input.
-
-    Return None if `flat` does not find all references of the task.
-    """
+    """Return a flag per reference in a task, in order: True if it refers to an input."""
+    # Return None if `flat` does not find all references of the task.
     keys = [item.key for item in flat(node.task) if isinstance(item, TaskRef)]
     return [key in node.inputs for key in keys] if set(keys) == node.task.dependencies else None
 

@@ -236,10 +236,8 @@ class Compiler:
         return {dep: by_name.get(dep, by_name.get(layer_of(dep), False)) for dep in task.dependencies}
 
     def _check_functions(self, key: Key, task: Task) -> bool:
-        """Raise `NotRowLocalError` for a task with an untrusted function.
-
-        Return True if the task calls a function that is merely believed to treat every row independently.
-        """
+        """Raise `NotRowLocalError` for a task with an untrusted function."""
+        # Return True if the task calls a function that is merely believed to treat every row independently.
         is_believed = False
         for function, keywords in calls(task):
             trust = trust_in(function, keywords)

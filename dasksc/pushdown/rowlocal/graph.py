@@ -25,20 +25,12 @@ class ValueCache(Protocol):
     """Cache of values during a fetch."""
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Return a cached value, computed at the first call.
-
-        `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
-        """
+        """Return a cached value, computed at the first call."""
+        # `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
 
 
 class Graph:
-    """Tasks of a Dask array, with all layers merged.
-
-    Parameters
-    ----------
-    array
-        Dask array.
-    """
+    """Tasks of a Dask array, with all layers merged."""
 
     def __init__(self, array: da.Array) -> None:
         self.layers = array.dask.layers
@@ -47,13 +39,7 @@ class Graph:
         self._constants: dict[Key, Any] = {}
 
     def node(self, key: Key) -> GraphNode:
-        """Return the task of a key.
-
-        Raises
-        ------
-        NotRowLocalError
-            If the key has no task. The fallback, which computes whole chunks, then raises Dask's own error.
-        """
+        """Return the task of a key."""
         if key not in self.nodes:
             raise NotRowLocalError(
                 f"its graph has no task {key!r}, to which another task refers. Build the array with the public "
@@ -78,10 +64,8 @@ class Graph:
         return self._reaches[key]
 
     def constant(self, key: Key, run: ValueCache | None) -> Any:
-        """Compute a key that does not depend on a stored matrix.
-
-        The value is cached until `run` ends; if `run` is None, as long as the graph exists.
-        """
+        """Compute a key that does not depend on a stored matrix."""
+        # The value is cached until `run` ends; if `run` is None, as long as the graph exists.
         if run is not None:
             return run.kept(("constant", key), lambda: self._computed(key))
         if key not in self._constants:

@@ -44,22 +44,7 @@ N_COMPARED = 64
 
 
 class RowLocalMatrix(DaskMatrix):
-    """Matrix over a Dask array, each row of which comes from single rows of stored matrices.
-
-    Parameters
-    ----------
-    array
-        Two-dimensional Dask array with known chunk sizes.
-    label
-        Name of the matrix in error messages. Default: the name of the array.
-    strict
-        If True, trust only functions that are known or declared to treat every row independently.
-
-    Raises
-    ------
-    NotRowLocalError
-        If the graph of the array combines rows, or a function in it is not trusted to keep them apart.
-    """
+    """Matrix over a Dask array, each row of which comes from single rows of stored matrices."""
 
     def __init__(self, array: da.Array, label: str | None = None, *, strict: bool = False) -> None:
         super().__init__(array, label)
@@ -83,11 +68,9 @@ class RowLocalMatrix(DaskMatrix):
         self._layout = self._found_layout()
 
     def _found_layout(self) -> Layout:
-        """Return the layout of the computed blocks.
-
-        Dask's meta may be wrong for elementwise functions, since Dask infers it from SciPy's matrix products and
-        powers.
-        """
+        """Return the layout of the computed blocks."""
+        # Dask's meta may be wrong for elementwise functions, since Dask infers it from SciPy's matrix products and
+        # powers.
         nodes = self._blocks[0] if self._blocks else []
         if self.layout == "csr" or not _may_stay_csr(nodes):
             return self.layout
@@ -101,10 +84,8 @@ class RowLocalMatrix(DaskMatrix):
 
     @property
     def cost(self) -> FetchCost:
-        """Estimated memory of a fetch: stored rows, results of all layers of the graph, and the concatenated result.
-
-        The estimate assumes that layers keep zeros, so that a sparse row has as many values as it has in storage.
-        """
+        """Estimated memory of a fetch: stored rows, results of all layers of the graph, and the concatenated result."""
+        # The estimate assumes that layers keep zeros, so that a sparse row has as many values as it has in storage.
         run = Run()
         for node in self._blocks[0] if self._blocks else []:
             run.demand(node, np.zeros(min(1, self.shape[0]), dtype=np.int64))
@@ -130,24 +111,7 @@ class RowLocalMatrix(DaskMatrix):
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Read the rows that `rows` depend on, with one fetch per stored matrix, and compute on them.
-
-        Parameters
-        ----------
-        rows
-            Row numbers in ascending order, shape (n_rows,), int64; repeats allowed.
-
-        Returns
-        -------
-        RowBuffer
-            The rows, in memory; position i holds ``rows[i]``.
-
-        Raises
-        ------
-        InputError
-            If `rows` is not ascending within [0, n_obs), or the shape of a computed block differs from
-            its declared shape.
-        """
+        """Read the rows that `rows` depend on, with one fetch per stored matrix, and compute on them."""
         rows = check_rows(self.label, self.shape[0], rows)
         if not self._rows_are_independent(rows):
             return super().fetch(rows)

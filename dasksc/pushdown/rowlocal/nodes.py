@@ -245,17 +245,13 @@ class Run:
         return run
 
     def demand(self, node: Node, need: NDArray[np.int64]) -> None:
-        """Record the matrix rows from which the rows in `need` of `node` are computed.
-
-        A repeated call has no effect.
-        """
+        """Record the matrix rows from which the rows in `need` of `node` are computed."""
+        # A repeated call has no effect.
         self.kept(("demand", id(node), id(need)), lambda: node.demand(need, self), need)
 
     def value(self, nodes: tuple[Node, ...], needs: Needs) -> Any:
-        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node.
-
-        A repeated call with the same objects returns the cached result.
-        """
+        """Compute and concatenate rows of nodes of the same kind; `needs` holds the row numbers for each node."""
+        # A repeated call with the same objects returns the cached result.
         first: Any = nodes[0]
         key = (*map(id, nodes), *map(id, needs))
         if key not in self.values:
@@ -264,20 +260,16 @@ class Run:
         return self.values[key][0]
 
     def kept(self, key: Key, compute: Callable[[], Any], *alive: Any) -> Any:
-        """Return a cached value, computed at the first call.
-
-        `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
-        """
+        """Return a cached value, computed at the first call."""
+        # `alive` are the objects whose ids are in the key. They are kept alive, so that no id is reused.
         if key not in self.memory:
             self.memory[key] = compute(), alive
         return self.memory[key][0]
 
 
 def joined(blocks: list[list[Node]], needs: Needs, run: Run, matrix: DaskMatrix) -> Any:
-    """Compute and concatenate rows of row chunks of one kind.
-
-    For each row chunk, `blocks` holds one node per column chunk, and `needs` holds the row numbers.
-    """
+    """Compute and concatenate rows of row chunks of one kind."""
+    # For each row chunk, `blocks` holds one node per column chunk, and `needs` holds the row numbers.
     n_rows = sum(map(len, needs))
     parts = []
     for nodes, width in zip(zip(*blocks, strict=True), matrix.array.chunks[1], strict=True):

@@ -21,10 +21,8 @@ N_TRIED = {True: 6, False: 41}
 
 
 def trial(nodes: list[Node], matrix: DaskMatrix, *, n_rows: int, n_tried: int) -> str | None:
-    """Test with synthetic values whether the rows of a block are independent.
-
-    Return a description of the first violation, or None.
-    """
+    """Test with synthetic values whether the rows of a block are independent."""
+    # Return a description of the first violation, or None.
     generator = np.random.default_rng(0)
     # Sampling with replacement repeats some rows; in small blocks, it repeats most of them.
     together = np.sort(generator.integers(n_rows, size=n_tried))

@@ -31,22 +31,7 @@ def is_cell_ranger_matrix(item: Any) -> bool:
 
 
 def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str, Any]:
-    """Return the attributes of a Cell Ranger matrix as AnnData would write them for CSR, cells by features.
-
-    Parameters
-    ----------
-    group
-        Group for which `is_cell_ranger_matrix` is True.
-    file
-        File that contains the group.
-
-    Raises
-    ------
-    CorruptDataError
-        If the stored shape is not a pair of valid lengths.
-    StorageError
-        If the shape is in another file, outside the folder of this one.
-    """
+    """Return the attributes of a Cell Ranger matrix as AnnData would write them for CSR, cells by features."""
     stored, label = group["shape"], f"{file.path}:{group.name}/shape"
     if isinstance(file, LocalFile):  # remote files are checked when they are opened
         check_item(stored, file.path, folder=os.path.dirname(file.path))

@@ -47,44 +47,18 @@ _BATCH_BYTES = 2**25
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkTable:
-    """Locations of the chunks of a dataset, by row-major number.
+    """Locations of the chunks of a dataset, by row-major number."""
 
-    Parameters
-    ----------
-    offsets, sizes
-        Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk that was
-        never written.
-    skipped
-        Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32.
-    """
-
+    # offsets, sizes: Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk
+    # that was never written.
     offsets: NDArray[np.int64]
     sizes: NDArray[np.int64]
-    skipped: NDArray[np.uint32]
+    skipped: NDArray[np.uint32]  # Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32
 
 
 def chunk_table(dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> ChunkTable:
-    """Read the locations of the chunks of a dataset.
-
-    Behind a URL, the cost is one round trip per level of the tree. The table takes 20 bytes of memory per chunk.
-
-    Parameters
-    ----------
-    dataset
-        Open, chunked dataset.
-    file
-        File of the dataset, without a user block.
-
-    Returns
-    -------
-    ChunkTable
-        Locations of the chunks.
-
-    Raises
-    ------
-    CorruptDataError
-        If the index is inconsistent, or contradicts the dataset or the size of the file.
-    """
+    """Read the locations of the chunks of a dataset."""
+    # Behind a URL, the cost is one round trip per level of the tree. The table takes 20 bytes of memory per chunk.
     grid = tuple(-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True))
     n_chunks = math.prod(grid)
     if n_chunks > max(2**20, file.identity.size // _RECORD_BYTES):
@@ -153,27 +127,13 @@ def _fill_by_hdf5(table: ChunkTable, grid: tuple[int, ...], dataset: h5py.Datase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tree:
-    """B-tree of version 1 over the chunks of a dataset.
+    """B-tree of version 1 over the chunks of a dataset."""
 
-    Parameters
-    ----------
-    file
-        File of the tree.
-    label
-        Name of the dataset in error messages.
-    root
-        Address of the root; `_NOWHERE` if no chunk was ever written.
-    chunks
-        Shape of a chunk.
-    half
-        Half the maximum number of children of a node.
-    """
-
-    file: LocalFile | RemoteFile
-    label: str
-    root: int
-    chunks: tuple[int, ...]
-    half: int
+    file: LocalFile | RemoteFile  # File of the tree
+    label: str  # Name of the dataset in error messages
+    root: int  # Address of the root; `_NOWHERE` if no chunk was ever written
+    chunks: tuple[int, ...]  # Shape of a chunk
+    half: int  # Half the maximum number of children of a node
 
     @classmethod
     def of(cls, dataset: h5py.Dataset, file: LocalFile | RemoteFile) -> _Tree | None:
@@ -196,10 +156,8 @@ class _Tree:
 
     @property
     def record(self) -> np.dtype[Any]:
-        """Data type of an entry: a key, which describes the first chunk below a child, and the address of the child.
-
-        The child is a node or, in a leaf, a chunk.
-        """
+        """Data type of an entry: a key, which describes the first chunk below a child, and the address of the child."""
+        # The child is a node or, in a leaf, a chunk.
         at = ("at", "<u8", (len(self.chunks) + 1,))
         return np.dtype([("size", "<u4"), ("skipped", "<u4"), at, ("child", "<u8")])
 
@@ -289,10 +247,8 @@ def _half_of(file: LocalFile | RemoteFile) -> int | None:
 
 
 def _messages(file: LocalFile | RemoteFile, address: int, kind: int) -> Iterator[bytes]:
-    """Yield the messages of one type in an object header; yield nothing for unsupported headers.
-
-    HDF5 has opened the object, so its header is complete.
-    """
+    """Yield the messages of one type in an object header; yield nothing for unsupported headers."""
+    # HDF5 has opened the object, so its header is complete.
     start = _read(file, address, 64)
     if start[:4] == b"OHDR" and start[4:5] == b"\x02":
         flags = start[5]

@@ -26,28 +26,7 @@ _EDGES_TRIED = 8
 
 
 def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Return a dataset as an array that is read without HDF5.
-
-    Parameters
-    ----------
-    file
-        File that contains `dataset`.
-    dataset
-        Open dataset.
-    label
-        Name of the array in error messages.
-    use_mmap
-        Use of memory maps for local files, see `UseMmap`.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the dataset must be read through h5py.
-    CorruptDataError
-        If the bytes of the dataset extend beyond the end of the file.
-    StorageError
-        If the bytes of the dataset are in another file, outside the folder of this one.
-    """
+    """Return a dataset as an array that is read without HDF5."""
     if isinstance(file, LocalFile):  # remote files are checked when they are opened
         check_item(dataset, file.path, folder=os.path.dirname(file.path))
     dtype = dataset.dtype
@@ -130,12 +109,10 @@ def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets:
 
 
 def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
-    """Return True if edge chunks were stored without filters, as requested by an option of HDF5.
-
-    h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk whose
-    stored size equals its uncompressed size is therefore decoded directly and read through h5py, and the results are
-    compared.
-    """
+    """Return True if edge chunks were stored without filters, as requested by an option of HDF5."""
+    # h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk whose
+    # stored size equals its uncompressed size is therefore decoded directly and read through h5py, and the results are
+    # compared.
     chunks = dataset.chunks
     grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
     edges = np.zeros(grid, dtype=bool)

@@ -16,13 +16,7 @@ _STATED = re.compile(r"stored_eof = (\d+)")
 
 
 def open_local(path: str) -> h5py.File:
-    """Open a local file for reading.
-
-    Raises
-    ------
-    StorageError
-        If the file cannot be opened.
-    """
+    """Open a local file for reading."""
     try:
         return h5py.File(path, "r")
     except OSError as error:

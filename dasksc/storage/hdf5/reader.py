@@ -27,13 +27,7 @@ _GAP_BYTES = 64 * 2**10
 
 
 class H5File:
-    """HDF5 file, which each process opens at its first read.
-
-    Parameters
-    ----------
-    file
-        Local or remote file.
-    """
+    """HDF5 file, which each process opens at its first read."""
 
     def __init__(self, file: LocalFile | RemoteFile) -> None:
         self.file = file
@@ -73,17 +67,7 @@ def _check_filters(dataset: h5py.Dataset, label: str) -> None:
 
 
 class H5Array(SlicedArray):
-    """HDF5 dataset, or one field of a compound dataset, read through h5py.
-
-    Parameters
-    ----------
-    file
-        File that contains the dataset.
-    name
-        Path of the dataset in the file.
-    field
-        Field to read from a compound dataset, which AnnData before 0.7 used for `obsm`.
-    """
+    """HDF5 dataset, or one field of a compound dataset, read through h5py."""
 
     def __init__(self, file: H5File, name: str, *, field: str | None = None) -> None:
         dataset = file.open()[name]

@@ -50,15 +50,9 @@ _blocks_of: WeakValueDictionary[tuple[int, str, ObjectIdentity], _Blocks] = Weak
 
 
 class BlockReader(io.RawIOBase):
-    """File-like reader of a remote object, for libraries with small scattered reads.
+    """File-like reader of a remote object, for libraries with small scattered reads."""
 
-    A reader serves one thread at a time, as h5py does. Several readers of an object share their blocks.
-
-    Parameters
-    ----------
-    file
-        Remote object.
-    """
+    # A reader serves one thread at a time, as h5py does. Several readers of an object share their blocks.
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
@@ -135,11 +129,9 @@ class BlockReader(io.RawIOBase):
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Disable automatic garbage collection.
-
-    h5py holds its global lock while it waits for a block, which another thread requests. If garbage collection in that
-    other thread freed an h5py object, the thread would wait for the lock forever.
-    """
+    """Disable automatic garbage collection."""
+    # h5py holds its global lock while it waits for a block, which another thread requests. If garbage collection in
+    # that other thread freed an h5py object, the thread would wait for the lock forever.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -150,15 +142,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def open_remote(file: RemoteFile) -> h5py.File:
-    """Open a remote object as an HDF5 file.
-
-    Raises
-    ------
-    StorageError
-        If the object is not HDF5, or refers to other files, which HDF5 would look for on this machine.
-    CorruptDataError
-        If the object is truncated.
-    """
+    """Open a remote object as an HDF5 file."""
     head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
     if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):
         raise StorageError(

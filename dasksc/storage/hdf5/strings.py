@@ -26,20 +26,7 @@ _PIECE = 2**20
 
 
 def read_strings(dataset: h5py.Dataset, path: str) -> NDArray[Any] | None:
-    """Read all strings of a dataset; return None if they must be read through h5py.
-
-    Parameters
-    ----------
-    dataset
-        One-dimensional dataset.
-    path
-        Path of the local file that contains the dataset.
-
-    Returns
-    -------
-    ndarray or None
-        Objects of type str, shape (n,), equal to ``dataset.asstr()[:]``.
-    """
+    """Read all strings of a dataset; return None if they must be read through h5py."""
     result = np.empty(len(dataset), dtype=object)
     start = 0
     for piece in strings_in_pieces(dataset, path, _PIECE):

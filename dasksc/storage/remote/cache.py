@@ -62,29 +62,16 @@ _warned: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cache:
-    """Folder with blocks of remote objects.
+    """Folder with blocks of remote objects."""
 
-    Parameters
-    ----------
-    folder
-        Path of the folder. It is created for this user alone when the first block is read.
-    limit
-        Maximum size in bytes. Concurrent writers may exceed it by one block each and, from the fifth writer on, by
-        another 1/64 of the limit each.
-    """
-
-    folder: str
+    folder: str  # Path of the folder. It is created for this user alone when the first block is read.
+    # Maximum size in bytes. Concurrent writers may exceed it by one block each and, from the fifth writer on, by
+    # another 1/64 of the limit each.
     limit: int
 
     @classmethod
     def of(cls, given: Any) -> Cache | None:
-        """Return the cache for an argument: a folder, a mapping with ``path`` and ``limit``, or None.
-
-        Raises
-        ------
-        InputError
-            If `given` is anything else, or the limit is less than four blocks.
-        """
+        """Return the cache for an argument: a folder, a mapping with ``path`` and ``limit``, or None."""
         if given is None:
             return None
         values = dict(given) if isinstance(given, Mapping) else {"path": given}
@@ -102,17 +89,7 @@ class Cache:
     def read(
         self, identity: ObjectIdentity, start: int, stop: int, *, request: Callable[[int, int], memoryview]
     ) -> memoryview:
-        """Return bytes [start, stop) of an object, after requesting and caching missing blocks.
-
-        Parameters
-        ----------
-        identity
-            Identity of the object.
-        start, stop
-            Range of bytes within the size of the object.
-        request
-            Function that requests bytes [start, stop) of the object from its store.
-        """
+        """Return bytes [start, stop) of an object, after requesting and caching missing blocks."""
         if identity.etag is None and identity.modified.startswith("1970-01-01"):
             return request(start, stop)  # versions of the object could not be distinguished
         key = self._key()
@@ -132,10 +109,8 @@ class Cache:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def _key(self) -> bytes | None:
-        """Return the key of the folder, after creating it if it is missing.
-
-        If the folder cannot be used, the reason is logged once, and the result is None.
-        """
+        """Return the key of the folder, after creating it if it is missing."""
+        # If the folder cannot be used, the reason is logged once, and the result is None.
         # Every call checks the folder, since users with write access to its parent could replace it.
         try:
             try:
@@ -209,18 +184,10 @@ class Cache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockFile:
-    """File of a block, which may not exist yet: the bytes of the block, followed by the tag of each page.
+    """File of a block, which may not exist yet: the bytes of the block, followed by the tag of each page."""
 
-    Parameters
-    ----------
-    path
-        Path of the file.
-    key
-        Key of the tags, unique to this block.
-    """
-
-    path: str
-    key: bytes
+    path: str  # Path of the file
+    key: bytes  # Key of the tags, unique to this block
 
     def kept(self, n_bytes: int, low: int, high: int) -> memoryview | None:
         """Return bytes [low, high) of the block; None if it is missing, or damaged and therefore removed."""

@@ -42,11 +42,10 @@ _SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectIdentity:
-    """Identity of an object when it was first seen: path, size in bytes, ETag and modification time.
+    """Identity of an object when it was first seen: path, size in bytes, ETag and modification time."""
 
-    `path` is a URL without credentials, for display. If there is no ETag, the size and the modification time identify a
-    version.
-    """
+    # `path` is a URL without credentials, for display. If there is no ETag, the size and the modification time identify
+    # a version.
 
     path: str
     size: int
@@ -69,11 +68,10 @@ def replaced_error(path: str) -> CorruptDataError:
 
 
 class Client(Protocol):
-    """Client of one store. Its methods are safe from several threads at once.
+    """Client of one store. Its methods are safe from several threads at once."""
 
-    Keys are relative to the root of the store. All methods raise `MissingPathError` if an object does not exist, and
-    `StorageError` if the store does not respond or denies access.
-    """
+    # Keys are relative to the root of the store. All methods raise `MissingPathError` if an object does not exist, and
+    # `StorageError` if the store does not respond or denies access.
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object."""
@@ -87,13 +85,7 @@ class Client(Protocol):
         expected: ObjectIdentity | None = None,
         longest: int = WHOLE_BYTES,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes [start, stop) of an object, and its identity.
-
-        Raises
-        ------
-        CorruptDataError
-            If the identity is not `expected`, or the whole object is requested and longer than `longest`.
-        """
+        """Return bytes [start, stop) of an object, and its identity."""
 
     def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
         """Return the identities of all objects below a prefix, by their keys, in ascending order."""
@@ -131,17 +123,8 @@ def url_of(root: str, key: str) -> str:
 
 
 def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
-    """Call a function; after an error, retry with growing pauses for up to ``retry-timeout``.
-
-    The last error is raised. Errors of this package and programming errors are raised at once.
-
-    Parameters
-    ----------
-    request
-        Function to call.
-    is_final
-        Function that returns True for an error that must not be retried.
-    """
+    """Call a function; after an error, retry with growing pauses for up to ``retry-timeout``."""
+    # The last error is raised. Errors of this package and programming errors are raised at once.
     deadline = time.monotonic() + (config.get_seconds("retry-timeout") or 0.0)
     pause = _FIRST_PAUSE_S
     while True:

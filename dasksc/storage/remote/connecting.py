@@ -53,13 +53,7 @@ after_fork(_after_fork)
 
 
 def client_of(root: str, options: Mapping[str, Any]) -> Client:
-    """Return the client of this process for the store at `root`.
-
-    Raises
-    ------
-    InputError
-        If obstore is not installed, or an option is unknown or cannot be pickled.
-    """
+    """Return the client of this process for the store at `root`."""
     try:
         key = (os.getpid(), root, pickle.dumps(sorted(options.items())), config.get_seconds("retry-timeout"))
     except MemoryError:

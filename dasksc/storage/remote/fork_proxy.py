@@ -33,13 +33,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class ForkProxyClient:
-    """Client of a store that makes requests in a helper process; see `dasksc.storage.remote.client.Client`.
-
-    Parameters
-    ----------
-    root, options
-        As for `dasksc.storage.remote.connecting.client_of`.
-    """
+    """Client of a store that makes requests in a helper process; see `dasksc.storage.remote.client.Client`."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         self._root = root
@@ -90,10 +84,9 @@ class ForkProxyClient:
 
 
 class _HelperProcess:
-    """Helper process that makes the requests of the current process.
+    """Helper process that makes the requests of the current process."""
 
-    It receives one socket per thread through a control socket.
-    """
+    # It receives one socket per thread through a control socket.
 
     def __init__(self) -> None:
         self.pid = os.getpid()

@@ -64,13 +64,7 @@ _FINAL = (
 
 
 def _class_of(url: str) -> Any:
-    """Return the file system class of fsspec for a URL.
-
-    Raises
-    ------
-    InputError
-        If the scheme is unknown, or needs a package that is not installed.
-    """
+    """Return the file system class of fsspec for a URL."""
     from fsspec.registry import get_filesystem_class, known_implementations, registry
 
     scheme = urlsplit(url).scheme
@@ -106,15 +100,7 @@ def split_fsspec_url(url: str) -> tuple[str, str]:
 
 
 class FsspecClient:
-    """Client of a file system of fsspec; see `dasksc.storage.remote.client.Client`.
-
-    Parameters
-    ----------
-    root
-        URL of the file system, which may contain a user, a password and a host.
-    options
-        Options of the file system class. They override those in the URL.
-    """
+    """Client of a file system of fsspec; see `dasksc.storage.remote.client.Client`."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         self._root = root

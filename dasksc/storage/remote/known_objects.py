@@ -56,15 +56,7 @@ class ObjectCache(Generic[K, V]):
             return value
 
     def keep(self, key: K, value: V, *, n_bytes: int = 0) -> V:
-        """Cache a fact about an object unless there is one already; return the cached fact.
-
-        Parameters
-        ----------
-        key, value
-            Key of the object, and the fact.
-        n_bytes
-            Size of `value` beyond that of an identity, in bytes.
-        """
+        """Cache a fact about an object unless there is one already; return the cached fact."""
         global _n_bytes
         n_bytes += _ENTRY_BYTES
         with _lock:

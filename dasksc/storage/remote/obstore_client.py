@@ -51,15 +51,7 @@ _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"
 
 
 class ObstoreClient:
-    """Client of a store through obstore; see `Client`.
-
-    Parameters
-    ----------
-    root
-        URL of the store.
-    options
-        Options of `obstore.store.from_url`; defaults are added to `client_options` and `retry_config`.
-    """
+    """Client of a store through obstore; see `Client`."""
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         try:

@@ -49,20 +49,7 @@ class RangeRequest:
 
 
 def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
-    """Merge byte ranges into few requests, preserving their order.
-
-    Parameters
-    ----------
-    ranges
-        Pairs (start, stop) in bytes. A range that starts before the end of the preceding one begins a new request.
-    gap
-        Largest distance in bytes between neighboring ranges of a request.
-    longest
-        Maximum length of a request in bytes.
-    block
-        Block size in bytes, or 0. Ranges in the same block are merged regardless of `gap` and `longest`, so that no
-        block is fetched twice.
-    """
+    """Merge byte ranges into few requests, preserving their order."""
     parts: list[RangeRequest] = []
     for number, (start, stop) in enumerate(ranges):
         if parts:
@@ -79,14 +66,7 @@ _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request
 
 
 def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
-    """Run calls on other threads, several at a time, and yield their results in order.
-
-    Parameters
-    ----------
-    calls
-        Functions, each with the number of bytes that it returns or holds. Started calls whose results have not been
-        yielded take at most `AHEAD_BYTES` in total. A call that exceeds this limit runs alone.
-    """
+    """Run calls on other threads, several at a time, and yield their results in order."""
     threads = _threads()
     pending: deque[tuple[Future[T], int]] = deque()
     ahead = 0
@@ -107,17 +87,7 @@ def in_order(calls: Iterable[tuple[Callable[[], T], int]]) -> Iterator[T]:
 
 
 class RemoteFile:
-    """Remote object with the interface of `dasksc.storage.files.LocalFile`. Instances can be pickled.
-
-    Parameters
-    ----------
-    location
-        Location of the object.
-    identity
-        Identity of the object when its layout was read. Reads raise an error if the object has changed since then.
-    cache
-        Local cache for blocks of the object, or None.
-    """
+    """Remote object with the interface of `dasksc.storage.files.LocalFile`. Instances can be pickled."""
 
     can_map = False
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
@@ -201,15 +171,7 @@ def ranges_of(
     *,
     checks: Sequence[tuple[Callable[[], Any], int]] = (),
 ) -> Iterator[memoryview]:
-    """Yield byte ranges of several objects.
-
-    Parameters
-    ----------
-    groups
-        Objects, each with the offsets and sizes of its ranges in bytes.
-    checks
-        Calls for `in_order` that run first and raise an error if an object has changed.
-    """
+    """Yield byte ranges of several objects."""
     cuts: deque[list[tuple[int, int]]] = deque()
 
     def calls() -> Iterator[tuple[Callable[[], memoryview], int]]:

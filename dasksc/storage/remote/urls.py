@@ -29,31 +29,16 @@ def is_url(path: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteLocation:
-    """Location of an atlas behind a URL. Instances pickle with the options; the string form has no credentials.
+    """Location of an atlas behind a URL. Instances pickle with the options; the string form has no credentials."""
 
-    Parameters
-    ----------
-    root
-        URL of the store.
-    key
-        Key of the file, or the common prefix of the keys of a Zarr store.
-    options
-        Options for obstore or fsspec, such as credentials, region and endpoint.
-    """
-
-    root: str = field(repr=False)
-    key: str
+    root: str = field(repr=False)  # URL of the store
+    key: str  # Key of the file, or the common prefix of the keys of a Zarr store
+    # Options for obstore or fsspec, such as credentials, region and endpoint.
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
-        """Return the location of a URL.
-
-        Raises
-        ------
-        InputError
-            If the scheme is unknown, if the URL has no path, or if ``..`` is a part of the path.
-        """
+        """Return the location of a URL."""
         root, key = split_url(url)
         if not key:
             raise InputError(f"{redact_url(url)!r} is the URL of a whole bucket or server; add the path of an atlas")
@@ -79,10 +64,8 @@ class RemoteLocation:
 
     @property
     def url(self) -> str:
-        """URL of the location, including any credentials and query in it.
-
-        `of` converts this URL back to the location.
-        """
+        """URL of the location, including any credentials and query in it."""
+        # `of` converts this URL back to the location.
         if self.is_on_web or self.root == "file:///":  # `of` decodes the percent signs of such a URL
             return urlunsplit(urlsplit(self.root)._replace(path=f"/{quote(self.key)}"))
         return url_of(self.root, self.key)
@@ -108,22 +91,14 @@ class RemoteLocation:
         return True
 
     def children(self) -> list[RemoteLocation]:
-        """Return the locations directly below this one, sorted by name.
-
-        Raises
-        ------
-        StorageError
-            If the location is on a web server, which cannot list its files.
-        """
+        """Return the locations directly below this one, sorted by name."""
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
-        """Return the locations that match a pattern, sorted by name.
-
-        The pattern is the key of this location. Patterns are those of the function `matching` of this module. The call
-        takes one listing per folder. Stores do not distinguish files from folders, so ``**`` also takes a listing for
-        each file that is not an atlas.
-        """
+        """Return the locations that match a pattern, sorted by name."""
+        # The pattern is the key of this location. Patterns are those of the function `matching` of this module. The
+        # call takes one listing per folder. Stores do not distinguish files from folders, so ``**`` also takes a
+        # listing for each file that is not an atlas.
         names = _parts(self.key)
         n_plain = next(number for number, name in enumerate(names) if glob.has_magic(name))
         found = [RemoteLocation(root=self.root, key="/".join(names[:n_plain]), options=self.options)]
@@ -182,16 +157,9 @@ def is_recursive(pattern: str) -> bool:
 
 
 def matching(pattern: str) -> list[str]:
-    """Return the local paths that match a pattern of `glob.glob`, sorted by name.
-
-    ``**`` matches folders at any depth; at the end of a pattern, it matches their contents. It skips hidden folders,
-    symbolic links and the contents of Zarr stores.
-
-    Raises
-    ------
-    StorageError
-        If a folder cannot be listed.
-    """
+    """Return the local paths that match a pattern of `glob.glob`, sorted by name."""
+    # ``**`` matches folders at any depth; at the end of a pattern, it matches their contents. It skips hidden folders,
+    # symbolic links and the contents of Zarr stores.
     names = _parts(pattern)
     if _STARS not in names:
         return sorted(glob.glob(pattern))

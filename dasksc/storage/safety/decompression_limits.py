@@ -32,23 +32,7 @@ _ZSTD_BLOCK_BYTES = 2**17
 
 
 def check_decompressed_size(codec: str, data: Any, *, at_most: int) -> None:
-    """Raise an error if stored bytes may decompress to more than a limit.
-
-    Parameters
-    ----------
-    codec
-        Name of the codec, one of `DECOMPRESSED_SIZES`.
-    data
-        Buffer of stored bytes.
-    at_most
-        Maximum decompressed size in bytes.
-
-    Raises
-    ------
-    ValueError
-        If the data may exceed the limit. Malformed data end the check without an error, since the decoder fails at the
-        same place.
-    """
+    """Raise an error if stored bytes may decompress to more than a limit."""
     view = memoryview(data).cast("B")
     sizes = DECOMPRESSED_SIZES[codec](view, at_most)
     total = 0

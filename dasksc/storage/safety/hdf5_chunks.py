@@ -31,27 +31,9 @@ _BITSHUFFLE, _BITSHUFFLE_COMPRESSION = 32008, 4
 
 
 def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | None = None) -> None:
-    """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows.
-
-    With gzip and LZF, the check skips small chunks: these codecs have a maximum expansion, so small chunks cannot
-    exceed the limit.
-
-    Parameters
-    ----------
-    dataset
-        Open dataset.
-    label
-        Name of the dataset in error messages.
-    rows
-        Rows [start, stop) whose chunks are checked; default: all.
-
-    Raises
-    ------
-    CorruptDataError
-        If there is such a chunk.
-    StorageError
-        If a compression filter is not the last filter, or there are several.
-    """
+    """Raise an error if h5py would decompress a chunk of a dataset to far more than its shape allows."""
+    # With gzip and LZF, the check skips small chunks: these codecs have a maximum expansion, so small chunks cannot
+    # exceed the limit.
     plist = dataset.id.get_create_plist()
     filters = [plist.get_filter(i) for i in range(plist.get_nfilters())]
     compressing = [i for i, one in enumerate(filters) if one[0] in _COMPRESSION_FILTERS and _compresses(one)]
@@ -89,11 +71,9 @@ def check_chunks(dataset: h5py.Dataset, label: str, *, rows: tuple[int, int] | N
 
 
 def stored_bytes(datasets: Iterable[h5py.Dataset]) -> int:
-    """Return the stored size of datasets, in bytes.
-
-    Each file contributes at most its own size, since chunks that several datasets share would otherwise be counted
-    repeatedly.
-    """
+    """Return the stored size of datasets, in bytes."""
+    # Each file contributes at most its own size, since chunks that several datasets share would otherwise be counted
+    # repeatedly.
     sizes: dict[str, int] = {}
     stored: dict[str, int] = {}
     for dataset in datasets:

@@ -16,23 +16,7 @@ __all__ = ["check_item", "check_links", "check_path", "others_of"]
 
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
-    """Raise an error if a file has links to files outside a folder.
-
-    Parameters
-    ----------
-    root
-        Open file.
-    path
-        Name of the file in error messages.
-    folder
-        Folder that must contain all linked files. If None, the file must not link to other files or refer to values in
-        them.
-
-    Raises
-    ------
-    StorageError
-        If there is such a link; the message names it.
-    """
+    """Raise an error if a file has links to files outside a folder."""
 
     def look(name: str, link: Any) -> tuple[str, str] | None:
         if isinstance(link, h5py.ExternalLink):

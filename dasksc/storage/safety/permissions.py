@@ -9,16 +9,9 @@ __all__ = ["exposure"]
 
 
 def exposure(status: os.stat_result) -> str | None:
-    """Describe how other users can access a file or folder; None if they cannot.
-
-    Root does not count as another user, since it has access to everything in any case. On Windows, where owners have no
-    numeric ids, the function returns None.
-
-    Parameters
-    ----------
-    status
-        Result of `os.stat` or `os.fstat`.
-    """
+    """Describe how other users can access a file or folder; None if they cannot."""
+    # Root does not count as another user, since it has access to everything in any case. On Windows, where owners have
+    # no numeric ids, the function returns None.
     if not hasattr(os, "geteuid"):
         return None
     if status.st_uid not in (0, os.geteuid()):

@@ -38,24 +38,7 @@ _ANY_OBJECTS = frozenset({"json2", "msgpack2", "categorize"})
 
 
 def bounded_metadata(document: Any) -> Any:
-    """Return the metadata of a node, including consolidated metadata, with bounded codecs.
-
-    Parameters
-    ----------
-    document
-        Content of a ``zarr.json``, ``.zarray`` or ``.zmetadata``.
-
-    Returns
-    -------
-    object
-        `document` itself if nothing in it needs a limit. Documents that zarr-python cannot parse are unchanged, so
-        zarr-python reports the error.
-
-    Raises
-    ------
-    Exception
-        If the description of the codecs is malformed; its type depends on the mistake.
-    """
+    """Return the metadata of a node, including consolidated metadata, with bounded codecs."""
     if not isinstance(document, dict):
         return document
     if "zarr_consolidated_format" in document:
@@ -85,10 +68,8 @@ def codecs_within(codec: Any) -> tuple[Any, ...]:
 
 
 def _bounded_v2(array: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a v2 array with a compressor that limits its output.
-
-    Filters decode this output, so their input is limited as well.
-    """
+    """Return the metadata of a v2 array with a compressor that limits its output."""
+    # Filters decode this output, so their input is limited as well.
     steps = [*(array.get("filters") or ()), *filter(None, (array.get("compressor"),))]
     names = [step["id"] for step in steps]
     refused = _refusal_of(zip(names, steps, strict=True))
@@ -149,10 +130,8 @@ def _name_of(kind: type) -> str:
 
 
 def _refusal_of(steps: Any) -> str | None:
-    """Return the reason to refuse an array with the codecs `steps`, or None to accept it.
-
-    Unsafe codecs are refused. The bounded codecs of this module are refused as well, since only dasksc may add them.
-    """
+    """Return the reason to refuse an array with the codecs `steps`, or None to accept it."""
+    # Unsafe codecs are refused. The bounded codecs of this module are refused as well, since only dasksc may add them.
     for name, config in steps:
         if name in (_NAME, _name_of(_BoundedV3)):
             return f"arrays whose metadata contain the codec {_NAME!r}, which is reserved for dasksc, are not read"
@@ -167,19 +146,7 @@ def _refusal_of(steps: Any) -> str | None:
 
 
 class _BoundedV2(numcodecs.abc.Codec):
-    """Compressor of a Zarr v2 array with a limit on the decompressed size.
-
-    Parameters
-    ----------
-    codec
-        Configuration of the compressor, or None.
-    dtype, chunks
-        Data type of the array and shape of its chunks, as in the metadata.
-    is_counted
-        True if the decompressed bytes start with the number of strings.
-    refused
-        Reason to raise an error instead of decoding, or None.
-    """
+    """Compressor of a Zarr v2 array with a limit on the decompressed size."""
 
     codec_id = _NAME
 
@@ -224,21 +191,11 @@ def _item_bytes(dtype: Any) -> int | None:
 
 @dataclass(frozen=True)
 class _BoundedV3(BytesBytesCodec):
-    """Bytes-to-bytes codecs of a Zarr v3 array, with a limit on the decompressed size.
+    """Bytes-to-bytes codecs of a Zarr v3 array, with a limit on the decompressed size."""
 
-    Parameters
-    ----------
-    codecs
-        Codecs in the order of encoding.
-    is_counted
-        True if the decompressed bytes start with the number of strings.
-    refused
-        Reason to raise an error instead of decoding, or None.
-    """
-
-    codecs: tuple[BytesBytesCodec, ...]
-    is_counted: bool
-    refused: str | None
+    codecs: tuple[BytesBytesCodec, ...]  # Codecs in the order of encoding
+    is_counted: bool  # True if the decompressed bytes start with the number of strings
+    refused: str | None  # Reason to raise an error instead of decoding, or None
 
     is_fixed_size = False
 

@@ -32,15 +32,7 @@ _ENTRY_BYTES = 2**31
 
 
 def safe_content(store: str, key: str, content: bytes) -> bytes:
-    """Return the content of an object in a form that is safe for zarr-python, with bounded codecs in metadata.
-
-    Raises
-    ------
-    StorageError
-        If a codec unpickles, since loading the array would execute code from the store.
-    CorruptDataError
-        If the description of the codecs is malformed.
-    """
+    """Return the content of an object in a form that is safe for zarr-python, with bounded codecs in metadata."""
     if not key.endswith(_METADATA):
         return content
     try:
@@ -71,13 +63,7 @@ def _names_code(value: Any) -> bool:
 
 
 def check_zip(path: str, entries: Iterable[zipfile.ZipInfo]) -> None:
-    """Raise an error if an entry of a zip file would fill memory; `entries` are those of its central directory.
-
-    Raises
-    ------
-    StorageError
-        If there is such an entry; the message names it.
-    """
+    """Raise an error if an entry of a zip file would fill memory; `entries` are those of its central directory."""
     for entry in entries:
         is_metadata = entry.filename.endswith((*_METADATA, ".zattrs", ".zgroup"))
         longest = WHOLE_BYTES if is_metadata else _ENTRY_BYTES

@@ -30,10 +30,9 @@ File: TypeAlias = LocalFile | RemoteFile
 
 
 class Objects(Protocol):
-    """Stored objects of an array, as a source of bytes. Instances can be pickled.
+    """Stored objects of an array, as a source of bytes. Instances can be pickled."""
 
-    Reads raise a `CorruptDataError` if an object was changed or removed since the array was opened.
-    """
+    # Reads raise a `CorruptDataError` if an object was changed or removed since the array was opened.
 
     @property
     def working_bytes(self) -> int:
@@ -50,10 +49,8 @@ class Objects(Protocol):
         """Return a digest of the present versions of all objects."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
-        """Yield the stored bytes of each object, or None if it is missing.
-
-        Each object is one chunk, which decodes to `n_bytes` bytes.
-        """
+        """Yield the stored bytes of each object, or None if it is missing."""
+        # Each object is one chunk, which decodes to `n_bytes` bytes.
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
         """Yield whole objects, memory-mapped, each as one chunk."""
@@ -168,10 +165,8 @@ class _Shards:
                 yield MappedChunks(at=at, sizes=sizes, owner=owner)
 
     def _ranges(self, numbers: NDArray[np.int64]) -> Iterator[tuple[File | None, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the shard, offsets and sizes of each run of chunks in the same shard.
-
-        A shard that was never written is None. The offset of a chunk that was never written is -1, and its size is 0.
-        """
+        """Yield the shard, offsets and sizes of each run of chunks in the same shard."""
+        # A shard that was never written is None. The offset of a chunk that was never written is -1, and its size is 0.
         at = np.stack(np.unravel_index(numbers, self._layout.grid))
         per_shard = np.array(self._layout.per_shard)[:, None]
         shard_at = at // per_shard

@@ -24,31 +24,19 @@ METADATA = ("zarr.json", ".zarray")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ZarrLayout:
-    """Layout of a Zarr array.
+    """Layout of a Zarr array."""
 
-    Parameters
-    ----------
-    shape, chunk_shape
-        Shapes of the array and of a chunk.
-    shard_shape
-        Shape of a shard; None if each chunk is an object.
-    chain
-        Codecs of a chunk.
-    fill
-        Value of elements that were never written.
-    prefix, separator
-        Prefix of the keys of stored objects, and separator of the indices in them.
-    index_checksum, index_first
-        Whether the index of a shard ends with a CRC32C checksum, and whether the index is at the start of the shard.
-    """
-
+    # shape, chunk_shape: Shapes of the array and of a chunk.
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
-    shard_shape: tuple[int, ...] | None
-    chain: Chain
-    fill: Any
+    shard_shape: tuple[int, ...] | None  # Shape of a shard; None if each chunk is an object
+    chain: Chain  # Codecs of a chunk
+    fill: Any  # Value of elements that were never written
+    # prefix, separator: Prefix of the keys of stored objects, and separator of the indices in them.
     prefix: str
     separator: str
+    # index_checksum, index_first: Whether the index of a shard ends with a CRC32C checksum, and whether the index is at
+    # the start of the shard.
     index_checksum: bool = False
     index_first: bool = False
 
@@ -80,13 +68,7 @@ class ZarrLayout:
 
 
 def layout_of(name: str, content: bytes) -> ZarrLayout:
-    """Parse the metadata of an array; `name` is the name of the object with the metadata, one of `METADATA`.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the array can only be read with zarr-python.
-    """
+    """Parse the metadata of an array; `name` is the name of the object with the metadata, one of `METADATA`."""
     try:
         return (_layout_v3 if name == "zarr.json" else _layout_v2)(json.loads(content))
     except (KeyError, TypeError, ValueError) as error:

@@ -31,22 +31,7 @@ _NOTHING = MappedChunks(at=np.zeros(1, dtype=np.uint64), sizes=np.zeros(1, dtype
 
 
 def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Open a Zarr array for reading without zarr-python.
-
-    Parameters
-    ----------
-    directory
-        Directory of the array, with its ``zarr.json`` or ``.zarray``.
-    label
-        Name of the array in error messages.
-    use_mmap
-        Use of memory maps for local files, see `UseMmap`.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the array can only be read with zarr-python.
-    """
+    """Open a Zarr array for reading without zarr-python."""
     for name in METADATA:
         path = os.path.join(directory, name)
         if os.path.exists(path):
@@ -59,19 +44,7 @@ def direct_array(directory: str, *, label: str, use_mmap: UseMmap) -> StoredArra
 
 
 class Files:
-    """Stored objects of an array as files; see `dasksc.storage.zarr.chunks.Objects`.
-
-    Parameters
-    ----------
-    directory
-        Directory of the array.
-    layout
-        Layout of the array.
-    metadata
-        Identity of the metadata file, which changes if the array is replaced.
-    use_mmap
-        Use of memory maps for local files, see `UseMmap`.
-    """
+    """Stored objects of an array as files; see `dasksc.storage.zarr.chunks.Objects`."""
 
     # The buffer for one file, which is negligible.
     working_bytes = 0

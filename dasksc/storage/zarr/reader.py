@@ -26,13 +26,7 @@ _GAP_BYTES = 2**20
 
 
 class ZarrFile:
-    """Zarr store, opened in each process on first use.
-
-    Parameters
-    ----------
-    path
-        Directory, zip file, or `RemoteLocation` of a URL.
-    """
+    """Zarr store, opened in each process on first use."""
 
     def __init__(self, path: str | RemoteLocation) -> None:
         self.path = path
@@ -96,15 +90,7 @@ def _inside(path: str | RemoteLocation) -> str | None:
 
 
 class ZarrArray(SlicedArray):
-    """Zarr array, read with zarr-python.
-
-    Parameters
-    ----------
-    file
-        Store of the array.
-    name
-        Path of the array in the store.
-    """
+    """Zarr array, read with zarr-python."""
 
     def __init__(self, file: ZarrFile, name: str) -> None:
         array = zarr.open_array(file.store(), path=name, mode="r")

@@ -32,28 +32,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteMetadata:
-    """Metadata object of an array, with its identity when the array was opened.
+    """Metadata object of an array, with its identity when the array was opened."""
 
-    Parameters
-    ----------
-    location
-        Location of the object.
-    identity
-        Identity of the object.
-    """
-
-    location: RemoteLocation
-    identity: ObjectIdentity
+    location: RemoteLocation  # Location of the object
+    identity: ObjectIdentity  # Identity of the object
 
     @classmethod
     def of(cls, array: RemoteLocation) -> tuple[RemoteMetadata, bytes]:
-        """Return the metadata object of the array at a location, and its content.
-
-        Raises
-        ------
-        UnknownLayoutError
-            If the array has no metadata object.
-        """
+        """Return the metadata object of the array at a location, and its content."""
         for name in METADATA:
             location = array.below(name)
             try:
@@ -69,22 +55,7 @@ class RemoteMetadata:
 
 
 def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> StoredArray:
-    """Open a Zarr array for reading without zarr-python.
-
-    Parameters
-    ----------
-    array
-        Location of the array.
-    label
-        Name of the array in error messages.
-    cache
-        Local cache for blocks of remote objects, or None.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the array can only be read with zarr-python.
-    """
+    """Open a Zarr array for reading without zarr-python."""
     metadata, content = RemoteMetadata.of(array)
     layout = layout_of(os.path.basename(metadata.location.key), content)
     objects = StoreObjects(array, layout=layout, metadata=metadata, cache=cache)
@@ -92,19 +63,7 @@ def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> S
 
 
 class StoreObjects:
-    """Stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`.
-
-    Parameters
-    ----------
-    array
-        Location of the array.
-    layout
-        Layout of the array.
-    metadata
-        Metadata object, whose identity changes if the array is replaced.
-    cache
-        Local cache for blocks of remote objects, or None.
-    """
+    """Stored objects of an array behind a URL; see `dasksc.storage.zarr.chunks.Objects`."""
 
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
     can_map = False
@@ -185,13 +144,7 @@ class StoreObjects:
 
 
 class RemoteStore(Store):
-    """Store for zarr-python that makes requests with a client of dasksc, including its retries and error messages.
-
-    Parameters
-    ----------
-    location
-        Location of the root of the hierarchy.
-    """
+    """Store for zarr-python that makes requests with a client of dasksc, including its retries and error messages."""
 
     supports_writes = False
     supports_deletes = False

@@ -19,17 +19,8 @@ __all__ = ["versions_of"]
 
 
 def versions_of(array: str | RemoteLocation, keys: Iterable[str]) -> str:
-    """Return a digest of the sizes and times, or ETags, of the objects of an array.
-
-    Web servers are asked for each object, and buckets for a listing.
-
-    Parameters
-    ----------
-    array
-        Directory or location of the array.
-    keys
-        Keys of its objects, relative to the array. Missing objects count as well.
-    """
+    """Return a digest of the sizes and times, or ETags, of the objects of an array."""
+    # Web servers are asked for each object, and buckets for a listing.
     found: Iterable[object]
     if isinstance(array, str):
         found = (_local(f"{array}/{key}") for key in keys)

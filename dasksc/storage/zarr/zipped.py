@@ -61,20 +61,7 @@ class _Member(NamedTuple):
 
 
 class ZipArchive:
-    """Members of a zip file. Pickles as the identity of the file.
-
-    Parameters
-    ----------
-    identity
-        Identity of the file. Reads raise an error if the file has changed since then.
-
-    Raises
-    ------
-    CorruptDataError
-        If the file is not a zip archive.
-    StorageError
-        If a member is encrypted, compressed by anything but deflate, or too large when unpacked.
-    """
+    """Members of a zip file. Pickles as the identity of the file."""
 
     def __init__(self, identity: FileIdentity) -> None:
         self.file = LocalFile(identity)
@@ -136,13 +123,7 @@ class ZipArchive:
         return {folder: list(inside) for folder, inside in found.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return the bytes ``[start, stop)`` of a member; None if there is no such member.
-
-        Raises
-        ------
-        CorruptDataError
-            If the member differs from its entry in the directory.
-        """
+        """Return the bytes ``[start, stop)`` of a member; None if there is no such member."""
         member = self.members.get(name)
         if member is None:
             return None
@@ -162,13 +143,7 @@ class ZipArchive:
         return data[start:stop]
 
     def data_offsets(self, names: Sequence[str]) -> NDArray[np.int64]:
-        """Return the offset of the first byte of each member, shape (n_names,), int64.
-
-        Raises
-        ------
-        CorruptDataError
-            If a header does not belong to its member, or a member ends beyond the file.
-        """
+        """Return the offset of the first byte of each member, shape (n_names,), int64."""
         members = [self.members[name] for name in names]
         headers = np.array([member.header_at for member in members], dtype=np.int64)
         if (headers < 0).any() or (headers + _HEADER.size > self.file.identity.size).any():
@@ -201,31 +176,7 @@ def _archive(identity: FileIdentity) -> ZipArchive:
 
 
 def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Open a Zarr array in a zip file for reading without zarr-python.
-
-    Parameters
-    ----------
-    archive
-        Zip file.
-    name
-        Path of the array in the file.
-    label
-        Name of the array in error messages.
-    use_mmap
-        Use of a memory map, see `UseMmap`.
-
-    Returns
-    -------
-    StoredArray
-        Array whose chunks are byte ranges of the file. This call locates the chunks of shards.
-
-    Raises
-    ------
-    UnknownLayoutError
-        If the array must be read through zarr-python, for example because the archive compresses its members.
-    CorruptDataError
-        If a chunk exceeds its maximum size, or lies outside its member.
-    """
+    """Open a Zarr array in a zip file for reading without zarr-python."""
     found = ((kind, archive.read(f"{name}/{kind}")) for kind in METADATA)
     layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
     if layout is None:
@@ -310,13 +261,7 @@ def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -
 
 
 class ZipMembers(Store):
-    """Zarr-python store with the members of a zip file; `safe_content` makes metadata safe.
-
-    Parameters
-    ----------
-    archive
-        Zip file.
-    """
+    """Zarr-python store with the members of a zip file; `safe_content` makes metadata safe."""
 
     supports_writes = False
     supports_deletes = False
