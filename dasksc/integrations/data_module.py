@@ -8,7 +8,7 @@ always restores the state of a data module.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, WrongTypeError, scDataset
@@ -120,7 +120,6 @@ class DataModule:
         self._ranks: dict[str, int] | None = None
         self._loader = _TrainingLoader(self)
         self._state: dict[str, Any] | None = None
-        self._predicted_by: Callable[[scDataset], Any] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Create the data sets of a stage unless they exist.
@@ -164,10 +163,6 @@ class DataModule:
         texts = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
         return constructor(self, **texts)
 
-    def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set a function that maps the data set of ``predict`` to its loader; with None, the data set is the loader."""
-        self._predicted_by = loader_of
-
     def __str__(self) -> str:
         # The inherited `__str__` iterates over every loader that is not a DataLoader, which would begin an epoch.
         return repr(self)
@@ -196,9 +191,8 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction set or, with a `Writer`, the batches that this rank has to predict."""
-        dataset = self._dataset("predict")
-        return dataset if self._predicted_by is None else self._predicted_by(dataset)
+        """Return the prediction set."""
+        return self._dataset("predict")
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
