@@ -270,23 +270,26 @@ class _Share:
         label = "predicting" + (f" rank {ranks.world.rank}" if ranks.world.world_size > 1 else "")
         with store.keeping_only_shards(writer), progress_bar(total=self._n_all, shown=shown) as advance:
             advance(self._n_all - n_rows, label)
-            is_checked = False
+            has_begun = False
             with predictor.inference():
                 for start, batch in self._batches(n_calls):
                     returned = predictor(batch)
-                    if start is None:
-                        continue
-                    n = min(batch_size, store.n_obs - start)
-                    arrays = outputs.arrays(returned, n)
-                    described = outputs.described(arrays)
-                    if not is_checked:
-                        store.check_keys(described, overwrite=overwrite)
-                        is_checked = True
-                    if nan == "error":
-                        self._refuse_nan(arrays, start)
-                    if writer.write(start, arrays, described):
-                        ranks.check()
-                    advance(n, label)
+                    if start is not None:
+                        n = min(batch_size, store.n_obs - start)
+                        arrays = outputs.arrays(returned, n)
+                        described = outputs.described(arrays)
+                        if nan == "error":
+                            self._refuse_nan(arrays, start)
+                    if not has_begun:
+                        store.check_keys(described if start is not None else [], overwrite=overwrite)
+                        ranks.gather("begun", "begun")  # if the first batch fails on any rank, nothing is written
+                        has_begun = True
+                    if start is not None:
+                        if writer.write(start, arrays, described):
+                            ranks.check()
+                        advance(n, label)
+            if not has_begun:
+                ranks.gather("begun", "begun")
         return n_rows
 
     def _batches(self, n_calls: int) -> Iterator[tuple[int | None, Any]]:

@@ -491,10 +491,17 @@ def test_a_call_that_is_overwritten_meanwhile_ends_with_an_error_and_mixes_nothi
     np.testing.assert_array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].toarray() + 1)
 
 
-def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):
-    out, held = tmp_path / "emb.zarr", HashStore()
+@pytest.fixture
+def group(monkeypatch) -> None:
+    """Let the ranks of `on_ranks` agree through a store in memory."""
+    held = HashStore()
     monkeypatch.setattr(ranks, "shared_store", lambda prefix: PrefixStore(prefix, held))
     monkeypatch.setattr(ranks, "_ordinals", defaultdict(itertools.count))
+
+
+@pytest.mark.usefixtures("group")
+def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):
+    out = tmp_path / "emb.zarr"
     adata, expected = dasksc.open(atlas), read(atlas).X[:, :2].toarray()
     options = {"world_size": 2, "overwrite": True, "scheduler": "synchronous"}
     for factor in (1.0, 2.0):
@@ -505,6 +512,47 @@ def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):
         np.testing.assert_array_equal(read(out).obsm["X_emb"], factor * expected)
 
 
+def failing(batch: Any) -> Any:
+    raise ZeroDivisionError("this rank fails")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("options", "model", "error", "what"),
+    [
+        ({"nan": "maybe"}, first_columns, InputError, "maybe"),
+        ({"genes": ["none"]}, first_columns, InputError, "none"),
+        ({}, failing, ZeroDivisionError, "this rank fails"),
+        ({}, lambda batch: batch[:, :0], InputError, "shape"),
+    ],
+)
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_start_that_one_rank_refuses_fails_on_all_ranks_and_leaves_nothing(
+    atlas, tmp_path, failing_rank, options, model, error, what
+):
+    adata = dasksc.open(atlas)
+
+    def act(rank: int, store: Any) -> Any:
+        mine, given = (model, options) if rank == failing_rank else (first_columns, {})
+        return predict(mine, adata, tmp_path / "emb.zarr", rank=rank, world_size=2, scheduler="synchronous", **given)
+
+    failed = on_ranks(2, act)
+    assert isinstance(failed[failing_rank], error)
+    assert isinstance(failed[1 - failing_rank], StorageError)
+    assert all(what in str(one) for one in failed)
+    assert [path.name for path in tmp_path.iterdir()] == ["atlas.h5ad"]
+
+
+def test_the_options_are_attributes_of_every_array(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    predict(Embedder().both, atlas, out, key="X_key", categories={"predicted": LABELS})
+    root = zarr.open_group(out, mode="r")
+    for name in ("obsm/X_emb", "obs/predicted", "obs/score"):
+        options = root[name].attrs["dasksc-predicted"]
+        assert (options["key"], options["batch_size"], options["n_obs"]) == ("X_key", BATCH, N_OBS)
+        assert options["categories"] == {"predicted": LABELS}
+
+
 def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
     out = tmp_path / "emb.zarr"
     matrix = sp.random(N_OBS, N_VARS, density=0.5, format="csr", random_state=0)
@@ -513,6 +561,6 @@ def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
         return batch[:, :2].toarray()
 
     assert predict(ends, matrix, out).n_predicted == N_OBS
-    assert predict(ends, matrix.copy(), out).n_predicted == 0
+    assert predict(ends, sp.random(N_OBS, N_VARS, density=0.5, format="csr", random_state=0), out).n_predicted == 0
     with pytest.raises(InputError, match=re.escape(out.name)):
         predict(ends, 2 * matrix, out)
