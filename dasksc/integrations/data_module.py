@@ -8,7 +8,7 @@ always restores the state of a data module.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, WrongTypeError, scDataset
@@ -105,7 +105,6 @@ class DataModule:
         self._options = options
         self.datasets: dict[str, scDataset] = {}
         self._ranks: dict[str, int] = {}
-        self._predicted_by: Callable[[scDataset], Any] | None = None
 
     def setup(self, stage: str | None = None) -> None:
         """Create the data sets of a stage unless they exist.
@@ -143,10 +142,6 @@ class DataModule:
             given.pop("label_key", None)
         return scDataset(self._data_collection, strategy, batch_size, **given)
 
-    def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set a function that maps the data set of ``predict`` to its loader; with None, the data set is the loader."""
-        self._predicted_by = loader_of
-
     def __repr__(self) -> str:
         shown = {name: brief(self.datasets.get(name, strategy)) for name, strategy in self._strategies.items()}
         return constructor(self, **shown)
@@ -171,9 +166,8 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction set or, with a `Writer`, the batches that this rank has to predict."""
-        dataset = self._dataset("predict")
-        return dataset if self._predicted_by is None else self._predicted_by(dataset)
+        """Return the prediction set."""
+        return self._dataset("predict")
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
