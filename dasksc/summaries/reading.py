@@ -70,12 +70,13 @@ class Pass:
         self.array = array
         self._progress = progress
         self.rows = None if filter is None else rows_where(data, filter)
-        self.obs = self.adata.obs if self.rows is None else self.adata.obs.iloc[self.rows]
-        self.n_rows = len(self.obs)
-        self.reserved_bytes = int(self.adata.obs[list(columns)].memory_usage(index=names, deep=True).sum())
+        self.obs = self.adata.obs[list(dict.fromkeys(columns))]
+        self.reserved_bytes = int(self.obs.memory_usage(index=names, deep=True).sum())
         if self.rows is not None:
             self.rows.flags.writeable = False  # otherwise the strategy copies them
+            self.obs = self.obs.iloc[self.rows]
             self.reserved_bytes += self.rows.nbytes + int(self.obs.memory_usage(index=names, deep=True).sum())
+        self.n_rows = len(self.obs)
 
     def reserve(self, results: str, n_bytes: int, remedy: str) -> None:
         """Set memory aside for results; raise an error with advice if the rest is too small to read the rows."""
@@ -85,9 +86,9 @@ class Pass:
         except InputError as error:
             limit = config.memory_limit(None)
             raise InputError(
-                f"{results} need {format_bytes(n_bytes)} of memory ({n_bytes} bytes), but dasksc.memory-limit is "
-                f"{format_bytes(limit)} ({limit} bytes), which leaves too little to read the cells. {remedy}, or raise "
-                "the limit: dask.config.set({'dasksc.memory-limit': '8GiB'})"
+                f"{results} need {format_bytes(n_bytes)} of memory ({n_bytes} bytes); dasksc.memory-limit is "
+                f"{format_bytes(limit)} ({limit} bytes), and with what is left, the cells cannot be read: {error}. "
+                f"{remedy}, or raise the limit: dask.config.set({{'dasksc.memory-limit': '8GiB'}})"
             ) from error
 
     def dataset(self) -> scDataset:
