@@ -121,9 +121,9 @@ def highly_variable_genes(
     if kinds & kernels.NOT_A_NUMBER:
         raise InputError(f"{source.label} has missing values (NaN), so variances are undefined; fill the values first")
     if kinds & kernels.NEGATIVE:
-        raise InputError(f"{source.label} has values below 0; give the layer of counts with layer=")
+        raise InputError(f"{source.label} has values below 0 instead of counts; give the layer of counts with layer=")
     if kinds & kernels.FRACTIONS:
-        logger.warning("%s has fractional values; give the layer of counts with layer=", source.label)
+        logger.warning("%s has fractions instead of counts; give the layer of counts with layer=", source.label)
     normed = _standardized_variances(source, batches, moments, loess)
     # Tied genes are ordered as in scanpy, which uses NumPy's default sort, not a stable one.
     ranks = np.argsort(np.argsort(-normed, axis=1), axis=1).astype(np.float64)

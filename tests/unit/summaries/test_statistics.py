@@ -241,9 +241,6 @@ def test_what_does_not_fit_the_atlas_is_refused(options, error, message):
         dasksc.statistics(make_adata(60, 17), **options)
 
 
-# --- Memory ---------------------------------------------------------------------------------------------
-
-
 def test_genes_of_a_set_that_the_atlas_lacks_raise():
     adata = make_adata(20, 9, layout="csr")
     first = adata.var_names[0]
