@@ -68,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         grouped: lambda: dasksc.statistics(lazy, by="group"),
         "seurat_v3": lambda: genes(lazy, options),
         "seurat_v3, scanpy in memory": functools.partial(of_scanpy, whole, options),
-        "pearson_residuals": lambda: dasksc.highly_variable_genes(lazy, options.top, "pearson_residuals"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(-1, options.rounds):

@@ -91,8 +91,7 @@ LIBRARIES: dict[str, tuple[str, list[tuple[str, str, str]]]] = {
             (
                 "function",
                 "scanpy.pp.normalize_total scanpy.pp.log1p scanpy.pp.highly_variable_genes "
-                "scanpy.pp.calculate_qc_metrics scanpy.pp.downsample_counts scanpy.get.aggregate "
-                "scanpy.experimental.pp.highly_variable_genes",
+                "scanpy.pp.calculate_qc_metrics scanpy.pp.downsample_counts scanpy.get.aggregate",
                 _GENERATED,
             )
         ],

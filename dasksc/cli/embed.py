@@ -19,7 +19,7 @@ _EXAMPLES = """
 Examples:
   dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
   dasksc embed a.zarr --model run/model.pt --method predict --out a.zarr
-  dasksc embed atlas.h5ad --model mypackage.models:embed --in-place
+  dasksc embed atlas.h5ad --model mypackage.models:embed --out e.zarr
   torchrun --nproc-per-node 8 -m dasksc embed a.zarr --model m.pt --out e.zarr
 """
 
@@ -32,7 +32,7 @@ Examples:
     metavar="MODEL",
     help="model.pt, or an import path.",
 )
-@click.option("--out", metavar="OUT.zarr", help="Store to create or extend.")
+@click.option("--out", required=True, metavar="OUT.zarr", help="Store to create or extend.")
 @click.option("--key", default="X_emb", show_default=True, help="Name in obsm.")
 @click.option("--method", metavar="NAME", help="Method of the model to call.")
 @click.option(
@@ -49,7 +49,6 @@ Examples:
 @click.option(
     "--nan", type=click.Choice(["error", "report"]), default="error", show_default=True, help="NaN in results."
 )
-@click.option("--in-place", is_flag=True, help="Replace ATLAS, an .h5ad file.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing key.")
 @click.option("--progress/--no-progress", default=None, help="Show a progress bar.")
 @feature_options
@@ -58,14 +57,13 @@ Examples:
 def command(
     atlas: str,
     model: str,
-    out: str | None,
+    out: str,
     key: str,
     method: str | None,
     batch_size: int,
     device: str | None,
     genes_missing: str,
     nan: str,
-    in_place: bool,
     overwrite: bool,
     progress: bool | None,
     features: Features,
@@ -80,12 +78,10 @@ def command(
     model itself otherwise. --device defaults to a GPU if there is one.
 
     The key (--key) appears in OUT.zarr when all cells are done. After Ctrl-C, a crash or a full disk, the same command
-    resumes the work, on any number of ranks. --in-place replaces an .h5ad file by a copy with the predictions.
-    --overwrite also discards unfinished predictions that were begun with other arguments. Genes of the model that the
-    atlas lacks are refused or read as zeros (--genes-missing). NaN in results is refused or reported (--nan).
+    resumes the work, on any number of ranks. Models are not compared: give --overwrite or another --key after changing
+    the model. --overwrite also discards unfinished predictions that were begun with other arguments. Genes of the model
+    that the atlas lacks are refused or read as zeros (--genes-missing). NaN in results is refused or reported (--nan).
     """
-    if out is None and not in_place:
-        raise click.UsageError("give --out OUT.zarr, or --in-place for an .h5ad file")
     device_of_rank = _device(device)  # before anything is read
     with cached_in(cache):
         data: Any = atlas
@@ -97,11 +93,10 @@ def command(
         report = dasksc.predict(
             called,
             dataset,
-            atlas if out is None else out,
+            out,
             key=key,
             categories=categories,
             device=device_of_rank,
-            in_place=in_place,
             overwrite=overwrite,
             nan="report" if nan == "report" else "error",
             progress=(can_show_progress() if progress is None else progress) and is_first,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 import dasksc
 from dasksc.cli._shared import Features, StorageOptions, can_show_progress, data_options, opened, print_json
-from dasksc.summaries.gene_statistics import check_destination, write_statistics
 
 __all__ = ["command"]
 
@@ -53,7 +54,7 @@ def command(
     begin with PREFIX, or those that the var column NAME marks.
     """
     if out is not None:
-        check_destination(out)  # before the pass
+        _check_destination(out)  # before the pass
     # Only the written table of cells shows their names.
     names = out is not None and bool(qc)
     atlas = opened(paths, join, features=features, storage_options=storage_options, cache=cache, names=names)
@@ -84,7 +85,7 @@ def command(
         progress=can_show_progress() if progress is None else progress,
     )
     if out is not None:
-        write_statistics(found, out)
+        found.to_anndata().write_h5ad(out)
     genes = found.genes
     n_cells = int(genes["n"].iloc[0]) if len(genes) else 0
     summary = {
@@ -101,3 +102,12 @@ def command(
     groups = "" if found.groups is None else f", {found.groups.n_obs:,} groups"
     expressed = f"{summary['n_expressed']:,} of {len(genes):,} genes expressed, total {summary['total']:,.0f}"
     click.echo(f"{n_cells:,} cells, {expressed}{groups}" + ("" if out is None else f"; written to {out}"))
+
+
+def _check_destination(path: str) -> None:
+    if not path.endswith(".h5ad"):
+        raise dasksc.InputError(f"{path} must end in .h5ad")
+    if os.path.exists(path):
+        raise dasksc.InputError(f"{path} exists; give another path, or remove it")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise dasksc.InputError(f"there is no folder {os.path.dirname(path)} to write {os.path.basename(path)} to")

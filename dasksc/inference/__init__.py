@@ -1,73 +1,56 @@
 """Predictions for every cell of an atlas, written during inference.
 
-Rows are divided into units of whole batches (`dasksc.inference.work`). A unit is stored as one shard of every output,
-plus a marker file. The rows of a unit and of a batch depend on the number of cells and the batch size, not on ranks.
-Units are kept in a folder named by the digest of a plan (model, data and options), so any process can find the missing
-units.
+Each rank predicts a contiguous range of units and writes them as shards (`dasksc.inference.store`). At any time, only
+the batches read ahead and the predictions that are not yet written are in memory. The rank that finds all shards
+complete publishes the result. In a process group, the call then returns on every rank; if one rank fails, it fails on
+every rank (`dasksc.inference.ranks`).
 
-Each rank
-
-1. writes the plan to the work folder, unless another rank has already written the same plan, and claims a contiguous
-   range of units. Both happen under a lock.
-2. predicts and writes the missing units of its range, without the lock. At any time, only the batches read ahead and
-   the predictions that are not yet written are in memory.
-3. publishes the result, under the lock, if all units are complete: it writes the metadata and renames the result
-   (arrays, a store or a file) into place (`dasksc.inference.targets`). A reader sees each prediction (a key such as
-   ``obsm/X_emb``) complete or not at all.
-4. waits for the other ranks, if there is a process group, so that the predictions exist when the call returns. Ranks
-   report through the key-value store of the group. A rank that fails records its error, and the other ranks then fail
-   as well.
-
-Ranks use no collectives, except under FSDP, where every call of the model is collective. All ranks then make the same
-number of calls: ranks with fewer batches repeat a batch and discard its result.
-
-Errors name the problem: an existing key, a wrong shape, the cells with NaN, or how much disk space is needed. After an
-error, complete units are kept; repeating the call predicts the missing ones.
+Under FSDP, every call of the model is collective. Ranks with fewer batches repeat a batch and discard its result.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import itertools
+import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import dask.array as da
 import torch
 from dask.base import tokenize
+from numpy.typing import NDArray
 
 from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.modalities import Modalities
 from dasksc.batches.batch import device_of
 from dasksc.checks import check_flags
-from dasksc.displays import with_options_of
-from dasksc.errors import DaskscError, InputError, StorageError
-from dasksc.inference.calling import Predictor
-from dasksc.inference.digests import model_digest
-from dasksc.inference.outputs import Output, Outputs, check_categories, check_name
-from dasksc.inference.sharing import NanError, RankStatus, Share, max_over_ranks
-from dasksc.inference.targets import InFile, Target, target_of
-from dasksc.inference.work import Work
-from dasksc.loader.dataset import components_of, scDataset
-from dasksc.loader.row_range import world_of
+from dasksc.displays import brief, with_options_of
+from dasksc.errors import InputError
+from dasksc.inference.model import Outputs, Predictor, check_categories, check_name, nan_rows
+from dasksc.inference.ranks import Ranks
+from dasksc.inference.store import COMPLETE, PredictionStore, ShardWriter, target_path
+from dasksc.loader.dataset import components_of, scDataset, titled
+from dasksc.loader.row_range import over_range, world_of
 from dasksc.loader.source import MatrixSource
 from dasksc.output.inputs import token_of
 from dasksc.output.progress_bars import progress_bar, require_tqdm
 from dasksc.planning.ranks import World
 from dasksc.pushdown import matrix_of
 from dasksc.sampling.strategies import Streaming
+from dasksc.storage import is_url
 
-__all__ = ["PredictionReport", "Predictions", "predict"]
+__all__ = ["PredictionReport", "predict"]
 
-# Version of the plan. Unfinished predictions whose plan has another version are not resumed.
-_FORMAT = 1
+logger = logging.getLogger("dasksc.inference")
+
 _BATCH_SIZE = 1024
 # Arguments of `scDataset` that select or order cells.
 _WITHOUT_EFFECT = ("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key")
+_HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "transform")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +60,7 @@ class PredictionReport:
     Parameters
     ----------
     path
-        Path of the store or file that has the predictions.
+        Path of the store that has the predictions.
     keys
         Shape and type of each key, such as ``{"obsm/X_emb": "(1000, 64) float32"}``; empty if `is_complete` is False.
     n_obs
@@ -126,7 +109,6 @@ def predict(
     key: str = "X_emb",
     categories: Mapping[str, Sequence[Any]] | None = None,
     device: torch.device | str | int | None = None,
-    in_place: bool = False,
     overwrite: bool = False,
     nan: Literal["error", "report"] = "error",
     progress: bool = False,
@@ -135,7 +117,8 @@ def predict(
     """Run a model once on every cell of an atlas, and write the results.
 
     Memory does not grow with the number of cells. After an interruption the same call resumes the work, on any number
-    of ranks. Predictions become visible only when all of them are written.
+    of ranks. Predictions become visible only when all of them are written. Models are not compared: after changing the
+    model, give another `key`, another `out` or ``overwrite=True``.
 
     Parameters
     ----------
@@ -149,11 +132,8 @@ def predict(
         read in storage order; its strategy and filter have no effect. Or an atlas in any form that `dasksc.open`
         accepts, or several modalities (`Modalities`, MuData).
     out
-        Path of the output:
-
-        - a new Zarr store, which `dasksc.open` attaches: ``attach={"obsm/X_emb": out}``
-        - an AnnData store (Zarr v3) with the same cells, which is extended
-        - with `in_place`, an h5ad file with the same cells
+        Path of a new Zarr store, which `dasksc.open` attaches to the atlas: ``attach={"obsm/X_emb": out}``. Or path of
+        an AnnData store (Zarr v3) with the same cells, which is extended.
     key
         Name of predictions that the model returns without a name.
     categories
@@ -163,9 +143,6 @@ def predict(
     device
         Device to which the batches and the module, if there is one, are moved. Default: that of the module's first
         parameter.
-    in_place
-        If True, `out` may be an h5ad file. When all predictions are complete, one process extends a copy of the file
-        and replaces the file by the copy.
     overwrite
         If True, predict all cells again, and replace existing keys and unfinished predictions. With several ranks, this
         requires a process group.
@@ -191,19 +168,18 @@ def predict(
     ------
     InputError
         If an argument is invalid; if a key exists; if the cells of `out` are not those of the atlas; if `out` lies
-        inside a store; if unfinished predictions are of another model, other data or other options; or if the model
-        returns an unexpected shape or type, or NaN.
+        inside a store; if unfinished predictions are of other data or other options; or if the model returns an
+        unexpected shape or type, or NaN.
     StorageError
-        If the disk is full, another rank failed, or another process predicts the same cells. Finished predictions are
-        kept.
+        If the disk is full, another rank failed, or another call overwrites the same predictions. Finished predictions
+        are kept.
 
     Notes
     -----
-    Unfinished work is kept in ``OUT.partial``. It resumes only with the same options, files and model. Models are
-    compared by a digest of their parameters, buffers, attributes and the source code of their classes; functions, by
-    their source code, defaults and closure. The digest does not cover hooks, global variables and functions that this
-    code calls: after changing those, give ``overwrite=True``. A model or data set that cannot be pickled, such as
-    one with an open file, counts as another one in every call, so its predictions do not resume.
+    Unfinished work is kept in ``OUT.partial``. It resumes only with the same `key`, `categories`, batch size, data, and
+    names and options of hooks and transforms, which the attributes of each array record. Files are compared by size and
+    modification time. A data set of objects that cannot be pickled counts as another one in every call, so its
+    predictions do not resume. Repeating a call whose predictions exist predicts nothing.
 
     `out` must be on a file system that all ranks share and that supports locks between machines.
 
@@ -217,262 +193,164 @@ def predict(
     >>> dasksc.open("atlas.h5ad", attach={"obsm/X_emb": "emb.zarr"}).obsm["X_emb"].shape
     (2000, 8)
     """
-    check_flags(progress=progress)
-    run = Predictions(
-        model,
-        dataset,
-        out,
-        key=key,
-        categories=categories,
-        device=device,
-        in_place=in_place,
-        overwrite=overwrite,
-        nan=nan,
-        options=options,
-    )
-    if progress:
-        require_tqdm()
-    return run.run(shown=progress)
-
-
-class Predictions:
-    """Predictions of an atlas on one rank.
-
-    Parameters
-    ----------
-    model, dataset, out, key, categories, device, in_place, overwrite, nan
-        As for `predict`.
-    options
-        Arguments of `dasksc.scDataset`.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        dataset: Any,
-        out: str | os.PathLike[str],
-        *,
-        key: str = "X_emb",
-        categories: Mapping[str, Sequence[Any]] | None = None,
-        device: Any = None,
-        in_place: bool = False,
-        overwrite: bool = False,
-        nan: Literal["error", "report"] = "error",
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
+    begun = time.perf_counter()
+    is_given = isinstance(dataset, scDataset)
+    world = world_of(dataset) if is_given else World.detect(*map(options.get, ("rank", "world_size", "group")))
+    ranks = Ranks(world)
+    with ranks.failing_together():
+        check_flags(overwrite=overwrite, progress=progress)
         if nan not in ("error", "report"):
             raise InputError(f"nan={nan!r} is neither 'error' nor 'report'")
-        self._key = check_name(key)
-        labels = check_categories(categories)
-        self._nan = nan
-        check_flags(in_place=in_place, overwrite=overwrite)
-        self._overwrite = overwrite
-        self.predictor = Predictor.of(model)
-        self._device = self.predictor.device if device is None else device_of(device)
-        self.dataset = _dataset_of(dataset, options or {})
-        self._source = components_of(self.dataset).source
-        self.world: World = world_of(self.dataset)
-        n_obs = self._source.n_obs
-        if not n_obs:
-            raise InputError("the atlas has no cells to predict")
-        self._outputs = Outputs(key=key, categories=labels)
-        path = getattr(self._source.collection, "path", None)
-        if device is not None and self.predictor.module is not None:
-            self.predictor.module.to(self._device)
-        self.target: Target = target_of(out, key, in_place=in_place, source=path)
-        self.status = RankStatus(self.world)
-        digests = {"model": model_digest(self.predictor.identity), "data": self._data_digest()}
-        run = self.status.new_run() if overwrite or None in digests.values() else ""
-        plan = {
-            "format": _FORMAT,
-            "n_obs": n_obs,
-            "batch_size": self.dataset.batch_size,
-            "key": key,
-            "categories": labels,
-            # What cannot be compared differs in every call.
-            **{name: digest or run for name, digest in digests.items()},
-            **({"run": run} if overwrite else {}),
-        }
-        self.work = Work(self.target.path, self.target.folder, plan, n_obs=n_obs, batch_size=self.dataset.batch_size)
-
-    def _data_digest(self) -> str | None:
-        """Return a digest of the content of the batches; None if it cannot be compared with that of another call."""
-        source, dataset = self._source, self.dataset
-        hooks = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "transform")
-        functions = model_digest([getattr(dataset, name) for name in hooks])
-        original = self.target.original
-        if isinstance(source, MatrixSource):
-            # Publishing replaces the file, which changes the tokens of its matrices.
-            matrices = sorted(source.matrices)
-            read = [token_of(source.matrices[name]) for name in matrices] if original is None else [original, *matrices]
-            content = str(tokenize(read, source.yielded, dict(source.maker.obs)))
-        else:
-            data = getattr(source.collection, "adata", source.collection)
-            values = getattr(data, "X", data)
-            # The name of a Dask array over data in memory differs between processes.
-            token = token_of(matrix_of(values)) if isinstance(values, da.Array) else model_digest(values)
-            if token is None:
-                return None
-            content = str(tokenize(type(data).__qualname__, original or token, source.n_obs))
-        return None if functions is None else str(tokenize(content, functions))
-
-    # --- Steps ----------------------------------------------------------------------------------------
-
-    def run(self, *, shown: bool = False) -> PredictionReport:
-        """Predict the missing units, and publish the result if it is complete."""
-        begun = time.perf_counter()
-        status = self.status
-        with status.recording_failure(), self.explaining():
-            share = self.begin()
-            n_done = 0
-            if share is not None:
-                n_done = self._loop(share, shown=shown)
-                self.publish()
-            status.await_others(self.work)
-        return self.report(n_done, time.perf_counter() - begun)
-
-    def begin(self) -> Share | None:
-        """Begin or join the work; return the share of this rank, or None if the predictions exist."""
-        target, work = self.target, self.work
-        with work.locked(wait=True):
-            # A file receives all keys at once. If it has them and the work folder still exists, a process was killed
-            # after it had published them.
-            if target.found(work.digest) and (not work.is_begun() or isinstance(target, InFile)):
-                self._remove_leftover()
-                return None
-            target.check_cells(work.n_obs, self._names)
-            work.begin(overwrite=self._overwrite)
-            return Share(work, self.dataset, self.world, self._outputs)
-
-    def _loop(self, share: Share, *, shown: bool) -> int:
-        predictor = self.predictor
-        n_calls = max_over_ranks(share.n_batches, self._device) if predictor.is_sharded else share.n_batches
-        n_done = 0
-        label = "predicting" + (f" rank {self.world.rank}" if self.world.world_size > 1 else "")
-        total = share.n_rows + share.n_rows_done
-        try:
-            with progress_bar(total=total, shown=shown) as advance, predictor.inference():
-                advance(share.n_rows_done, label)
-                batches = share.batches(device=self._device, n_calls=n_calls)
-                for batch in islice(batches, n_calls):
-                    n = self.write_batch(share, predictor(batch))
-                    n_done += n
-                    advance(n, label)
-            share.flush()
-        finally:
-            share.abandon()
-        return n_done
-
-    def write_batch(self, share: Share, returned: Any) -> int:
-        """Write the predictions for the next batch of the share; return its number of rows."""
-        try:
-            return share.write_batch(returned, nan_allowed=self._nan == "report", check_outputs=self._refuse_existing)
-        except NanError as error:
-            cells = ", ".join(f"{row} ({name})" if name else str(row) for row, name in self._named(error.rows))
+        outputs = Outputs(key=check_name(key), categories=check_categories(categories))
+        predictor = Predictor.of(model)
+        device = None if device is None else device_of(device)
+        if progress:
+            require_tqdm()
+        if overwrite and not ranks.can_agree:
             raise InputError(
-                f"the model returned NaN in {error.name!r} for {error.n:,} cells of a batch: rows {cells}. Look "
-                "for NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
-            ) from None
-
-    def publish(self) -> None:
-        """Make the predictions visible if all units are complete."""
-        work, target = self.work, self.target
-        with work.locked(wait=True):
-            if not work.is_begun() or work.missing():
-                return
-            outputs, nan = work.collected(self._outputs.categories, target.found(work.digest))
-            self._refuse_existing(outputs)
-            target.publish(work, outputs, nan, self._names)
-            work.remove()
-
-    def _refuse_existing(self, outputs: Sequence[Output]) -> None:
-        keys = [one.key for one in outputs]
-        if self.target.index_key() in keys:
-            raise InputError(
-                f"the model returned {self.target.index_key()!r}, which is the key of the cell names in "
-                f"{self.target.path}. Return the predictions under another name"
+                f"with world_size={world.world_size} and no process group, the ranks cannot agree to predict all cells "
+                "again, which overwrite=True (--overwrite) asks for. Call torch.distributed.init_process_group first, "
+                "use one rank, or write to a new out="
             )
-        # A process that was killed may have published keys of this prediction.
-        published = self.target.found(self.work.digest)
-        existing = [] if self._overwrite else [key for key in self.target.existing(keys) if key not in published]
-        if existing:
-            raise InputError(
-                f"{self.target.path} already has {existing[0]!r}. Give another key= or out=, or overwrite=True "
-                "(--overwrite)"
+        path = target_path(out)
+        dataset = _dataset_of(dataset, options)
+        store = _store_of(dataset, outputs, path)
+        # The value is not empty, which the store of the process group requires.
+        state = ranks.gather("state", f"state {store.start(overwrite=overwrite) if ranks.is_first else ''}")[0]
+        run = state.removeprefix("state ")
+        if run and not overwrite and world.rank == 0:
+            logger.warning(
+                "%s predictions with these options that an earlier call wrote to %s. If the model has changed since, "
+                "predict all cells again with overwrite=True",
+                *("returning" if run == COMPLETE else "continuing", path),
             )
+        n_predicted = 0
+        if run != COMPLETE:
+            store.join(run)
+            if device is not None and predictor.module is not None:
+                predictor.module.to(device)
+            share = _Share(dataset, store, ranks, predictor.device if device is None else device)
+            n_predicted = share.predict(predictor, outputs, nan=nan, overwrite=overwrite, shown=progress)
+            store.publish(overwrite=overwrite)
+            ranks.gather("end", "done")
+    found = store.found() if store.is_complete() else {}
+    with_nan = {key: one for key, one in found.items() if one.n_nan}
+    return PredictionReport(
+        path=str(path),
+        keys={key: f"{one.shape} {one.dtype}" for key, one in found.items()},
+        n_obs=store.n_obs,
+        n_predicted=n_predicted,
+        nan_cells={key: (one.n_nan, store.named(one.nan_rows)) for key, one in with_nan.items()},
+        elapsed_s=time.perf_counter() - begun,
+        is_complete=bool(found),
+    )
 
-    def _remove_leftover(self) -> None:
-        """Remove the work folder of a process that was killed after it had created the store or replaced the file."""
-        path = self.target.path
-        leftover = Work(path, path.with_name(path.name + ".partial"), self.work.plan, n_obs=1, batch_size=1)
-        if leftover.is_begun():
-            with contextlib.nullcontext() if leftover.folder == self.work.folder else leftover.locked(wait=True):
-                if leftover.is_begun():
-                    leftover.remove()
 
-    def _names(self) -> Any:
-        collection = self._source.collection
-        if hasattr(collection, "name_pieces"):
-            return collection.name_pieces()
-        return names_in_pieces(collection.obs_names) if isinstance(collection, Modalities) else None
+class _Share:
+    """Missing units in the range of units that belongs to this rank."""
 
-    def _named(self, rows: list[int]) -> list[tuple[int, str]]:
-        """Return rows with the names of their cells; names are empty if the cells have none."""
-        pieces, found, start = self._names(), dict.fromkeys(rows, ""), 0
-        for piece in pieces or ():
-            for row in rows:
-                if start <= row < start + len(piece):
-                    found[row] = piece[row - start]
-            start += len(piece)
-            if start > max(rows):
-                break
-        return list(found.items())
+    def __init__(self, dataset: scDataset, store: PredictionStore, ranks: Ranks, device: torch.device | None) -> None:
+        self._dataset, self._store, self._ranks, self._device = dataset, store, ranks, device
+        rank, n_ranks = ranks.world.rank, ranks.world.world_size
+        first, last = (store.n_units * at // n_ranks for at in (rank, rank + 1))
+        self._n_all = store.rows(last - 1)[1] - store.rows(first)[0] if first < last else 0
+        # Numbers of consecutive units minus their positions in the list are equal.
+        runs = itertools.groupby(enumerate(store.missing(first, last)), lambda pair: pair[1] - pair[0])
+        units = [[unit for _, unit in run] for _, run in runs]
+        self._ranges = [(store.rows(run[0])[0], store.rows(run[-1])[1]) for run in units]
 
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """In errors, name the folder with the complete units and, for a full disk, the amount of space needed."""
-        work = self.work
-        try:
-            yield
-        except KeyboardInterrupt as error:
-            error.add_note(f"Finished predictions are kept in {work.folder}. Run the same command again to resume.")
-            raise
-        except (OSError, RuntimeError) as error:
-            # Libraries may wrap the error of the operating system and lose its errno, or its class, as HDF5 does.
-            if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-                raise work.disk_full_error(error, needed_bytes=self._needed_bytes()) from error
-            if isinstance(error, DaskscError | RuntimeError):
-                raise
-            raise StorageError(f"{work.target} cannot be written: {error}") from error
-        except InputError:
-            # A folder without results would obstruct the next attempt.
-            if self.world.world_size == 1 and work.is_begun():
-                with work.locked(wait=True):
-                    if len(work.missing()) == work.n_units and not work.is_claimed():
-                        work.remove()
-            raise
+    def predict(self, predictor: Predictor, outputs: Outputs, *, nan: str, overwrite: bool, shown: bool) -> int:
+        """Predict the missing cells and write their predictions; return their number."""
+        store, ranks = self._store, self._ranks
+        batch_size, writer = self._dataset.batch_size, ShardWriter(store)
+        n_rows = sum(stop - start for start, stop in self._ranges)
+        n_calls = sum(-(-(stop - start) // batch_size) for start, stop in self._ranges)
+        if predictor.is_sharded:
+            n_calls = max(map(int, ranks.gather("calls", str(n_calls))))
+        label = "predicting" + (f" rank {ranks.world.rank}" if ranks.world.world_size > 1 else "")
+        with store.keeping_only_shards(writer), progress_bar(total=self._n_all, shown=shown) as advance:
+            advance(self._n_all - n_rows, label)
+            has_begun = False
+            with predictor.inference():
+                for start, batch in self._batches(n_calls):
+                    returned = predictor(batch)
+                    if start is not None:
+                        n = min(batch_size, store.n_obs - start)
+                        arrays = outputs.arrays(returned, n)
+                        described = outputs.described(arrays)
+                        if nan == "error":
+                            self._refuse_nan(arrays, start)
+                    if not has_begun:
+                        store.check_keys(described if start is not None else [], overwrite=overwrite)
+                        ranks.gather("begun", "begun")  # if the first batch fails on any rank, nothing is written
+                        has_begun = True
+                    if start is not None:
+                        if writer.write(start, arrays, described):
+                            ranks.check()
+                        advance(n, label)
+            if not has_begun:
+                ranks.gather("begun", "begun")
+        return n_rows
 
-    def _needed_bytes(self) -> int:
-        work = self.work
-        n_missing = sum(stop - start for start, stop in map(work.rows, work.missing()))
-        done = [file.stat().st_size for file in work.store.rglob("*") if file.is_file()]
-        row_bytes = sum(done) / max(1, work.n_obs - n_missing)
-        return int(row_bytes * n_missing) + self.target.publish_bytes(work.n_obs, int(row_bytes * work.n_obs))
+    def _batches(self, n_calls: int) -> Iterator[tuple[int | None, Any]]:
+        """Yield the first row and the content of each batch; surplus batches repeat one, and have no first row."""
+        n, batch = 0, None
+        for start, stop in self._ranges:
+            part = over_range(self._dataset, start, stop, device=self._device)
+            for batch in titled(part, f"prediction of rows {start:,} to {stop:,}"):
+                yield start, batch
+                start += self._dataset.batch_size
+                n += 1
+        if n < n_calls and batch is None:
+            batch = next(iter(over_range(self._dataset, 0, self._dataset.batch_size, device=self._device)))
+        for _ in range(n_calls - n):
+            yield None, batch
 
-    def report(self, n_predicted: int, elapsed_s: float) -> PredictionReport:
-        """Return the result of this call."""
-        found = self.target.found(self.work.digest)
-        is_complete = bool(found) and not self.work.is_begun()
-        nan = {key: one.nan for key, one in found.items() if is_complete and one.nan.n}
-        return PredictionReport(
-            path=str(self.target.path),
-            keys={key: f"{one.shape} {one.dtype}" for key, one in found.items()} if is_complete else {},
-            n_obs=self.work.n_obs,
-            n_predicted=n_predicted,
-            nan_cells={name: (found.n, self._named(found.first)) for name, found in nan.items()},
-            elapsed_s=elapsed_s,
-            is_complete=is_complete,
-        )
+    def _refuse_nan(self, arrays: Mapping[str, NDArray[Any]], start: int) -> None:
+        for name, array in arrays.items():
+            rows = nan_rows(array)
+            if len(rows):
+                named = self._store.named([start + int(row) for row in rows[:5]])
+                cells = ", ".join(f"{row} ({cell})" if cell else str(row) for row, cell in named)
+                raise InputError(
+                    f"the model returned NaN in {name!r} for {len(rows):,} cells of a batch: rows {cells}. Look "
+                    "for NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
+                )
+
+
+def _store_of(dataset: scDataset, outputs: Outputs, path: Path) -> PredictionStore:
+    source = components_of(dataset).source
+    collection = source.collection
+    plan = {
+        "key": outputs.key,
+        "categories": outputs.categories,
+        "n_obs": source.n_obs,
+        "batch_size": dataset.batch_size,
+        "data": _token_of(source),
+        "hooks": {name: brief(hook) for name in _HOOKS if (hook := getattr(dataset, name)) is not None},
+    }
+    atlas = getattr(collection, "path", None)
+    is_source = atlas is not None and not is_url(atlas) and os.path.realpath(atlas) == os.path.realpath(path)
+    return PredictionStore(path, plan, names=lambda: _names_of(collection), is_source=is_source)
+
+
+def _token_of(source: Any) -> str:
+    """Return a token of the content of the batches, apart from hooks and transforms."""
+    if isinstance(source, MatrixSource):
+        matrices = {name: token_of(source.matrices[name]) for name in sorted(source.matrices)}
+        return str(tokenize(matrices, source.yielded, dict(source.maker.obs)))
+    data = getattr(source.collection, "adata", source.collection)
+    values = getattr(data, "X", data)
+    # The name of a Dask array over data in memory differs between processes.
+    return token_of(matrix_of(values)) if isinstance(values, da.Array) else str(tokenize(values))
+
+
+def _names_of(collection: Any) -> Iterable[Sequence[str]] | None:
+    """Return the names of cells in pieces, or None if there are none."""
+    if isinstance(collection, Modalities):
+        return names_in_pieces(collection.obs_names)
+    pieces: Iterable[Sequence[str]] | None = collection.name_pieces() if hasattr(collection, "name_pieces") else None
+    return pieces
 
 
 def _dataset_of(data: Any, options: Mapping[str, Any]) -> scDataset:

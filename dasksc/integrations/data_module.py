@@ -8,7 +8,7 @@ always restores the state of a data module.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dasksc import InputError, SamplingStrategy, WrongTypeError, scDataset
@@ -17,12 +17,7 @@ from dasksc.sampling.named import StrategyName, is_balanced
 
 __all__ = ["DataModule"]
 
-_READ_IN = {
-    "fit": ("train", "validate"),
-    "validate": ("validate",),
-    "test": ("test",),
-    "predict": ("predict",),
-}
+_READ_IN = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",), "predict": ("predict",)}
 
 
 class DataModule:
@@ -44,23 +39,15 @@ class DataModule:
         Rows per batch, per device.
     train, validate, test, predict
         Sampling strategy of each stage, or its name. A stage without a strategy has no data set.
-    fetch_factor
-        As for `dasksc.scDataset`, in all stages.
-    drop_last
+    drop_last, equal_ranks
         As for `dasksc.scDataset`, in training.
-    fetch_callback, fetch_transform, batch_callback, batch_transform
-        As for `dasksc.scDataset`, in all stages.
-    seed, obs, layers, obsm, genes, filter, layout, dtype
-        As for `dasksc.scDataset`, in all stages.
-    equal_ranks
-        As for `dasksc.scDataset`, in training.
-    scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress, group
-        As for `dasksc.scDataset`, in all stages.
-    transform, genes_missing, genes_key, genes_repeated
-        As for `dasksc.scDataset`, in all stages.
     label_key
         As for `dasksc.scDataset`, in stages with the strategy ``"balance"``.
-    return_index
+    fetch_factor, fetch_callback, fetch_transform, batch_callback, batch_transform, transform, seed, obs, layers, obsm
+        As for `dasksc.scDataset`, in all stages.
+    genes, genes_missing, genes_key, genes_repeated, filter, layout, dtype, return_index
+        As for `dasksc.scDataset`, in all stages.
+    scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress, group
         As for `dasksc.scDataset`, in all stages.
 
     Attributes
@@ -89,7 +76,7 @@ class DataModule:
     (25, 8)
     """
 
-    trainer: Any = None  # Set by Lightning.
+    trainer: Any = None  # set by Lightning
 
     @with_options_of(scDataset, without=("strategy", "rank", "world_size"))
     def __init__(
@@ -103,24 +90,21 @@ class DataModule:
         predict: SamplingStrategy | StrategyName | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()  # Initializes Lightning's base class.
+        super().__init__()  # initializes Lightning's base class
         given = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._strategies = {name: strategy for name, strategy in given.items() if strategy is not None}
         if not self._strategies:
             raise InputError("no strategy given: pass train=dasksc.BlockShuffling(), validate=dasksc.Streaming(), ...")
-        if unknown := sorted(options.keys() - inspect.signature(DataModule.__init__).parameters.keys()):
+        if unknown := options.keys() - inspect.signature(DataModule.__init__).parameters.keys():
             raise WrongTypeError(
-                f"{', '.join(f'{name}=' for name in unknown)} cannot be given here; a data module takes the arguments "
-                "of scDataset except strategy=, rank= and world_size=, because Lightning sets the rank"
+                f"{sorted(unknown)[0]}= is none of the arguments of scDataset except strategy=, rank= and world_size=, "
+                "which Lightning sets"
             )
         self._data_collection = data_collection
         self.batch_size = batch_size
         self._options = options
         self.datasets: dict[str, scDataset] = {}
-        self._ranks: dict[str, int] | None = None
-        self._loader = _TrainingLoader(self)
-        self._state: dict[str, Any] | None = None
-        self._predicted_by: Callable[[scDataset], Any] | None = None
+        self._ranks: dict[str, int] = {}
 
     def setup(self, stage: str | None = None) -> None:
         """Create the data sets of a stage unless they exist.
@@ -130,28 +114,26 @@ class DataModule:
         stage
             ``"fit"``, ``"validate"``, ``"test"``, ``"predict"`` or None for all.
         """
-        ranks = self._detect_ranks()
-        if ranks != self._ranks:
-            # The data sets were created without a trainer, or for another one.
+        ranks = {}
+        if self.trainer is not None:
+            sampler_options = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+            ranks = {"rank": int(sampler_options["rank"]), "world_size": int(sampler_options["num_replicas"])}
+        if ranks != self._ranks:  # the data sets were created without a trainer, or for another one
             self.datasets.clear()
-            self._loader = _TrainingLoader(self)
             self._ranks = ranks
-        wanted = _READ_IN[str(getattr(stage, "value", stage))] if stage is not None else tuple(self._strategies)
+        wanted = self._strategies if stage is None else _READ_IN[str(getattr(stage, "value", stage))]
         for name in wanted:
             if name in self._strategies and name not in self.datasets:
-                self.datasets[name] = self._make(name, **ranks)
-        self._resume()
-
-    def _detect_ranks(self) -> dict[str, int]:
-        """Return the rank and world size that Lightning assigns to distributed samplers; empty without a trainer."""
-        if self.trainer is None:
-            return {}
-        sampler_options = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return {"rank": int(sampler_options["rank"]), "world_size": int(sampler_options["num_replicas"])}
+                self._make(name)
 
     def _make(self, name: str, **options: Any) -> scDataset:
-        whole = {} if name == "train" else {"drop_last": False, "equal_ranks": False}
-        return self._read(self._strategies[name], self.batch_size, **whole, **options)
+        if name != "train":
+            options |= {"drop_last": False, "equal_ranks": False}
+        dataset = self._read(self._strategies[name], self.batch_size, **self._ranks, **options)
+        self.datasets[name] = dataset
+        if name == "train":
+            self._loader = _TrainingLoader(self, dataset)
+        return dataset
 
     def _read(self, strategy: SamplingStrategy | StrategyName, batch_size: int, **options: Any) -> scDataset:
         """Return a data set; `options` take precedence over those of the module."""
@@ -161,22 +143,10 @@ class DataModule:
         return scDataset(self._data_collection, strategy, batch_size, **given)
 
     def __repr__(self) -> str:
-        texts = {name: repr(one) if isinstance(one, scDataset) else brief(one) for name, one in self._shown().items()}
-        return constructor(self, **texts)
+        shown = {name: brief(self.datasets.get(name, strategy)) for name, strategy in self._strategies.items()}
+        return constructor(self, **shown)
 
-    def predict_by(self, loader_of: Callable[[scDataset], Any] | None) -> None:
-        """Set a function that maps the data set of ``predict`` to its loader; with None, the data set is the loader."""
-        self._predicted_by = loader_of
-
-    def __str__(self) -> str:
-        # The inherited `__str__` iterates over every loader that is not a DataLoader, which would begin an epoch.
-        return repr(self)
-
-    def _shown(self) -> Mapping[str, Any]:
-        # A subclass may be displayed, as by a debugger, before it has called `__init__` of this class.
-        attributes = vars(self)
-        datasets, strategies = attributes.get("datasets", {}), attributes.get("_strategies", {})
-        return {name: datasets.get(name, strategy) for name, strategy in strategies.items()}
+    __str__ = __repr__  # the inherited one iterates over the loaders, which would begin an epoch
 
     # --- Hooks called by Lightning --------------------------------------------------------------------
 
@@ -196,9 +166,8 @@ class DataModule:
         return self._dataset("test")
 
     def predict_dataloader(self) -> Any:
-        """Return the prediction set or, with a `Writer`, the batches that this rank has to predict."""
-        dataset = self._dataset("predict")
-        return dataset if self._predicted_by is None else self._predicted_by(dataset)
+        """Return the prediction set."""
+        return self._dataset("predict")
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
@@ -210,11 +179,9 @@ class DataModule:
             raise InputError(f"the {name} data set does not exist yet: call setup() first, as a Trainer does")
         dataset = self.datasets[name]
         if dataset.batch_size != self.batch_size:
-            self.datasets[name] = self._make(name, **self._detect_ranks() | {"seed": dataset.seed})
-            self.datasets[name].set_epoch(dataset.plan().epoch)
-            if name == "train":
-                self._loader = _TrainingLoader(self)
-        return self.datasets[name]
+            epoch, dataset = dataset.plan().epoch, self._make(name, seed=dataset.seed)
+            dataset.set_epoch(epoch)
+        return dataset
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training epochs, which is the same on every rank."""
@@ -228,13 +195,9 @@ class DataModule:
         state_dict
             Return value of `state_dict`.
         """
-        self._state = dict(state_dict)
-        self._resume()
-
-    def _resume(self) -> None:
-        if self._state and "train" in self.datasets:
-            self._loader.resume(self._state)
-            self._state = None
+        if state_dict and "train" in self._strategies:
+            self.setup("fit")
+            self._loader.resume(state_dict)
 
 
 class _TrainingLoader:
@@ -244,14 +207,10 @@ class _TrainingLoader:
     own batch count, which no longer matches the position in the data set if the number of ranks has changed.
     """
 
-    def __init__(self, module: DataModule) -> None:
-        self._module = module
-        self._position = 0  # Number of batches of this epoch yielded to Lightning.
+    def __init__(self, module: DataModule, dataset: scDataset) -> None:
+        self._module, self._dataset = module, dataset
+        self._position = 0  # number of batches of this epoch yielded to Lightning
         self._shift = 0
-
-    @property
-    def _dataset(self) -> scDataset:
-        return self._module.datasets["train"]
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -263,8 +222,6 @@ class _TrainingLoader:
         for batch in self._dataset:
             self._position += 1
             yield batch
-
-    # --- State ------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         dataset, position = self._dataset.state_dict(), self._position
@@ -284,8 +241,6 @@ class _TrainingLoader:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         pass
-
-    # --- Epochs -----------------------------------------------------------------------------------------
 
     @property
     def sampler(self) -> _TrainingLoader:

@@ -11,18 +11,27 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
 import torch
-from numpy.typing import NDArray
+from anndata import AnnData
 
 import dasksc
 from dasksc import Batch, InputError, SamplingStrategy, WrongTypeError, scDataset
 from dasksc.atlas.lookup import require_key
+from dasksc.checks import names_or_none
 from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
 from dasksc.sampling.named import StrategyName
 
 try:
-    from scvi import __version__ as scvi_version
+    from scvi.data import AnnDataManager
+    from scvi.data.fields import (
+        CategoricalJointObsField,
+        CategoricalObsField,
+        LayerField,
+        NumericalJointObsField,
+        NumericalObsField,
+    )
 except ImportError as error:
     raise ImportError("dasksc.integrations.scvi needs scvi-tools: pip install 'dasksc[scvi]'") from error
 
@@ -37,13 +46,6 @@ _FIXED = (
 
 class SCVIDataModule(scDataModule):
     """Data module that yields batches with the keys that scvi-tools models expect.
-
-    .. code-block:: python
-
-        data = SCVIDataModule("atlas.h5ad", 128, train=dasksc.BlockShuffling(), batch_key="donor")
-        model = scvi.model.SCVI(registry=data.registry)
-        model.train(datamodule=data, max_epochs=10)
-        latent = model.get_latent_representation(dataloader=data.inference_dataloader())
 
     Parameters
     ----------
@@ -62,8 +64,7 @@ class SCVIDataModule(scDataModule):
     model_name
         Name of the model class.
     obs, layers, obsm
-        Names of further columns, layers and obsm entries to read, as for `dasksc.scDataset`. A `transform` receives
-        them, but the model does not.
+        Further elements to read. A `transform` receives them, but the model does not.
     transform
         As for `dasksc.scDataset`, in all stages and for inference. The result is a `Batch`.
     fetch_factor, drop_last, seed, genes, filter, equal_ranks, ...
@@ -73,6 +74,8 @@ class SCVIDataModule(scDataModule):
     ----------
     adata
         The collection as an AnnData, opened with `dasksc.open`.
+    registry
+        Setup of the data in the format of scvi-tools, for the argument ``registry=`` of a model.
     n_obs, n_vars, var_names
         Number of cells that match `filter`, and number and names of the genes of a batch.
     n_batch, n_labels, n_continuous_cov, n_cats_per_cov, n_samples
@@ -85,8 +88,8 @@ class SCVIDataModule(scDataModule):
     ------
     InputError
         If a column does not exist, has an unsuitable data type, or has missing or infinite values in a cell that
-        matches `filter`. When training begins, also if the last batch of an epoch has a single cell and the model has
-        layers of batch normalization, which need two.
+        matches `filter`. When training begins, also if the last batch of an epoch has a single cell, since batch
+        normalization needs two.
 
     Examples
     --------
@@ -117,111 +120,79 @@ class SCVIDataModule(scDataModule):
         **options: Any,
     ) -> None:
         if refused := [f"{name}=" for name in _FIXED if name in options]:
-            raise InputError(
-                f"{', '.join(refused)} cannot be given here, because scvi-tools models need dense float32 tensors; "
-                "leave it out"
-            )
+            raise InputError(f"{', '.join(refused)} cannot be given here: models need dense float32 tensors")
         self.adata = dasksc.open(data_collection, mmap=options.pop("mmap", "auto"))
         if layer is not None:
             self.adata = self.adata.copy()
             self.adata.X = self.adata.layers[require_key("layers", layer, self.adata.layers, of=self.adata)]
-        self._fields = _Fields(
-            batch=batch_key,
-            labels=labels_key,
-            categorical=_names("categorical_covariate_keys", categorical_covariate_keys),
-            continuous=_names("continuous_covariate_keys", continuous_covariate_keys),
-        )
+        categorical = names_or_none("categorical_covariate_keys", categorical_covariate_keys)
+        continuous = names_or_none("continuous_covariate_keys", continuous_covariate_keys)
+        fields = _Fields(batch_key, labels_key, categorical, continuous)
         transform = options.pop("transform", None)
         transforms = transform if isinstance(transform, list | tuple) else [] if transform is None else [transform]
-        columns = dict.fromkeys([*self._fields.columns, *_names("obs", options.pop("obs", ()))])
         super().__init__(
             self.adata,
             batch_size,
             train=train,
             validate=validate,
-            obs=list(columns),
-            transform=[*transforms, self._fields],
+            obs=list(dict.fromkeys([*fields.columns, *names_or_none("obs", options.pop("obs", None))])),
+            transform=[*transforms, fields],
             return_index=True,
             **options,
         )
         whole = self.inference_dataloader()
-        expression, genes, match = options.get("filter"), options.get("genes"), whole.gene_match
+        expression, genes = options.get("filter"), options.get("genes")
         rows = slice(None) if expression is None else dasksc.rows_where(self.adata, expression)
-        read = self.adata.obs[self._fields.columns].iloc[rows]
-        labels = {key: _categories(read[key], whole) for key in self._fields.categories}
-        for key in self._fields.continuous:
-            _refuse_unknown_numbers(read[key])
-        names = self.adata.var_names if genes is None else self.adata.var_names[genes] if match is None else match.names
-        self.var_names = np.asarray(names)
-        self.n_obs, self.n_vars = len(read), len(self.var_names)
-        self.batch_labels = None if batch_key is None else labels[batch_key]
-        self.label_keys = None if labels_key is None else labels[labels_key]
-        self.n_batch = 1 if batch_key is None else len(labels[batch_key])
-        self.n_labels = 1 if labels_key is None else len(labels[labels_key])
-        self.n_samples, self.n_continuous_cov = 0, len(self._fields.continuous)
-        self.n_cats_per_cov = [len(labels[key]) for key in self._fields.categorical]
-        self._labels, self._layer, self._model_name = labels, layer, model_name
-
-    @property
-    def registry(self) -> dict[str, Any]:
-        """Setup of the data in the format of scvi-tools, for the ``registry=`` argument of a model."""
-        keys = self._fields
-        categorical, continuous = list(keys.categorical), list(keys.continuous)
-        matrix = {"n_obs": self.n_obs, "n_vars": self.n_vars, "column_names": self.var_names}
-        batch = {"categorical_mapping": self.batch_labels, "original_key": keys.batch}
-        label = {"categorical_mapping": self.label_keys, "original_key": keys.labels}
-        mapping = {key: self._labels[key] for key in categorical}
-        covariates = {"field_keys": categorical, "n_cats_per_key": self.n_cats_per_cov, "mapping": mapping}
-        numbers = {"columns": np.asarray(continuous, dtype=object)}
-        fields: dict[str, tuple[str | None, dict[str, Any], dict[str, int]]] = {
-            "X": ("X", matrix, {"n_vars": self.n_vars, "n_cells": self.n_obs}),
-            "batch": ("obs", batch, {"n_batch": self.n_batch}),
-            "labels": ("obs", label, {"n_labels": self.n_labels}),
-            "size_factor": (None, {}, {}),
-            "extra_categorical_covs": (
-                "obsm",
-                covariates if categorical else {},
-                {"n_extra_categorical_covs": len(categorical)},
-            ),
-            "extra_continuous_covs": (
-                "obsm",
-                numbers if continuous else {},
-                {"n_extra_continuous_covs": len(continuous)},
-            ),
-        }
-        return {
-            "scvi_version": scvi_version,
-            "model_name": self._model_name,
-            "setup_method_name": "setup_datamodule",
-            "setup_args": {
-                "layer": self._layer,
-                "batch_key": keys.batch,
-                "labels_key": keys.labels,
-                "size_factor_key": None,
-                "categorical_covariate_keys": categorical or None,
-                "continuous_covariate_keys": continuous or None,
+        obs = self.adata.obs[fields.columns].iloc[rows]
+        for key in fields.columns:
+            _check_column(obs[key], whole, is_continuous=key in continuous)
+            if key not in continuous:
+                obs[key] = pd.Categorical(obs[key], whole.categories[key])  # in the order of the codes in batches
+        match, names = whole.gene_match, self.adata.var_names
+        names = match.names if match is not None else names if genes is None else names[genes]
+        manager = AnnDataManager(
+            [
+                LayerField("X", None),
+                CategoricalObsField("batch", batch_key),
+                CategoricalObsField("labels", labels_key),
+                NumericalObsField("size_factor", None, required=False),
+                CategoricalJointObsField("extra_categorical_covs", categorical),
+                NumericalJointObsField("extra_continuous_covs", continuous),
+            ],
+            setup_method_args={
+                "model_name": model_name,
+                "setup_method_name": "setup_datamodule",
+                "setup_args": {
+                    "layer": layer,
+                    "batch_key": batch_key,
+                    "labels_key": labels_key,
+                    "size_factor_key": None,
+                    "categorical_covariate_keys": categorical or None,
+                    "continuous_covariate_keys": continuous or None,
+                },
             },
-            "field_registries": {
-                name: {
-                    "data_registry": {} if attribute is None else {"attr_name": attribute, "attr_key": None},
-                    "state_registry": state,
-                    "summary_stats": summary,
-                }
-                for name, (attribute, state, summary) in fields.items()
-            },
-        }
+        )
+        # Only the shape of X matters here.
+        X = sp.csr_matrix((len(obs), len(names)), dtype=np.float32)
+        manager.register_fields(AnnData(X, obs=obs, var=pd.DataFrame(index=np.asarray(names))))
+        self.registry = manager.registry
+        states = {name: field["state_registry"] for name, field in self.registry["field_registries"].items()}
+        self.n_obs, self.n_vars = X.shape
+        self.var_names = states["X"]["column_names"]
+        self.batch_labels = None if batch_key is None else states["batch"]["categorical_mapping"]
+        self.label_keys = None if labels_key is None else states["labels"]["categorical_mapping"]
+        self.n_batch = len(states["batch"]["categorical_mapping"])
+        self.n_labels = len(states["labels"]["categorical_mapping"])
+        self.n_samples, self.n_continuous_cov = 0, len(continuous)
+        self.n_cats_per_cov = list(states["extra_categorical_covs"].get("n_cats_per_key", []))
 
     def _make(self, name: str, **options: Any) -> scDataset:
         dataset = super()._make(name, **options)
-        if name != "train" or self.trainer is None:
-            return dataset
         plan = dataset.plan()
-        n_last = plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size
-        layers = self.trainer.lightning_module.modules()
-        if n_last == 1 and any(isinstance(layer, torch.nn.BatchNorm1d) for layer in layers):
+        if name == "train" and plan.n_rank_rows - (plan.n_batches - 1) * plan.batch_size == 1:
             raise InputError(
-                f"with batch_size={plan.batch_size}, the last batch of an epoch has one cell, but the BatchNorm1d of "
-                f"the model needs two. Give {'' if plan.batch_size == 1 else 'drop_last=True or '}another batch_size"
+                f"with batch_size={plan.batch_size}, the last batch of an epoch has one cell, but batch normalization "
+                f"needs two. Give {'' if plan.batch_size == 1 else 'drop_last=True or '}another batch_size"
             )
         return dataset
 
@@ -242,22 +213,19 @@ class SCVIDataModule(scDataModule):
         return self._read(dasksc.Streaming(indices=indices), size, **options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Fields:
     """Transform that renames the items of a batch to the keys of scvi-tools."""
 
     batch: str | None
     labels: str | None
-    categorical: tuple[str, ...]
-    continuous: tuple[str, ...]
-
-    @property
-    def categories(self) -> list[str]:
-        return [key for key in (self.batch, self.labels, *self.categorical) if key is not None]
+    categorical: list[str]
+    continuous: list[str]
 
     @property
     def columns(self) -> list[str]:
-        return list(dict.fromkeys([*self.categories, *self.continuous]))
+        keys = dict.fromkeys([self.batch, self.labels, *self.categorical, *self.continuous])
+        return [key for key in keys if key is not None]
 
     def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
         if not isinstance(batch, Batch):
@@ -277,32 +245,15 @@ class _Fields:
         return renamed
 
 
-def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):
-        raise WrongTypeError(f"{option}={given!r} is a string; give a list of names: {option}=[{given!r}]")
-    return tuple(given)
-
-
-def _categories(column: pd.Series[Any], dataset: scDataset) -> NDArray[Any]:
-    """Return the labels of a column, in the order of their codes in batches."""
-    if column.name not in dataset.categories:
-        raise InputError(
-            f"obs[{column.name!r}] is not categorical; convert it: adata.obs[{column.name!r}].astype('category')"
-        )
-    if n_missing := int(column.isna().sum()):
-        raise InputError(
-            f"obs[{column.name!r}] has {n_missing:,} missing values, to which scvi-tools assigns no category; replace "
-            "them with a category, such as 'unknown', or leave out these cells with filter="
-        )
-    return np.asarray(dataset.categories[str(column.name)])
-
-
-def _refuse_unknown_numbers(column: pd.Series[Any]) -> None:
-    if not pd.api.types.is_numeric_dtype(column.dtype):
-        raise InputError(f"obs[{column.name!r}] has dtype {column.dtype}; a continuous covariate must be numeric")
-    is_known = np.isfinite(column.to_numpy(dtype=np.float64, na_value=np.nan))
+def _check_column(column: pd.Series[Any], dataset: scDataset, *, is_continuous: bool) -> None:
+    """Raise an error if a column has missing values, or another type than its use needs."""
+    name = f"obs[{column.name!r}]"
+    if not (pd.api.types.is_numeric_dtype(column.dtype) if is_continuous else column.name in dataset.categories):
+        need = "numeric, for a continuous covariate" if is_continuous else "categorical: .astype('category')"
+        raise InputError(f"{name} has dtype {column.dtype}; it must be {need}")
+    is_known = np.isfinite(column.to_numpy(np.float64, na_value=np.nan)) if is_continuous else column.notna()
     if not is_known.all():
         raise InputError(
-            f"obs[{column.name!r}] has {int((~is_known).sum()):,} missing or infinite values, the first in cell "
-            f"{column.index[int(is_known.argmin())]!r}; replace them, or leave out these cells with filter="
+            f"{name} has {int((~is_known).sum()):,} missing or infinite values, the first in cell "
+            f"{column.index[int(np.argmin(is_known))]!r}; replace them, or leave out these cells with filter="
         )

@@ -67,51 +67,33 @@ class scTrainer(Trainer):
     @functools.wraps(Trainer.__init__, assigned=(), updated=())  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._refuse_separate_ranks()
-        # Labels are part of obs, so a model that returns a loss needs no argument named labels.
-        self.can_return_loss = True
-        self.add_callback(_SaveState(self))
-
-    def _refuse_separate_ranks(self) -> None:
-        """Raise an error if every rank would train a separate model on its share of the cells."""
         n_ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if n_ranks > 1 and self.args.world_size == 1:
             raise InputError(
                 f"{n_ranks} ranks were started, but TrainingArguments has world_size=1, so each rank would train a "
                 "separate model. On CPUs, give TrainingArguments(use_cpu=True)"
             )
+        # Labels are part of obs, so a model that returns a loss needs no argument named labels.
+        self.can_return_loss = True
+        self.add_callback(_SaveState(self))
 
     def get_train_dataloader(self) -> Any:
         """Return the training set itself."""
-        return _checked(self.train_dataset, "train_dataset")
+        return _checked(self.train_dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return the evaluation set itself.
-
-        Parameters
-        ----------
-        eval_dataset
-            Data set to use instead of the Trainer's own, or the name of one of the Trainer's data sets.
-        """
+        """Return the given evaluation set, or the Trainer's own, which a name selects if there are several."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(chosen, str):
-            chosen = self.eval_dataset[chosen]
-        chosen = _checked(chosen, "eval_dataset")
+        chosen = _checked(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
         if chosen.world_size > 1 and not chosen.equal_ranks:
             raise InputError(
-                "eval_dataset has equal_ranks=False: ranks may yield different numbers of batches, but the Trainer "
-                "gathers after every batch, so some ranks would wait forever. Create it with equal_ranks=True"
+                "the evaluation set has equal_ranks=False: ranks may yield different numbers of batches, but the "
+                "Trainer gathers after every batch, so some would wait forever. Create it with equal_ranks=True"
             )
         return chosen
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the prediction set itself.
-
-        Parameters
-        ----------
-        test_dataset
-            A `dasksc.scDataset`.
-        """
+        """Return the prediction set itself."""
         return self.get_eval_dataloader(test_dataset)
 
     def train(
@@ -120,29 +102,23 @@ class scTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train; if a checkpoint is given, resume with the batch that follows it.
+        """Train; if a checkpoint is given (True: the latest in ``output_dir``), resume with the batch that follows it.
 
         Parameters
         ----------
-        resume_from_checkpoint
-            Folder of a checkpoint, or True for the latest one in ``output_dir``.
-        trial, ignore_keys_for_eval
+        resume_from_checkpoint, trial, ignore_keys_for_eval
             As for ``Trainer.train``.
         """
-        folder = resume_from_checkpoint
-        if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
+        folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if folder:
-            self._restore(Path(folder) / _STATE_FILE)
+            # The data set resumes at its position, so the Trainer must not read earlier batches to skip them.
+            self.args.ignore_data_skip = True
+            file = Path(folder) / _STATE_FILE
+            if file.exists():
+                _checked(self.train_dataset).load_state_dict(json.loads(file.read_text()))
+            else:
+                logger.warning("%s does not exist, so the interrupted epoch starts from its beginning", file)
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _restore(self, file: Path) -> None:
-        # The data set resumes at its position, so the Trainer must not read earlier batches to skip them.
-        self.args.ignore_data_skip = True
-        if file.exists():
-            _checked(self.train_dataset, "train_dataset").load_state_dict(json.loads(file.read_text()))
-        else:
-            logger.warning("%s does not exist, so the interrupted epoch starts from its beginning", file)
 
 
 class _SaveState(TrainerCallback):
@@ -154,11 +130,11 @@ class _SaveState(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            position = _checked(self._trainer.train_dataset, "train_dataset").state_dict()
+            position = _checked(self._trainer.train_dataset).state_dict()
             (folder / _STATE_FILE).write_text(json.dumps(position))
 
 
-def _checked(dataset: Any, name: str) -> scDataset:
+def _checked(dataset: Any) -> scDataset:
     if not isinstance(dataset, scDataset):
-        raise InputError(f"{name} must be a dasksc.scDataset, which yields whole batches; got {dataset!r}")
+        raise InputError(f"train_dataset and eval_dataset must be a dasksc.scDataset each; got {dataset!r}")
     return dataset

@@ -22,7 +22,6 @@ __all__ = [
     "NOT_A_NUMBER",
     "add_clipped",
     "add_moments",
-    "add_residuals",
     "add_rows",
     "finish_moments",
     "kinds_of",
@@ -127,35 +126,3 @@ def add_clipped(indptr, columns, values, groups, bounds, sums):
             value = min(np.float64(values[k]), bounds[group, column])
             sums[group, column, 0] += value
             sums[group, column, 1] += value * value
-
-
-@kernel
-def add_residuals(indptr, columns, values, groups, shares, theta, clip, sums):
-    """Add Pearson residuals and their squares to `sums`, shape (n_groups, 2, n_vars).
-
-    The expected value of an element, ``mean``, is the total of its row times the share of its column in all counts of
-    the group (`shares`, shape (n_groups, n_vars)). The variance of the element is ``mean + mean**2 / theta``. Residuals
-    are clipped to [-`clip`, `clip`]. A residual whose variance is 0 is 0.
-    """
-    n_vars = shares.shape[1]
-    for i in range(len(groups)):
-        share, sum_, squares = shares[groups[i]], sums[groups[i], 0], sums[groups[i], 1]
-        total = 0.0
-        for k in range(indptr[i], indptr[i + 1]):
-            total += values[k]
-        # First add the residuals of all columns as if all values were zero: a loop without branches is vectorized.
-        # Then correct the nonzeros.
-        for j in range(n_vars):
-            mean = share[j] * total
-            residual = -min(math.sqrt(mean * theta / (theta + mean)), clip)
-            sum_[j] += residual
-            squares[j] += residual * residual
-        for k in range(indptr[i], indptr[i + 1]):
-            j = columns[k]
-            mean = share[j] * total
-            if mean > 0:
-                zero = -min(math.sqrt(mean * theta / (theta + mean)), clip)
-                residual = (values[k] - mean) / math.sqrt(mean + mean * mean / theta)
-                residual = min(max(residual, -clip), clip)
-                sum_[j] += residual - zero
-                squares[j] += residual * residual - zero * zero

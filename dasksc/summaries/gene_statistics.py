@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,9 @@ from dasksc.checks import names_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
-from dasksc.summaries.reading import MOMENT_BYTES, Groups, Moments, Pass, groups_of
+from dasksc.summaries.reading import Groups, Pass, PassRows, moments_of
 
-__all__ = ["Statistics", "check_destination", "statistics", "write_statistics"]
+__all__ = ["Statistics", "statistics"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +120,11 @@ def statistics(
     Notes
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
-    the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (1 byte per cell
-    for up to 126 groups, plus the columns of obs). Each gene of each group needs 64 bytes. The rows being read use the
-    part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero value is
-    subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are large.
+    the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (the columns of obs
+    and their codes, 1 byte per cell for up to 127 labels). Each gene of each group needs 64 bytes. The rows being read
+    use the part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero
+    value is subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are
+    large.
 
     Examples
     --------
@@ -137,164 +137,96 @@ def statistics(
     (6, 300)
     """
     columns = names_or_none("by", by)
+    if by is not None and not columns:
+        raise InputError("by=[] is empty; leave it out for statistics over all cells")
     source = Pass(adata, layer=layer, columns=columns, filter=filter, names=qc is not None, progress=progress)
-    n_vars = source.adata.n_vars
-    groups = None if by is None else groups_of(source.obs, columns)
+    groups = Groups(source.obs, columns)
     cells = None if qc is None else _Cells(source, qc)
-    n_rows = np.zeros(0, dtype=np.int64) if groups is None else groups.n_rows
-    n_others = source.n_rows - int(n_rows.sum())
-    # The last group holds the rows without a label, which count in the statistics over all cells.
-    if n_others or not len(n_rows):
-        n_rows = np.append(n_rows, n_others)
-    source.reserve_groups(len(n_rows), MOMENT_BYTES, groups)
-    moments = Moments(n_rows, n_vars)
-    for rows in source:
-        if groups is None:
-            codes = np.zeros(len(rows.indptr) - 1, dtype=np.int64)
-        else:
-            codes = groups.codes[rows.places].astype(np.int64)
-            codes[codes < 0] = len(groups.labels)
-        moments.add(rows, codes)
-        if cells is not None:
-            cells.add(rows)
-    return Statistics(
-        genes=_genes(moments, source),
-        groups=None if groups is None else _grouped(moments, groups, source),
-        cells=None if cells is None else cells.table(),
-    )
-
-
-def _genes(moments: Moments, source: Pass) -> pd.DataFrame:
+    moments = moments_of(source, groups, (lambda rows: None) if cells is None else cells.add)
     n = source.n_rows
     mean, squares = moments.over_all()
-    return pd.DataFrame(
+    genes = pd.DataFrame(
         {
-            "n": np.full(source.adata.n_vars, n, dtype=np.int64),
+            "n": n,
             "sum": moments.sum.sum(axis=0),
             "mean": mean,
-            "var": squares / (n - 1) if n > 1 else np.full(source.adata.n_vars, np.nan),
+            "var": squares / (n - 1) if n > 1 else np.nan,
             "count_nonzero": moments.n_nonzero.sum(axis=0),
         },
         index=source.adata.var_names,
     )
-
-
-def _grouped(moments: Moments, groups: Groups, source: Pass) -> AnnData:
-    n_groups = len(groups.labels)
-    layers = {
-        "sum": moments.sum[:n_groups],
-        "mean": moments.mean[:n_groups],
-        "var": moments.variance()[:n_groups],
-        "count_nonzero": moments.n_nonzero[:n_groups],
-    }
-    return AnnData(
-        obs=groups.labels.assign(n_obs_aggregated=groups.n_rows),
-        var=pd.DataFrame(index=source.adata.var_names),
-        layers=layers,
-    )
+    grouped = None
+    if columns:
+        n_groups = len(groups.labels)
+        layers = {
+            "sum": moments.sum,
+            "mean": moments.mean,
+            "var": moments.variance(),
+            "count_nonzero": moments.n_nonzero,
+        }
+        grouped = AnnData(
+            obs=groups.labels.assign(n_obs_aggregated=groups.n_rows[:n_groups]),
+            var=pd.DataFrame(index=genes.index),
+            layers={name: values[:n_groups] for name, values in layers.items()},
+        )
+    return Statistics(genes=genes, groups=grouped, cells=None if cells is None else cells.table())
 
 
 class _Cells:
     """Total, number of genes, and shares of sets of genes, for each cell."""
 
     def __init__(self, source: Pass, qc: Mapping[str, Any] | Sequence[str]) -> None:
-        if isinstance(qc, str):
-            raise InputError(f"qc={qc!r} is a string; give a list of names: qc=[{qc!r}]")
-        if not isinstance(qc, Iterable):
-            raise WrongTypeError(f"qc must be a list of names of var columns, or a dict of sets of genes; got {qc!r}")
-        masks = _of_var(source.adata, qc) if not isinstance(qc, Mapping) else _of_genes(source.adata, qc)
-        self._names = list(masks)
+        adata, self._names = source.adata, list(qc) if isinstance(qc, Mapping) else names_or_none("qc", qc)
         # Per cell: totals of all genes and of each set, the number of genes, and the columns of the table (two, and two
         # more for each set).
-        n_bytes = 8 * source.n_rows * (2 + len(masks) + 2 + 2 * len(masks))
+        n_bytes = 8 * source.n_rows * (4 + 3 * len(self._names))
         source.reserve(f"statistics of {source.n_rows:,} cells", n_bytes, "Select cells with filter=")
-        self._masks = np.zeros((len(masks), source.adata.n_vars), dtype=bool)
-        for mask, one in zip(self._masks, masks.values(), strict=True):
-            mask[:] = one
+        self._masks = np.zeros((len(self._names), adata.n_vars), dtype=bool)
+        for mask, name in zip(self._masks, self._names, strict=True):
+            mask[:] = _mask(adata, name, qc[name]) if isinstance(qc, Mapping) else _marked(adata, name)
         self._index = source.obs.index
-        self._totals = np.full((source.n_rows, 1 + len(masks)), 0.0)  # filled immediately, as in Moments
+        self._totals = np.full((source.n_rows, 1 + len(self._names)), 0.0)  # filled immediately, as in `moments_of`
         self._counts = np.full(source.n_rows, 0)
 
-    def add(self, rows: Any) -> None:
+    def add(self, rows: PassRows) -> None:
         """Compute the statistics of some rows."""
-        places, indptr, columns, values = rows
-        kernels.add_rows(indptr, columns, values, self._masks, self._totals[places], self._counts[places])
+        totals, counts = self._totals[rows.places], self._counts[rows.places]
+        kernels.add_rows(rows.indptr, rows.columns, rows.values, self._masks, totals, counts)
 
     def table(self) -> pd.DataFrame:
         """Return the statistics with the column names of `scanpy.pp.calculate_qc_metrics`."""
         total = self._totals[:, 0]
         columns: dict[str, NDArray[Any]] = {"n_genes_by_counts": self._counts, "total_counts": total}
-        for i, name in enumerate(self._names):
-            part = self._totals[:, 1 + i]
+        for name, part in zip(self._names, self._totals.T[1:], strict=True):
             columns[f"total_counts_{name}"] = part
             with np.errstate(invalid="ignore", divide="ignore"):
                 columns[f"pct_counts_{name}"] = part / total * 100
         return pd.DataFrame(columns, index=self._index)
 
 
-def _of_var(adata: AnnData, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
-    masks = {}
-    for name in names:
-        column = adata.var[require_key("var", name, adata.var, of=adata)]
-        if column.dtype != bool:
-            raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs a boolean for each gene")
-        masks[name] = column.to_numpy()
-    return masks
+def _marked(adata: AnnData, name: str) -> NDArray[np.bool_]:
+    column = adata.var[require_key("var", name, adata.var, of=adata)]
+    if column.dtype != bool:
+        raise InputError(f"var column {name!r} has dtype {column.dtype}; qc= needs a boolean for each gene")
+    return np.asarray(column)
 
 
-def _of_genes(adata: AnnData, sets: Mapping[str, Any]) -> dict[str, NDArray[np.bool_]]:
-    masks = {}
-    for name, genes in sets.items():
-        mask = np.zeros(adata.n_vars, dtype=bool)
-        if isinstance(genes, str):
-            raise WrongTypeError(
-                f"qc[{name!r}]={genes!r} is a string; give a list of gene names or, for a prefix, a mask: "
-                f"qc={{{name!r}: adata.var_names.str.startswith({genes!r})}}"
-            )
-        if not isinstance(genes, Iterable):
-            raise WrongTypeError(f"qc[{name!r}] must be gene names, a mask or positions; got {genes!r}")
-        chosen = np.asarray([*genes] if isinstance(genes, Set) else genes)
-        absent = (
-            [] if chosen.dtype.kind in "biuf" else [gene for gene in chosen.tolist() if gene not in adata.var_names]
+def _mask(adata: AnnData, name: str, genes: Any) -> NDArray[np.bool_]:
+    if isinstance(genes, str) or not isinstance(genes, Iterable):
+        raise WrongTypeError(
+            f"qc[{name!r}]={genes!r} must be a list of gene names or positions, or a mask; for a prefix: "
+            f"qc={{{name!r}: adata.var_names.str.startswith('MT-')}}"
         )
-        if absent:
-            raise MissingKeyError(
-                f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
-            )
-        if chosen.dtype == bool and not chosen.any():
-            raise InputError(f"the mask qc[{name!r}] selects no gene; var_names are {some(adata.var_names)}")
-        # An empty set selects no genes; `GeneRequest` would refuse it.
-        if chosen.any() if chosen.dtype == bool else len(chosen):
-            columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
-            mask[columns.positions if columns is not None else slice(None)] = True
-        masks[name] = mask
-    return masks
-
-
-def write_statistics(found: Statistics, path: str | os.PathLike[str]) -> None:
-    """Write statistics as an h5ad file.
-
-    Raises
-    ------
-    InputError
-        As for `check_destination`.
-    """
-    found.to_anndata().write_h5ad(check_destination(path))
-
-
-def check_destination(path: str | os.PathLike[str]) -> str:
-    """Return the path as a string, if statistics can be written to it.
-
-    Raises
-    ------
-    InputError
-        If the path exists, its folder is missing, or its name does not end in ``.h5ad``.
-    """
-    name = os.fspath(path)
-    if not name.endswith(".h5ad"):
-        raise InputError(f"{name} must end in .h5ad")
-    if os.path.exists(name):
-        raise InputError(f"{name} exists; give another path, or remove it")
-    if not os.path.isdir(os.path.dirname(name) or "."):
-        raise InputError(f"there is no folder {os.path.dirname(name)} to write {os.path.basename(name)} to")
-    return name
+    chosen = np.asarray([*genes])
+    absent = [] if chosen.dtype.kind in "biuf" else [gene for gene in chosen.tolist() if gene not in adata.var_names]
+    if absent:
+        raise MissingKeyError(
+            f"var_names has no {some(absent)}, which qc[{name!r}] lists; {nearest(str(absent[0]), adata.var_names)}"
+        )
+    if chosen.dtype == bool and not chosen.any():
+        raise InputError(f"the mask qc[{name!r}] selects no gene; var_names are {some(adata.var_names)}")
+    mask = np.zeros(adata.n_vars, dtype=bool)
+    if chosen.size:  # an empty set selects no genes
+        columns, _ = GeneRequest(chosen).columns_of(adata.var, adata.n_vars)
+        mask[slice(None) if columns is None else columns.positions] = True
+    return mask

@@ -10,7 +10,6 @@ import dask.array as da
 import numpy as np
 import scipy.sparse as sp
 from anndata import AnnData
-from numpy.typing import NDArray
 
 from dasksc._compat.dask import meta_of
 from dasksc.atlas.opening import open as open_atlas
@@ -80,13 +79,12 @@ def normalize(
     check_flags(log1p=log1p)
     atlas = open_atlas(adata)
     source = Pass(atlas, layer=layer, progress=progress)
-    if target_sum is None:
-        target_sum = _median_total(source)
-    if not _is_total(target_sum):
-        raise InputError(f"target_sum must be a positive number; got {target_sum!r}")
+    target: Any = _median_total(source) if target_sum is None else target_sum
+    if isinstance(target, bool) or not isinstance(target, int | float | np.number) or not 0 < target < np.inf:
+        raise InputError(f"target_sum must be a positive number; got {target!r}")
     array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
-    scaled = row_local(partial(_scaled, target=float(target_sum), log1p=log1p, dtype=dtype))
+    scaled = row_local(partial(_scaled, target=float(target), log1p=log1p, dtype=dtype))
     meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
     normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     add_reductions(normalized)
@@ -99,18 +97,13 @@ def normalize(
     return atlas
 
 
-def _is_total(value: Any) -> bool:
-    is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    return is_number and bool(0 < value < np.inf)
-
-
 def _median_total(source: Pass) -> float:
     # Totals, numbers of genes, a mask, and two copies for the median.
     source.reserve(f"totals of {source.n_rows:,} cells", 33 * source.n_rows, "Give target_sum=")
     totals, counts = np.empty((source.n_rows, 1)), np.empty(source.n_rows, dtype=np.int64)
     masks = np.zeros((0, source.adata.n_vars), dtype=bool)
-    for places, indptr, columns, values in source:
-        kernels.add_rows(indptr, columns, values, masks, totals[places], counts[places])
+    for places, *rows in source:
+        kernels.add_rows(*rows, masks, totals[places], counts[places])
     positive = totals[totals > 0]
     if not len(positive):
         raise InputError(f"no cell has a total of {source.label} above 0, so there is no median; give target_sum=")
@@ -119,18 +112,12 @@ def _median_total(source: Pass) -> float:
 
 def _scaled(block: Any, *, target: float, log1p: bool, dtype: np.dtype[Any]) -> Any:
     """Scale rows to the total `target`; the result is CSR or dense, as `block` is."""
-    if sp.issparse(block):
-        result = sp.csr_matrix(block, dtype=dtype, copy=True)
-        factors = _factors(np.asarray(result.sum(axis=1, dtype=np.float64)).reshape(-1), target)
-        result.data *= np.repeat(factors, np.diff(result.indptr)).astype(dtype)
-        values = result.data
-    else:
-        values = result = np.array(block, dtype=dtype)
-        values *= _factors(result.sum(axis=1, dtype=np.float64), target).astype(dtype)[:, None]
+    is_sparse = sp.issparse(block)
+    result: Any = sp.csr_matrix(block, dtype=dtype, copy=True) if is_sparse else np.array(block, dtype=dtype)
+    totals = np.asarray(result.sum(axis=1, dtype=np.float64)).reshape(-1)
+    factors = np.divide(target, totals, out=np.ones_like(totals), where=totals != 0).astype(dtype)
+    values = result.data if is_sparse else result
+    values *= np.repeat(factors, np.diff(result.indptr)) if is_sparse else factors[:, None]
     if log1p:
         np.log1p(values, out=values)
     return result
-
-
-def _factors(totals: NDArray[np.float64], target: float) -> NDArray[np.float64]:
-    return np.divide(target, totals, out=np.ones_like(totals), where=totals != 0)

@@ -338,7 +338,7 @@ class Predict(_Section):
     Parameters
     ----------
     out
-        Path of the store to create or extend; with `in_place`, path of the h5ad file.
+        Path of the store to create or extend.
     path
         Path of the atlas to read. Default: `data.path`. Predictions are made for all of its cells.
     key
@@ -348,7 +348,7 @@ class Predict(_Section):
         writes the column ``predicted`` of obs.
     batch_size
         Rows of a batch, per rank. Default: `data.batch_size`.
-    in_place, overwrite, nan
+    overwrite, nan
         As for `dasksc.predict`.
     """
 
@@ -357,7 +357,6 @@ class Predict(_Section):
     key: str = "X_emb"
     method: str | None = None
     batch_size: _Positive | None = None
-    in_place: bool = False
     overwrite: bool = False
     nan: Literal["error", "report"] = "error"
 

@@ -183,7 +183,6 @@ def predict_trained(
         key=section.key,
         categories=categories_for(model, section.method, dict(dataset.categories)),
         device=device,
-        in_place=section.in_place,
         overwrite=section.overwrite,
         nan=section.nan,
         progress=progress,

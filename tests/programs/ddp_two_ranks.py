@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
-from dasksc.inference import work
+from dasksc.inference import store
 from dasksc.planning.process_groups import leave_group
 
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
@@ -58,7 +58,7 @@ layers = torch.nn.Linear(dasksc.open(path).n_vars, 6), torch.nn.Linear(6, 3)
 model = DistributedDataParallel(torch.nn.Sequential(*layers)).train()
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, seed=0)
 # Units of work have 16 rows here, so that each rank predicts many of the 64 units.
-with mock.patch.object(work, "_LEAST_ROWS", 16):
+with mock.patch.object(store, "_LEAST_ROWS", 16):
     report = dasksc.predict(model, dataset, predictions)
     # When `predict` returns, every rank can read the key obsm/X_emb of the store.
     there = dasksc.open(path, attach={"obsm/X_emb": predictions}).obsm["X_emb"].shape

@@ -57,7 +57,7 @@ def noted_projections() -> list[int]:
     projected, read = [], Pass.__iter__
 
     def noted(source: Pass) -> Iterator[Any]:
-        projected.append(source.projected_bytes)
+        projected.append(source.reserved_bytes + source.dataset().projected_bytes)
         return read(source)
 
     Pass.__iter__ = noted

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import h5py
 import numpy as np
 import torch
 import zarr
 
 import dasksc
-from dasksc.inference import work
-from dasksc.output import shards
+from dasksc.inference import store
 
 BATCH = 8
 SLEEP_S = 0.01
@@ -38,14 +36,13 @@ def embed(batch: Any) -> torch.Tensor:
 
 def predict(source: str, out: str, key: str, rank: int, world_size: int) -> dasksc.PredictionReport:
     with (
-        mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH),
-        mock.patch.object(work, "_MOST_ROWS", 2 * BATCH),
-        mock.patch.object(shards, "sync"),
+        mock.patch.object(store, "_LEAST_ROWS", 2 * BATCH),
+        mock.patch.object(store, "_MOST_ROWS", 2 * BATCH),
+        mock.patch.object(store, "sync"),
     ):
         return dasksc.predict(
             *(embed, source, out),
             key=key,
-            in_place=out.endswith(".h5ad"),
             batch_size=BATCH,
             rank=rank,
             world_size=world_size,
@@ -72,9 +69,6 @@ def started(source: str, out: str, key: str, world_size: int) -> list[int]:
 def seen(out: Path, key: str) -> np.ndarray | None:
     """Return the predictions that a reader sees, or None."""
     try:
-        if out.is_file():
-            with h5py.File(out, "r") as file:
-                return file[f"obsm/{key}"][:] if f"obsm/{key}" in file else None
         # A key is visible in two ways: in the consolidated metadata of the root, and as a folder.
         root = zarr.open_group(out, mode="r")
         listed = f"obsm/{key}" in root
@@ -110,8 +104,8 @@ def main(source: str, out: str, key: str) -> None:
             if os.WIFEXITED(status) and os.WEXITSTATUS(status):
                 raise SystemExit("a rank failed")
         n_kills += 1
-        markers = list(Path(out).parent.glob(f"{Path(out).name}*.partial/*/done/*.json"))
-        units_after_kills.append(len(markers))
+        units = list(Path(out).parent.glob(f"{Path(out).name}*.partial/store/obsm/{key}/c/*/0"))
+        units_after_kills.append(len(units))
         if seen(Path(out), key) is not None:
             raise SystemExit(f"done after {n_kills} kills: nothing is left to kill")
     for pid in started(source, out, key, 2):

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
-from dasksc.inference import work
+from dasksc.inference import store
 from dasksc.planning.process_groups import leave_group
 
 BATCH = 8
@@ -49,7 +49,7 @@ elif HOW == "ddp":
 else:
     called = model.embed
 dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), BATCH, seed=0)
-with mock.patch.object(work, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(work, "_MOST_ROWS", 2 * BATCH):
+with mock.patch.object(store, "_LEAST_ROWS", 2 * BATCH), mock.patch.object(store, "_MOST_ROWS", 2 * BATCH):
     try:
         report = dasksc.predict(called, dataset, out)
         # When `predict` returns, every rank can read the key obsm/X_emb of the store.

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.programs
 
 MODULES = (
     *("dasksc", "dasksc.datasets", "dasksc.tokens", "dasksc.transforms", "dasksc.experimental"),
-    *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module", "dasksc.integrations.cell_load"),
+    *("dasksc.train", "dasksc.train.models", "dasksc.integrations.data_module"),
 )
 # Classes whose members the caller names freely.
 NAMED_BY_CALLERS = {"MultiIndexable", "Batch"}
@@ -63,8 +63,6 @@ def test_options_of_a_data_set_are_those_of_its_signature():
     unused = {"strategy", "filter", "drop_last", "equal_ranks", "label_key", "seed", "return_index", "data_collection"}
     assert options - set(predict) == unused
     assert predict["batch_size"].default == 1024
-    from_toml = inspect.signature(examples.public_things("dasksc.integrations.cell_load")["from_toml"]).parameters
-    assert set(inspect.signature(dasksc.open).parameters) - set(from_toml) == {"data", "label", "keys"}
 
 
 def test_the_parameters_of_a_data_set_are_grouped():

@@ -32,7 +32,6 @@ MODULES = (
         "dasksc.dashboard",
     ),
     *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
-    "dasksc.integrations.cell_load",
 )
 # Importing these modules imports a trainer, which takes longer than all other imports.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")

@@ -20,8 +20,7 @@ pytest.importorskip("lightning.pytorch")
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 
-from dasksc.inference import work
-from dasksc.integrations.lightning import Writer, scDataModule
+from dasksc.integrations.lightning import scDataModule
 
 N_OBS = 60
 TRAINING, HELD_OUT = np.arange(50), np.arange(50, N_OBS)
@@ -256,85 +255,3 @@ def test_stages_have_strategies_by_name_and_only_balance_takes_labels(path):
     refused = scDataModule(path, 8, train="shuffle", label_key="cell_type", seed=1)
     with pytest.raises(InputError, match="label_key='cell_type'.*strategy='balance'"):
         refused.setup("fit")
-
-
-# --- Predictions ------------------------------------------------------------------------------------------
-
-
-MOST = {"n": 100}  # number of batches after which `Embedder` fails; the digest of a model includes no globals
-
-
-class Embedder(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(17, 4)
-        self.n_predicted = 0
-
-    def predict_step(self, batch, batch_idx):
-        self.n_predicted += 1
-        if self.n_predicted > MOST["n"]:
-            raise ZeroDivisionError
-        return self.layer(batch)
-
-
-def embedding(model: Embedder, path) -> np.ndarray:
-    dataset = dasksc.scDataset(path, Streaming(), 8, rank=0, world_size=1)
-    with torch.inference_mode():
-        return np.concatenate([model.layer(batch).numpy() for batch in dataset])
-
-
-@pytest.fixture
-def small_units(monkeypatch):
-    monkeypatch.setattr(work, "_LEAST_ROWS", 16)
-    monkeypatch.setattr(work, "_MOST_ROWS", 16)
-
-
-@pytest.mark.usefixtures("small_units")
-def test_a_writer_writes_what_predict_step_returns_and_goes_on_after_a_failure(path, tmp_path):
-    model = Embedder()
-    data = scDataModule(path, 8, predict=Streaming(indices=np.arange(5)))
-    writer = Writer(tmp_path / "emb.zarr")
-    MOST["n"] = 5
-    with pytest.raises(ZeroDivisionError):
-        trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
-    assert writer.report is None
-    assert not (tmp_path / "emb.zarr").exists()
-    # The digest of the model includes its attributes, so the counter is reset.
-    MOST["n"], model.n_predicted = 100, 0
-    found = trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
-    assert not found
-    assert writer.report.is_complete
-    assert writer.report.n_predicted == N_OBS - 32
-    assert np.array_equal(dasksc.open(tmp_path / "emb.zarr").obsm["X_emb"].compute(), embedding(model, path))
-    model.n_predicted = 0
-    trainer(tmp_path, callbacks=[writer]).predict(model, datamodule=data)
-    assert (writer.report.n_predicted, writer.report.is_complete) == (0, True)
-    # Without the callback, the prediction covers only the five rows of the data module.
-    assert len(trainer(tmp_path).predict(model, datamodule=data)) == 1
-
-
-@pytest.mark.usefixtures("small_units")
-def test_a_writer_takes_the_parameters_of_the_checkpoint(path, tmp_path):
-    model = Embedder()
-    fresh = trainer(tmp_path)
-    fresh.strategy.connect(model)
-    fresh.save_checkpoint(tmp_path / "model.ckpt")
-    other = Embedder()
-    torch.nn.init.zeros_(other.layer.weight)
-    data = scDataModule(path, 8, predict=Streaming())
-    trainer(tmp_path, callbacks=[Writer(tmp_path / "emb.zarr")]).predict(
-        other, datamodule=data, ckpt_path=tmp_path / "model.ckpt"
-    )
-    assert np.array_equal(dasksc.open(tmp_path / "emb.zarr").obsm["X_emb"].compute(), embedding(model, path))
-
-
-def test_a_writer_needs_a_data_module_that_knows_rows(path, tmp_path):
-    dataset = dasksc.scDataset(path, Streaming(), 8)
-    with pytest.raises(InputError, match=r"datamodule=\.\.\."):
-        trainer(tmp_path, callbacks=[Writer(tmp_path / "emb.zarr")]).predict(Embedder(), dataset)
-
-
-def test_two_devices_write_together(path, tmp_path):
-    run([sys.executable, PROGRAMS / "lightning_predict.py", path, tmp_path / "emb.zarr"], is_preloaded=True)
-    assert np.array_equal(dasksc.open(tmp_path / "emb.zarr").obsm["X_emb"].compute(), embedding(Embedder(), path))

@@ -147,8 +147,7 @@ def test_columns_that_do_not_fit_are_refused(path):
         ({"layuot": "csr"}, WrongTypeError, "layuot="),
         ({"rank": 0}, WrongTypeError, "rank="),
         ({"layer": "triple"}, InputError, "'triple'"),
-        ({"obs": "age"}, WrongTypeError, "obs='age'"),
-        ({"categorical_covariate_keys": "sex"}, WrongTypeError, "'sex'"),
+        ({"obs": 5}, WrongTypeError, "obs.* 5"),
         ({"batch_size": 0}, InputError, "batch_size"),
         ({"genes": ["nothing"]}, InputError, "'nothing'"),
         ({"filter": "age > 2"}, InputError, "age > 2"),
@@ -202,17 +201,17 @@ def test_every_loader_yields_the_same_keys_and_an_interrupted_epoch_is_resumed(a
         assert torch.equal(ours["ind_x"], expected["ind_x"])
 
 
-def rank_of(path, rank: int, world_size: int, module: torch.nn.Module, **options) -> SCVIDataModule:
-    """Return a data module with the data sets of a rank, as a trainer for `module` makes them."""
+def rank_of(path, rank: int, world_size: int, **options) -> SCVIDataModule:
+    """Return a data module with the data sets of a rank, as a trainer makes them."""
     data = data_module(path, validate="stream", **options)
     ranks = {"rank": rank, "num_replicas": world_size}
-    data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, lightning_module=module, overfit_batches=0)
+    data.trainer = SimpleNamespace(distributed_sampler_kwargs=ranks, overfit_batches=0)
     data.setup("fit")
     return data
 
 
 def test_two_ranks_divide_training_and_validation_and_each_infers_every_cell(path):
-    ranks = [rank_of(path, rank, 2, torch.nn.Identity()) for rank in range(2)]
+    ranks = [rank_of(path, rank, 2) for rank in range(2)]
     for loader in ("train_dataloader", "val_dataloader"):
         rows = [batch["ind_x"].ravel() for data in ranks for batch in getattr(data, loader)()]
         assert sorted(torch.cat(rows).tolist()) == list(range(N_OBS))
@@ -222,11 +221,9 @@ def test_two_ranks_divide_training_and_validation_and_each_infers_every_cell(pat
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 299), (1, 23), (2, 149), (1, 1)])
-def test_a_batch_of_one_cell_is_refused_before_training_with_batch_normalization(path, world_size, batch_size):
-    normalized = torch.nn.Sequential(torch.nn.Linear(N_VARS, 2), torch.nn.BatchNorm1d(2))
+def test_a_batch_of_one_cell_is_refused_before_training(path, world_size, batch_size):
     with pytest.raises(InputError, match=rf"batch_size={batch_size}\b"):
-        rank_of(path, 0, world_size, normalized, batch_size=batch_size)
-    rank_of(path, 0, world_size, torch.nn.Linear(N_VARS, 2), batch_size=batch_size)
+        rank_of(path, 0, world_size, batch_size=batch_size)
     if batch_size > 1:
-        data = rank_of(path, 0, world_size, normalized, batch_size=batch_size, drop_last=True)
+        data = rank_of(path, 0, world_size, batch_size=batch_size, drop_last=True)
         assert all(len(batch["X"]) == batch_size for batch in data.train_dataloader())

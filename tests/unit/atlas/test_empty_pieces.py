@@ -14,7 +14,7 @@ import scipy.sparse as sp
 import dasksc
 from dasksc.atlas import cell_names, filtering, splitting
 from dasksc.conversion import converting, tables
-from dasksc.inference import work
+from dasksc.inference import store
 from dasksc.summaries import reading
 from tests.support.data import write_store
 
@@ -27,7 +27,7 @@ ENDS = {"first": (0, 0, 6, 12), "middle": (0, 6, 6, 12), "last": (0, 6, 12, 12)}
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = [(cell_names, "_PIECE"), (converting, "_SCAN_ROWS"), (work, "_LEAST_ROWS"), (work, "_MOST_ROWS")]
+    places = [(cell_names, "_PIECE"), (converting, "_SCAN_ROWS"), (store, "_LEAST_ROWS"), (store, "_MOST_ROWS")]
     places += [(module, "_PIECE_ROWS") for module in (filtering, splitting, converting, tables, reading)]
     for module, name in places:
         monkeypatch.setattr(module, name, N_PIECE)

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from dasksc.inference import work
-from dasksc.output import shards
+from dasksc.inference import store
 from tests.support.data import make_adata
 
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the unit size to 16 rows, so that the atlas has 13 units."""
-    monkeypatch.setattr(work, "_LEAST_ROWS", 16)
-    monkeypatch.setattr(work, "_MOST_ROWS", 16)
-    monkeypatch.setattr(shards, "sync", lambda file: None)
+    monkeypatch.setattr(store, "_LEAST_ROWS", 16)
+    monkeypatch.setattr(store, "_MOST_ROWS", 16)
+    monkeypatch.setattr(store, "sync", lambda file: None)
 
 
 @pytest.fixture

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import errno
-import functools
 import itertools
 import re
 import shutil
 import sys
-import threading
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -17,7 +14,6 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
-import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
@@ -28,9 +24,8 @@ from torch.distributed import HashStore, PrefixStore
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.atlas import view
-from dasksc.inference import Predictions, sharing
-from dasksc.inference.digests import model_digest
-from dasksc.output import shards
+from dasksc.inference import ranks
+from dasksc.inference import store as stores
 from tests.support import cell_ranger
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
@@ -235,33 +230,34 @@ def test_missing_units_are_predicted_by_any_number_of_ranks(atlas, tmp_path, n_b
     assert np.array_equal(read(out).obsm["X_emb"], plain(model, atlas))
 
 
-def unfinished(model: Any, atlas: Path, out: Path, n_batches: int = 4, **options: Any) -> None:
+def unfinished(model: Any, atlas: Any, out: Path, n_batches: int = 4, **options: Any) -> None:
     """Interrupt a prediction after `n_batches` batches."""
-    overwrite = options.pop("overwrite", False)
-    run = Predictions(model, atlas, out, overwrite=overwrite, options={"batch_size": BATCH, **options})
-    share = run.begin()
-    assert share is not None
-    for batch, _ in zip(share.batches(), range(n_batches), strict=False):
-        run.write_batch(share, run.predictor.function(batch).detach())
-    share.abandon()
+    n_called = itertools.count()
+
+    def interrupted(batch: Any) -> Any:
+        if next(n_called) == n_batches:
+            raise Killed
+        return model(batch)
+
+    with pytest.raises(Killed):
+        predict(interrupted, atlas, out, **options)
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda: (Embedder(seed=1), {}), "model"),
-        (lambda: (Embedder(), {"genes": [f"gene{i}" for i in range(16, -1, -1)]}), "data"),
-        (lambda: (Embedder(), {"batch_size": 4}), "batch_size"),
-        (lambda: (Embedder(), {"key": "X_other"}), "key"),
+        ({"genes": [f"gene{i}" for i in range(16, -1, -1)]}, "data"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"key": "X_other"}, "key"),
+        ({"transform": dasksc.transforms.MaskGenes(0.5, seed=0)}, "hooks"),
     ],
 )
 def test_unfinished_predictions_of_another_kind_are_refused_by_name_or_discarded(atlas, tmp_path, change, what):
     out = tmp_path / "emb.zarr"
     unfinished(Embedder().eval(), atlas, out)
-    model, options = change()
     with pytest.raises(InputError, match=f"{what}.*overwrite=True"):
-        predict(model, atlas, out, **options)
-    report = predict(model, atlas, out, overwrite=True, **options)
+        predict(Embedder(), atlas, out, **change)
+    report = predict(Embedder(), atlas, out, overwrite=True, **change)
     assert report.n_predicted == N_OBS
 
 
@@ -324,32 +320,12 @@ def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
         predict(Embedder(), tmp_path / "few.h5ad", store)
 
 
-def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
-    model = Embedder()
-    expected, before = plain(model, atlas), read(atlas)
-    link = atlas.with_name("link.h5ad")
-    link.symlink_to(atlas)
-    predict(model.both, link, link, categories={"predicted": LABELS}, in_place=True)
-    written = read(link)
-    assert link.is_symlink()
-    assert np.array_equal(written.obsm["X_emb"], expected)
-    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
-    pd.testing.assert_frame_equal(written.obs[list(before.obs)], before.obs)
-    assert (written.X != before.X).nnz == 0
-    with pytest.raises(InputError, match="'obsm/X_emb'"):
-        predict(model, atlas, atlas, in_place=True)
-    predict(Embedder(seed=1), atlas, atlas, in_place=True, overwrite=True)
-    assert np.array_equal(read(atlas).obsm["X_emb"], plain(Embedder(seed=1), atlas))
-    assert sorted(path.name for path in atlas.parent.iterdir()) == ["atlas.h5ad", "link.h5ad"]
-
-
 @pytest.mark.parametrize(
     ("out", "options", "error", "message"),
     [
-        ("atlas.h5ad", {}, InputError, "in_place=True"),
-        ("text.h5ad", {"in_place": True}, InputError, "text.h5ad.*h5ad"),
-        ("none.h5ad", {"in_place": True}, MissingPathError, "there is none at"),
-        ("none.zarr", {"in_place": True}, MissingPathError, "there is none at"),
+        ("atlas.h5ad", {}, InputError, "atlas.h5ad.*attach="),
+        ("none.h5ad", {}, InputError, "none.h5ad.*attach="),
+        ("text", {}, InputError, "text.*attach="),
         ("folder", {}, InputError, "folder exists and is not a Zarr store"),
         ("s3://bucket/emb.zarr", {}, InputError, "is not a local path"),
         ("emb.zarr", {"key": "a/b"}, InputError, "no '/'"),
@@ -359,10 +335,10 @@ def test_an_h5ad_is_replaced_by_a_copy_with_the_predictions(atlas):
 )
 def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, error, message):
     (tmp_path / "folder").mkdir()
-    (tmp_path / "text.h5ad").write_text("no atlas")
+    (tmp_path / "text").write_text("no atlas")
     with pytest.raises(error, match=message):
         predict(Embedder(), atlas, out if "://" in out else tmp_path / out, **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder", "text.h5ad"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "folder", "text"]
 
 
 # --- Invalid outputs of models ----------------------------------------------------------------------------
@@ -374,6 +350,7 @@ def test_wrong_targets_and_arguments_are_refused(atlas, tmp_path, out, options, 
         (lambda x: x[:-1], InputError, "17"),
         (lambda x: x.sum(), InputError, r"shape \(\)"),
         (lambda x: x[:, :, None], InputError, r"shape \(8, 17, 1\)"),
+        (lambda x: x[:, :0], InputError, r"shape \(8, 0\)"),
         (lambda x: x.to_sparse_csr(), InputError, "sparse"),
         (lambda x: x.numpy().astype(str), InputError, "expected numbers"),
         (lambda x: None, WrongTypeError, "NoneType"),
@@ -413,19 +390,17 @@ def test_nan_is_refused_by_the_name_of_the_cell_or_reported(atlas, tmp_path):
 
 def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypatch):
     n_written = 0
-    original = shards.ShardWriter._finish
 
-    def finish(self: Any, file: Any) -> None:
+    def full(file: Any) -> None:
         nonlocal n_written
         n_written += 1
         if n_written > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(self, file)
 
-    monkeypatch.setattr(shards.ShardWriter, "_finish", finish)
+    monkeypatch.setattr(stores, "sync", full)
     with pytest.raises(StorageError, match="no space is left for .*more will be needed"):
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    monkeypatch.setattr(shards.ShardWriter, "_finish", original)
+    monkeypatch.setattr(stores, "sync", lambda file: None)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
 
 
@@ -478,169 +453,104 @@ def _with_column(store: Path, folder: Path) -> Path:
     return folder / "other.h5ad"
 
 
-# --- Digests ----------------------------------------------------------------------------------------------
-
-
-def test_digests_tell_models_functions_and_what_they_hold_apart():
-    scale = 2.0
-
-    def scaled(batch: Any) -> Any:
-        return batch * scale
-
-    def others(batch: Any) -> Any:
-        return batch + scale
-
-    class Configured(Embedder):
-        def __init__(self, beta: float) -> None:
-            super().__init__()
-            self.beta = beta
-
-    model = Embedder()
-    same = [model_digest(Embedder()), model_digest(model), model_digest(model.train()), model_digest(model.eval())]
-    assert len(set(same)) == 1
-    different = [
-        model, model.both, Embedder(6), Embedder(seed=1), Configured(1.0), Configured(2.0), scaled, others,
-        lambda x: x + 1, lambda x: x + 2,
-        functools.partial(scaled, 1), functools.partial(scaled, 2), np.log1p, np.exp, torch.sum, torch.mean,
-        nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2), nn.GELU()), {"a": 1}, {"a": 2}, None,
-    ]  # fmt: skip
-    digests = [model_digest(value) for value in different]
-    assert len(set(digests)) == len(different)
-    before = model_digest(scaled)
-    scale = 3.0
-    assert model_digest(scaled) != before
-
-
-class Holder(Embedder):
-    """Model with one attribute besides its parameters."""
-
-    def __init__(self, name: str, value: Any) -> None:
-        super().__init__()
-        setattr(self, name, value)
-
-
-class Slotted:
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class Module(nn.Module):
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = value
-
-
-def doubled(value: Any) -> Any:
-    return 2 * value
-
-
-ATTRIBUTES = {
-    "dict": ({"a": 1.0}, {"a": 2.0}),
-    "nested": ([{"a": (1, {2})}], [{"a": (1, {3})}]),
-    "set": ({1, 2}, {1, 3}),
-    "array": (np.ones(3), np.zeros(3)),
-    "sparse": (sp.eye(3, format="csr"), 2 * sp.eye(3, format="csr")),
-    "tensor": (torch.ones(3), torch.zeros(3)),
-    "dtype": (torch.float32, torch.float64),
-    "numpy dtype": (np.dtype("f4"), np.dtype("f8")),
-    "function": (doubled, plain),
-    "lambda": (lambda value: 2 * value, lambda value: 3 * value),
-    "ufunc": (np.exp, np.log1p),
-    "built-in": (torch.relu, torch.tanh),
-    "class": (Embedder, Module),
-    "number": (2.0, 3.0),
-    "complex": (1j, 2j),
-    "path": (Path("a"), Path("b")),
-    "slots": (Slotted(1), Slotted(2)),
-    "module in a list": ([Module(1.0)], [Module(2.0)]),
-    "table": (pd.DataFrame({"a": [1]}), pd.DataFrame({"a": [2]})),
-}
-
-
-@pytest.mark.parametrize("name", ["value", "_value"])
-@pytest.mark.parametrize(("one", "other"), ATTRIBUTES.values(), ids=ATTRIBUTES)
-def test_every_kind_of_attribute_counts_in_the_digest_of_a_model(name, one, other):
-    digest = model_digest(Holder(name, one))
-    assert digest == model_digest(Holder(name, copy.deepcopy(one))) is not None
-    assert digest != model_digest(Holder(name, other)) is not None
-
-
-def test_devices_and_locks_do_not_count_in_a_digest():
-    assert model_digest(Holder("held", threading.Lock())) == model_digest(Holder("held", threading.Lock())) is not None
-    assert model_digest(Holder("at", torch.device("cpu"))) == model_digest(Holder("at", torch.device("cuda", 1)))
-
-
-def test_a_compiled_module_keeps_its_digest_when_it_is_called():
-    module = torch.compile(nn.Linear(3, 2), backend="eager")
-    before = model_digest(module)
-    module(torch.ones(2, 3))
-    assert model_digest(module) == before != model_digest(torch.compile(nn.Linear(3, 2), backend="eager"))
-
-
-def test_modules_that_refer_to_each_other_have_a_digest():
-    model = Embedder()
-    model.parts = [model]
-    assert model_digest(model) is not None
-    assert model_digest(nn.LSTM(3, 2)) is not None
-
-
-def test_predictions_of_a_model_that_cannot_be_compared_are_never_resumed(atlas, tmp_path):
-    out = tmp_path / "emb.zarr"
-    model = Holder("_held", {"rows": (row for row in ())}).eval()
-    assert model_digest(model) is None
-    unfinished(model, atlas, out)
-    with pytest.raises(InputError, match="overwrite"):
-        predict(model, atlas, out)
-    assert predict(model, atlas, out, overwrite=True).n_predicted == N_OBS
+# --- Overwriting -----------------------------------------------------------------------------------------
 
 
 FACTOR = 1.0
 
 
-class FirstTwo(nn.Module):
-    def forward(self, batch: Any) -> torch.Tensor:
-        return batch[:, :2]
-
-
-def unseen(batch: Any) -> Any:
-    """Return the first columns times a global variable, which no digest covers."""
+def scaled(batch: Any) -> Any:
+    """Return the first columns times a global variable, which no comparison covers."""
     return batch[:, :2] * FACTOR
 
 
-@pytest.mark.parametrize("kind", ["new", "store", "file"])
+@pytest.mark.parametrize("kind", ["new", "store"])
 @pytest.mark.parametrize("is_finished", [True, False])
 def test_overwriting_predicts_all_cells_again(tmp_path, monkeypatch, kind, is_finished):
-    atlas = write_store(make_adata(N_OBS, N_VARS), tmp_path, "h5ad" if kind == "file" else "zarr3")
-    out, options = (tmp_path / "emb.zarr", {}) if kind == "new" else (atlas, {"in_place": True})
-    expected = 2 * plain(FirstTwo(), atlas)
-    if is_finished:
-        predict(unseen, atlas, out, **options)
-    else:
-        run = Predictions(unseen, atlas, out, options={"batch_size": BATCH}, **options)
-        share = run.begin()
-        for batch, _ in zip(share.batches(), range(4), strict=False):
-            run.write_batch(share, unseen(batch))
-        share.abandon()
+    atlas = write_store(make_adata(N_OBS, N_VARS), tmp_path, "zarr3")
+    out = tmp_path / "emb.zarr" if kind == "new" else atlas
+    expected = 2 * read(atlas).X[:, :2].toarray()
+    (predict if is_finished else unfinished)(scaled, atlas, out)
     monkeypatch.setattr(sys.modules[__name__], "FACTOR", 2.0)
-    assert predict(unseen, atlas, out, overwrite=True, **options).n_predicted == N_OBS
+    assert predict(scaled, atlas, out, overwrite=True).n_predicted == N_OBS
     np.testing.assert_array_equal(read(out).obsm["X_emb"], expected)
-    assert predict(unseen, atlas, out, **options).n_predicted == 0
+    assert predict(scaled, atlas, out).n_predicted == 0
 
 
+def test_a_call_that_is_overwritten_meanwhile_ends_with_an_error_and_mixes_nothing(atlas, tmp_path):
+    out, n_called = tmp_path / "emb.zarr", itertools.count()
+
+    def overwritten(batch: Any) -> Any:
+        if next(n_called) == 5:
+            unfinished(lambda batch: batch[:, :2] + 1, atlas, out, overwrite=True)
+        return batch[:, :2]
+
+    with pytest.raises(StorageError, match="overwritten"):
+        predict(overwritten, atlas, out)
+    assert predict(lambda batch: batch[:, :2] + 1, atlas, out).n_predicted == N_OBS - 32
+    np.testing.assert_array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].toarray() + 1)
+
+
+@pytest.fixture
+def group(monkeypatch) -> None:
+    """Let the ranks of `on_ranks` agree through a store in memory."""
+    held = HashStore()
+    monkeypatch.setattr(ranks, "shared_store", lambda prefix: PrefixStore(prefix, held))
+    monkeypatch.setattr(ranks, "_ordinals", defaultdict(itertools.count))
+
+
+@pytest.mark.usefixtures("group")
 def test_ranks_of_a_group_overwrite_together(atlas, tmp_path, monkeypatch):
-    out, held = tmp_path / "emb.zarr", HashStore()
-    monkeypatch.setattr(sharing, "shared_store", lambda prefix: PrefixStore(prefix, held))
-    monkeypatch.setattr(sharing, "_ordinals", defaultdict(itertools.count))
-    adata, expected = dasksc.open(atlas), plain(FirstTwo(), atlas)
+    out = tmp_path / "emb.zarr"
+    adata, expected = dasksc.open(atlas), read(atlas).X[:, :2].toarray()
     options = {"world_size": 2, "overwrite": True, "scheduler": "synchronous"}
     for factor in (1.0, 2.0):
         monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
-        reports = on_ranks(2, lambda rank, store: predict(unseen, adata, out, rank=rank, **options))
+        reports = on_ranks(2, lambda rank, store: predict(scaled, adata, out, rank=rank, **options))
         assert [getattr(report, "is_complete", report) for report in reports] == [True, True]
         assert sum(report.n_predicted for report in reports) == N_OBS
         np.testing.assert_array_equal(read(out).obsm["X_emb"], factor * expected)
+
+
+def failing(batch: Any) -> Any:
+    raise ZeroDivisionError("this rank fails")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("options", "model", "error", "what"),
+    [
+        ({"nan": "maybe"}, first_columns, InputError, "maybe"),
+        ({"genes": ["none"]}, first_columns, InputError, "none"),
+        ({}, failing, ZeroDivisionError, "this rank fails"),
+        ({}, lambda batch: batch[:, :0], InputError, "shape"),
+    ],
+)
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_start_that_one_rank_refuses_fails_on_all_ranks_and_leaves_nothing(
+    atlas, tmp_path, failing_rank, options, model, error, what
+):
+    adata = dasksc.open(atlas)
+
+    def act(rank: int, store: Any) -> Any:
+        mine, given = (model, options) if rank == failing_rank else (first_columns, {})
+        return predict(mine, adata, tmp_path / "emb.zarr", rank=rank, world_size=2, scheduler="synchronous", **given)
+
+    failed = on_ranks(2, act)
+    assert isinstance(failed[failing_rank], error)
+    assert isinstance(failed[1 - failing_rank], StorageError)
+    assert all(what in str(one) for one in failed)
+    assert [path.name for path in tmp_path.iterdir()] == ["atlas.h5ad"]
+
+
+def test_the_options_are_attributes_of_every_array(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+    predict(Embedder().both, atlas, out, key="X_key", categories={"predicted": LABELS})
+    root = zarr.open_group(out, mode="r")
+    for name in ("obsm/X_emb", "obs/predicted", "obs/score"):
+        options = root[name].attrs["dasksc-predicted"]
+        assert (options["key"], options["batch_size"], options["n_obs"]) == ("X_key", BATCH, N_OBS)
+        assert options["categories"] == {"predicted": LABELS}
 
 
 def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
@@ -651,6 +561,6 @@ def test_data_in_memory_of_equal_type_and_length_are_told_apart(tmp_path):
         return batch[:, :2].toarray()
 
     assert predict(ends, matrix, out).n_predicted == N_OBS
-    assert predict(ends, matrix.copy(), out).n_predicted == 0
+    assert predict(ends, sp.random(N_OBS, N_VARS, density=0.5, format="csr", random_state=0), out).n_predicted == 0
     with pytest.raises(InputError, match=re.escape(out.name)):
         predict(ends, 2 * matrix, out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -82,15 +81,14 @@ def test_a_name_that_a_store_cannot_hold_is_refused(atlas, tmp_path, name, as_co
     assert entries(tmp_path) == ["atlas.h5ad"]
 
 
-@pytest.mark.parametrize("kind", ["file", "store"])
-def test_the_names_of_the_cells_are_never_replaced(tmp_path, kind):
+def test_the_names_of_the_cells_are_never_replaced(tmp_path):
     adata = make_adata(203, 17)
     adata.obs.index.name = "barcode"
-    path = tmp_path / ("named.h5ad" if kind == "file" else "named.zarr")
+    path = tmp_path / "named.zarr"
     with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3):
-        adata.write_h5ad(path) if kind == "file" else adata.write_zarr(path)
+        adata.write_zarr(path)
     with pytest.raises(InputError, match="'obs/barcode'"):
-        predict(lambda b: {"barcode": two(b)[:, 0]}, path, path, overwrite=True, in_place=kind == "file")
+        predict(lambda b: {"barcode": two(b)[:, 0]}, path, path, overwrite=True)
     assert list(read(path).obs_names) == list(adata.obs_names)
     assert entries(tmp_path) == [path.name]
 
@@ -144,16 +142,17 @@ def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
     assert sorted(store.rglob("*")) == before
 
 
-# --- Damaged notes --------------------------------------------------------------------------------------
+# --- Shards ---------------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_is_gone_is_named(atlas, tmp_path):
+def test_a_shard_that_is_gone_is_predicted_again(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
     predict(two, atlas, out, rank=0, world_size=2)
-    shutil.rmtree(next((tmp_path / "emb.zarr.partial").glob("*/store/obsm/X_emb/c/3")))
-    with pytest.raises(dasksc.CorruptDataError, match="c/3/0"):
-        predict(two, atlas, out, rank=1, world_size=2)
-    assert not out.exists()
+    (tmp_path / "emb.zarr.partial/store/obsm/X_emb/c/3/0").unlink()
+    assert not predict(two, atlas, out, rank=1, world_size=2).is_complete
+    report = predict(two, atlas, out)
+    assert (report.n_predicted, report.is_complete) == (16, True)
+    assert np.array_equal(read(out).obsm["X_emb"], read(atlas).X[:, :2].todense())
 
 
 # --- Random transforms ----------------------------------------------------------------------------------

@@ -1,19 +1,24 @@
-"""Outputs of a model: named arrays with one row per cell, checked batch by batch."""
+"""Calls of a model on batches, and the arrays that it returns."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["Output", "Outputs", "check_categories", "check_name", "check_same", "nan_rows"]
+__all__ = ["Output", "Outputs", "Predictor", "check_categories", "check_name", "check_same", "nan_rows"]
 
 # File names have at most 255 bytes. The name of a work folder may contain the key and the name of the store, so keys
 # must be shorter.
@@ -21,20 +26,80 @@ _NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """Specification of one array of predictions.
+class Predictor:
+    """A function to call with each batch, and the module whose parameters it uses, if known."""
 
-    Parameters
-    ----------
-    name
-        Name in obs or obsm.
-    width
-        Number of columns of a matrix in obsm; None for a column of obs.
-    dtype
-        Data type of the values.
-    labels
-        Labels of the codes of a categorical column of obs.
-    """
+    function: Callable[[Any], Any]
+    module: nn.Module | None
+
+    @classmethod
+    def of(cls, model: Any) -> Predictor:
+        """Unwrap a module, a method of one, or a function."""
+        if isinstance(model, type):
+            raise WrongTypeError(f"model is the class {model.__name__}; give an instance: {model.__name__}(...)")
+        if not callable(model):
+            raise WrongTypeError(f"model must be a torch.nn.Module or a function of a batch; got {model!r}")
+        if isinstance(model, DistributedDataParallel | DataParallel):
+            model = model.module
+        if isinstance(model, nn.Module):
+            return cls(function=model, module=model)
+        owner = model.__self__ if isinstance(model, MethodType) else None
+        if not isinstance(owner, nn.Module):
+            return cls(function=model, module=None)
+        if isinstance(owner, FSDPModule):
+            # FSDP gathers the parameters only in calls of the module itself and of methods registered as forward
+            # methods.
+            register_fsdp_forward_method(owner, model.__name__)
+            model = getattr(owner, model.__name__)
+        return cls(function=model, module=owner)
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the result for a batch."""
+        try:
+            return self.function(batch)
+        except AttributeError as error:
+            if error.obj is batch and isinstance(batch, torch.Tensor):
+                error.add_note(
+                    "The data set yields X alone, so the model was called with a tensor of shape "
+                    f"{tuple(batch.shape)}, which has no {error.name!r}. Use the tensor itself, or pass a data "
+                    "set that yields a Batch: scDataset(..., return_index=True), or obs= with the columns that the "
+                    "model reads."
+                )
+            raise
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if parameters are gathered from all ranks in every call."""
+        return self.module is not None and any(isinstance(part, FSDPModule) for part in self.module.modules())
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the first parameter or buffer; None if there are none."""
+        if self.module is None:
+            return None
+        held = next(iter((*self.module.parameters(), *self.module.buffers())), None)
+        return None if held is None else held.device
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Disable gradients and set the module to evaluation mode; restore the mode of each submodule."""
+        parts = [] if self.module is None else [(part, part.training) for part in self.module.modules()]
+        # FSDP frees and refills parameters in place. PyTorch forbids this for inference tensors once inference mode has
+        # ended, so a sharded model runs under `no_grad`.
+        mode = torch.no_grad() if self.is_sharded else torch.inference_mode()
+        try:
+            if self.module is not None:
+                self.module.eval()
+            with mode:
+                yield
+        finally:
+            for part, was_training in parts:
+                part.training = was_training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Specification of one array of predictions: a matrix of obsm, or a column of obs, whose width is None."""
 
     name: str
     width: int | None
@@ -49,7 +114,7 @@ class Output:
     @property
     def row_bytes(self) -> int:
         """Size of a row in bytes."""
-        return max(1, np.dtype(self.dtype).itemsize * (1 if self.width is None else self.width))
+        return np.dtype(self.dtype).itemsize * (1 if self.width is None else self.width)
 
     def shape(self, n_rows: int) -> tuple[int, ...]:
         """Return the shape of an array of `n_rows` rows."""
@@ -58,29 +123,21 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Conversion of the results of a model to arrays.
-
-    Parameters
-    ----------
-    key
-        Name of an array that the model returns without a name.
-    categories
-        Labels of categorical outputs, by name.
-    """
+    """Conversion of the results of a model to arrays, with the name of unnamed results and labels by name."""
 
     key: str
     categories: Mapping[str, Sequence[Any]]
 
     def arrays(self, returned: Any, n_rows: int) -> dict[str, NDArray[Any]]:
-        """Return the results of a model for a batch of `n_rows` rows as arrays, by name.
+        """Return the results of a model for a batch of `n_rows` rows as arrays, in ascending order of their names.
 
         Raises
         ------
         WrongTypeError
             If the result is not an array, a tensor or a dict of these.
         InputError
-            If an array does not have `n_rows` rows, has more than two dimensions, or is not numeric; if a code has no
-            label; or if `categories` names an output that the model does not return.
+            If an array does not have `n_rows` rows and at least one column, has more than two dimensions, or is not
+            numeric; if a code has no label; or if `categories` names an output that the model does not return.
         """
         given = returned if isinstance(returned, Mapping) else {self.key: returned}
         if not given:
@@ -89,7 +146,8 @@ class Outputs:
             raise InputError(
                 f"categories= has the key {missing[0]!r}, but the model returned only {', '.join(map(repr, given))}"
             )
-        return {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
+        arrays = {check_name(name): self._array(name, value, n_rows) for name, value in given.items()}
+        return dict(sorted(arrays.items()))
 
     def _array(self, name: str, value: Any, n_rows: int) -> NDArray[Any]:
         if isinstance(value, torch.Tensor):
@@ -102,14 +160,14 @@ class Outputs:
             raise WrongTypeError(
                 f"the model returned {name!r} as {type(value).__name__}; expected a tensor, an array or a dict of these"
             )
-        if value.ndim not in (1, 2) or len(value) != n_rows:
+        if value.ndim not in (1, 2) or len(value) != n_rows or 0 in value.shape:
             raise InputError(
                 f"the model returned {name!r} of shape {value.shape} for a batch of {n_rows} cells; expected "
                 f"({n_rows}, k), or ({n_rows},) for a column of obs"
             )
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
             raise InputError(f"the model returned {name!r} of type {value.dtype}; expected numbers of at most 64 bits")
-        return value if name not in self.categories else self._codes(name, value)
+        return self._codes(name, value) if name in self.categories else value
 
     def _codes(self, name: str, codes: NDArray[Any]) -> NDArray[Any]:
         n_labels = len(self.categories[name])
@@ -118,34 +176,28 @@ class Outputs:
                 f"categories= has the key {name!r}, an output of shape {codes.shape} and type {codes.dtype}; expected "
                 "one integer code per cell, such as scores.argmax(1)"
             )
-        if len(codes) and (codes.min() < -1 or codes.max() >= n_labels):
+        if codes.min() < -1 or codes.max() >= n_labels:
             raise InputError(
                 f"{name!r} has codes from {codes.min()} to {codes.max()}, and categories= has {n_labels} labels for "
                 f"it; expected codes in [0, {n_labels}), or -1 for a missing value"
             )
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 
-    def described(self, arrays: Mapping[str, NDArray[Any]]) -> tuple[Output, ...]:
-        """Return the specifications of arrays, in ascending order of their names."""
-        return tuple(
+    def described(self, arrays: Mapping[str, NDArray[Any]]) -> list[Output]:
+        """Return the specifications of arrays."""
+        return [
             Output(
                 name=name,
                 width=None if array.ndim == 1 else array.shape[1],
                 dtype=array.dtype.newbyteorder("=").name,
                 labels=tuple(self.categories[name]) if name in self.categories else None,
             )
-            for name, array in sorted(arrays.items())
-        )
+            for name, array in arrays.items()
+        ]
 
 
 def check_name(name: Any) -> str:
-    """Return the name of an output, if it is valid.
-
-    Raises
-    ------
-    InputError
-        If the name cannot be a key of a store.
-    """
+    """Return the name of an output; refuse it if it cannot be a key of a store."""
     if (
         not isinstance(name, str)
         or not name.isprintable()
@@ -162,14 +214,8 @@ def check_name(name: Any) -> str:
 
 
 def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) -> None:
-    """Raise an error for outputs that differ from those of other batches.
-
-    Raises
-    ------
-    InputError
-        If names, widths, types or labels differ.
-    """
-    if tuple(expected) == tuple(found):
+    """Refuse outputs that differ in names, widths, types or labels from those of other batches."""
+    if list(expected) == list(found):
         return
 
     def summary(outputs: Sequence[Output]) -> str:
@@ -183,26 +229,14 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
     )
 
 
-def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
-    """Return the rows with NaN by output; outputs without NaN are left out."""
-    found = {}
-    for name, array in arrays.items():
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            is_nan = np.isnan(array)
-            found[name] = np.flatnonzero(is_nan if is_nan.ndim == 1 else is_nan.any(axis=1))
-    return found
+def nan_rows(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the rows with NaN."""
+    is_nan = np.isnan(array) if array.dtype.kind == "f" else np.zeros(len(array), dtype=bool)
+    return np.flatnonzero(is_nan if is_nan.ndim == 1 else is_nan.any(axis=1))
 
 
 def check_categories(categories: Any) -> dict[str, list[Any]]:
-    """Return the labels of categorical outputs as plain types, by name.
-
-    Raises
-    ------
-    WrongTypeError
-        If `categories` is not a mapping, or labels are not in an ordered sequence.
-    InputError
-        If labels are missing, repeat, or are neither all text nor all numbers.
-    """
+    """Return the labels of categorical outputs as plain types, by name; refuse labels that are not categories."""
     if categories is None:
         return {}
     if not isinstance(categories, Mapping):

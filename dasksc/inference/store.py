@@ -1,0 +1,532 @@
+"""Arrays of predictions, written shard by shard in a work folder, and published by a rename.
+
+The rows of an atlas are divided into *units* of whole batches, whose size depends only on the number of cells and the
+batch size: a batch has the same rows on any number of ranks. A unit is one shard of every output. A shard has a
+temporary name until it is complete, so a shard exists or does not, and a later call writes the missing ones. The work
+folder appears with the first rows that are written. Values are stored uncompressed, so a shard is the rows followed by
+the index of its chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import google_crc32c
+import numpy as np
+import pandas as pd
+import zarr
+from anndata.io import write_elem
+from numpy.typing import NDArray
+
+from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
+from dasksc.atlas.cell_names import digest_names
+from dasksc.atlas.element_sizes import lengths_of
+from dasksc.errors import DaskscError, InputError, StorageError
+from dasksc.inference.model import Output, check_same, nan_rows
+from dasksc.output.elements import as_anndata_writes
+from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
+from dasksc.storage import is_url
+
+__all__ = ["COMPLETE", "Element", "Names", "PredictionStore", "ShardWriter", "target_path"]
+
+Names = Callable[[], Iterable[Sequence[str]] | None]
+"""Function that returns the names of the cells in pieces; None if the cells have no names."""
+
+COMPLETE = "complete"
+# Attributes of each array: the options of the call with the name of its run, and the rows with NaN.
+_ATTRIBUTE, _NAN = "dasksc-predicted", "dasksc-nan"
+_ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
+_CATEGORICAL = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
+_DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
+_LEAST_ROWS = 2**12
+_MOST_ROWS = 2**16
+_UNITS = 64
+_CHUNK_BYTES = 2**18
+# Total size, in bytes, at which the batches held in memory are written together.
+_HELD_BYTES = 2**22
+# Maximum number of cells with NaN that are listed.
+_NAMED = 5
+# Estimate of the disk space of the name of a cell.
+_NAME_BYTES = 24
+# Index entry of a chunk that was not written.
+_ABSENT = 2**64 - 1
+
+
+class Element(NamedTuple):
+    """Published predictions: shape and type of the array, number of rows with NaN, and the first of these rows."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    n_nan: int
+    nan_rows: list[int]
+
+
+def target_path(out: Any) -> Path:
+    """Return the absolute path of a store that can be created or extended."""
+    if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
+        raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
+    path = Path(os.path.abspath(out))
+    around = next((folder for folder in path.parents if _is_node(folder)), None)
+    if around is not None:
+        raise InputError(
+            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
+            "a path outside it"
+        )
+    if path.suffix in (".h5ad", ".h5") or path.is_file():
+        raise InputError(
+            f"{path} is an h5ad file, or named like one, and predictions are written to a Zarr store. Give "
+            "out='emb.zarr', and attach the store when you open the atlas: attach={'obsm/X_emb': 'emb.zarr'}"
+        )
+    if not _is_node(path):
+        if os.path.lexists(path):
+            raise InputError(f"{path} exists and is not a Zarr store; give another path")
+    elif not (path / "zarr.json").exists():
+        raise InputError(f"{path} is a Zarr v2 store, to which nothing can be added; write another store: 'emb.zarr'")
+    elif not (path / "obs").exists():
+        raise InputError(f"{path} is not an AnnData store: it has no obs; give another out=")
+    return path
+
+
+def _is_node(path: Path) -> bool:
+    """Return True if a folder is a Zarr group or array."""
+    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
+
+
+def _unit_rows(n_obs: int, batch_size: int) -> int:
+    """Return the rows of a unit: the largest ``batch_size * 2**k`` up to 1/64 of the rows, within limits."""
+    wanted = min(max(-(-n_obs // _UNITS), _LEAST_ROWS), _MOST_ROWS)
+    return batch_size << max(0, math.floor(math.log2(max(1, wanted / batch_size))))
+
+
+class PredictionStore(WorkFolder):
+    """Predictions of an atlas, to be written to a new store or added to a store of the same cells.
+
+    Parameters
+    ----------
+    path
+        Path of the store.
+    plan
+        Options of the call, as plain types. Predictions with other options are not continued.
+    names
+        Names of the cells of the atlas.
+    is_source
+        True if the store is the atlas itself.
+    """
+
+    def __init__(self, path: Path, plan: Mapping[str, Any], *, names: Names, is_source: bool) -> None:
+        self.plan: dict[str, Any] = json.loads(json.dumps(plan))
+        folder = path.with_name(path.name + ".partial")
+        super().__init__(path, folder, what="prediction")
+        # The folder of a new store remains if a process is killed after the rename.
+        if _is_node(path) and not self._is_same(self.read_plan()):
+            self.folder = path.with_name(f"{path.name}.{plan['key']}.partial")
+        self._names = names
+        self._is_source = is_source
+        self._run: str | None = None
+        self._is_begun = False
+        self.outputs: list[Output] = []
+        self.n_obs: int = plan["n_obs"]
+        self.unit_rows = _unit_rows(self.n_obs, plan["batch_size"])
+        self.n_units = -(-self.n_obs // self.unit_rows)
+
+    def _is_same(self, begun: Mapping[str, Any] | None) -> bool:
+        return begun is not None and begun.get("plan") == self.plan
+
+    # --- Beginning --------------------------------------------------------------------------------------
+
+    def start(self, *, overwrite: bool) -> str:
+        """Return `COMPLETE` if there is nothing to do, and otherwise the name of the run for `join`; create nothing.
+
+        Raises
+        ------
+        InputError
+            If the store has other cells, or `overwrite` is False and the work folder holds work with other options.
+        """
+        begun = self.read_plan()
+        if not overwrite:
+            if begun is not None and not self._is_same(begun):
+                raise self.other_plan_error(begun.get("plan", begun), self.plan)
+            if self.is_complete():
+                if begun is not None:  # the process that published the result was killed
+                    with self.locked(wait=True):
+                        self.remove()
+                return COMPLETE
+        self._require_same_cells()
+        if not overwrite:
+            return "" if begun is None else str(begun["run"])
+        if self.folder.exists():
+            with self.locked(wait=True):
+                self.clear()
+        return os.urandom(8).hex()
+
+    def join(self, run: str) -> None:
+        """Continue a run, or begin one with this name; if it is empty, the rank that writes first names the run."""
+        self._run = run or None
+        begun = self.read_plan()
+        if begun is not None and self._is_same(begun) and begun["run"] == self._run:
+            self._is_begun = True
+            self.outputs = self._recorded(begun)
+
+    def _require_same_cells(self) -> None:
+        if not _is_node(self.target):
+            next(iter(self._names() or ()), None)  # unreadable names raise an error before anything is predicted
+            return
+        root: Any = zarr.open_group(self.target, mode="r")
+        n_stored = lengths_of(root["obs"])[root["obs"].attrs["_index"]]
+        if n_stored != self.n_obs:
+            raise InputError(f"{self.target} has {n_stored} cells, but the atlas has {self.n_obs}; give another out=")
+        if self._is_source:
+            return
+        pieces, digest = self._names(), names_digest_of(root, str(self.target))
+        if pieces is not None and digest is not None and digest_names(pieces) != digest:
+            raise InputError(
+                f"{self.target} has as many cells as the atlas, but their names or their order differ. To predict "
+                f"the cells of {self.target}, give it as the atlas; otherwise, give another out="
+            )
+
+    def check_keys(self, outputs: Sequence[Output], *, overwrite: bool) -> None:
+        """Refuse outputs whose key is that of the cell names, or exists and is not to be overwritten."""
+        if not _is_node(self.target):
+            return
+        index = f"obs/{_attributes(self.target / 'obs')['_index']}"
+        found = self.found()  # a process that was killed may have published some keys
+        for one in outputs:
+            if one.key == index:
+                raise InputError(
+                    f"the model returned {index!r}, which is the key of the cell names in {self.target}. Return the "
+                    "predictions under another name"
+                )
+            if not overwrite and one.key not in found and os.path.lexists(self.target / one.key):
+                raise InputError(
+                    f"{self.target} already has {one.key!r}. Give another key= or out=, or overwrite=True (--overwrite)"
+                )
+
+    def _begin(self, outputs: list[Output]) -> None:
+        """Create the arrays, unless another rank has; call this method under the lock."""
+        begun = self.read_plan()
+        if begun is None and not self._is_begun and not self.found():
+            self.clear()
+            self._run = self._run or os.urandom(8).hex()
+            with as_anndata_writes():
+                for one in outputs:
+                    self._create(one)
+            recorded = [[one.name, one.width, one.dtype] for one in outputs]
+            self.write_plan({"plan": self.plan, "run": self._run, "outputs": recorded})
+        elif begun is None or not self._is_same(begun) or self._run not in (None, begun["run"]):
+            raise StorageError(
+                f"another call has published, removed or overwritten the predictions in {self.folder}. Run the same "
+                "command again to predict what is missing"
+            )
+        else:
+            check_same(self._recorded(begun), outputs, "these cells")
+            self._run = begun["run"]
+        self._is_begun = True
+        self.outputs = outputs
+
+    def _recorded(self, begun: Mapping[str, Any]) -> list[Output]:
+        labels = {name: tuple(given) for name, given in self.plan["categories"].items()}
+        return [Output(name=name, width=n, dtype=dtype, labels=labels.get(name)) for name, n, dtype in begun["outputs"]]
+
+    def _create(self, one: Output) -> None:
+        own = {_ATTRIBUTE: self.plan | {"run": self._run}, _NAN: [0, []]}
+        if one.labels is not None:
+            group = zarr.create_group(self._store / one.key, attributes=_CATEGORICAL | own)
+            write_elem(group, "categories", np.array(one.labels))
+            own = {}
+        across = one.shape(0)[1:]
+        zarr.create_array(
+            self._array_folder(one),
+            shape=one.shape(self.n_obs),
+            dtype=one.dtype,
+            chunks=(self.chunk_rows(one), *across),
+            shards=(self.unit_rows, *across),
+            compressors=None,
+            fill_value=0,
+            attributes=_ARRAY | own,
+        )
+
+    # --- Shards -----------------------------------------------------------------------------------------
+
+    @property
+    def _store(self) -> Path:
+        return self.folder / "store"
+
+    def _array_folder(self, one: Output) -> Path:
+        return self._store / one.key / ("codes" if one.labels is not None else "")
+
+    def _shard(self, one: Output, k: int) -> Path:
+        return self._array_folder(one).joinpath("c", str(k), *["0"] * (one.width is not None))
+
+    def chunk_rows(self, one: Output) -> int:
+        """Return the number of rows of a chunk, the unit of reading: a divisor of the number of rows of a shard."""
+        most = max(1, _CHUNK_BYTES // one.row_bytes)
+        return next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0)
+
+    def rows(self, k: int) -> tuple[int, int]:
+        """Return the range ``[start, stop)`` of the rows of unit `k`."""
+        return k * self.unit_rows, min((k + 1) * self.unit_rows, self.n_obs)
+
+    def missing(self, first: int, last: int) -> list[int]:
+        """Return the units of ``[first, last)`` that lack a shard."""
+        outputs = self.outputs
+        return [
+            k for k in range(first, last) if not outputs or not all(self._shard(one, k).exists() for one in outputs)
+        ]
+
+    def open_shards(self, k: int, outputs: list[Output]) -> list[BinaryIO]:
+        """Return a temporary file for the shard of each output."""
+        with self.explaining(), self.locked(wait=True), contextlib.ExitStack() as stack:
+            self._begin(outputs)
+            files = []
+            for one in outputs:
+                path = self._shard(one, k)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.partial")
+                files.append(stack.enter_context(partial.open("wb")))
+            stack.pop_all()
+            return files
+
+    def finish_shards(self, k: int, files: list[BinaryIO], nan: Mapping[str, tuple[int, list[int]]]) -> None:
+        """Complete the shards of a unit, whose rows have been written, and give them their names."""
+        n_rows = self.rows(k)[1] - self.rows(k)[0]
+        with self.explaining():
+            for one, file in zip(self.outputs, files, strict=True):
+                chunk_rows = self.chunk_rows(one)
+                n_chunks = -(-n_rows // chunk_rows)
+                file.write(bytes((n_chunks * chunk_rows - n_rows) * one.row_bytes))
+                index = np.full((self.unit_rows // chunk_rows, 2), _ABSENT, dtype="<u8")
+                index[:n_chunks, 1] = chunk_rows * one.row_bytes
+                index[:n_chunks, 0] = np.arange(n_chunks) * (chunk_rows * one.row_bytes)
+                file.write(index.tobytes())
+                file.write(google_crc32c.value(index.tobytes()).to_bytes(4, "little"))
+                sync(file)
+                file.close()
+            if nan:
+                with atomic_path(self.folder / "nan" / f"{k}.json") as note:
+                    note.write_text(json.dumps(nan))
+            for one, file in zip(self.outputs, files, strict=True):
+                os.replace(file.name, self._shard(one, k))
+
+    @contextlib.contextmanager
+    def keeping_only_shards(self, writer: ShardWriter) -> Iterator[None]:
+        """After an error, remove unfinished shards, and the work folder if no rank has written a shard."""
+        try:
+            yield
+        except BaseException as error:
+            writer.abandon()
+            if self._is_same(self.read_plan()):
+                with contextlib.suppress(OSError), self.locked(wait=True):
+                    # Temporary files are those of other ranks, or of processes that were killed.
+                    arrays = [self._array_folder(one) / "c" for one in self.outputs]
+                    if not any(path.is_file() for folder in arrays for path in folder.rglob("*")):
+                        self.remove()
+            if self.folder.exists():
+                error.add_note(f"Finished predictions are kept in {self.folder}. Run the same command again to resume.")
+            raise
+
+    # --- Publishing -------------------------------------------------------------------------------------
+
+    def publish(self, *, overwrite: bool) -> None:
+        """Make the predictions visible if all shards exist."""
+        if not self.outputs or self.read_plan() is None:
+            return
+        with self.explaining(), as_anndata_writes(), self.locked(wait=True):
+            begun = self.read_plan()
+            if begun is None or begun.get("run") != self._run or self.missing(0, self.n_units):
+                return
+            self.check_keys(self.outputs, overwrite=overwrite)
+            found = self.found()
+            written = [one for one in self.outputs if one.key not in found]  # others were renamed before a kill
+            self._record_nan(written)
+            for leftover in self._store.rglob(".*.partial"):
+                leftover.unlink()
+            if _is_node(self.target):
+                self._extend(written)
+            else:
+                self._complete()
+                os.rename(self._store, self.target)
+                sync_folder(self.target.parent)
+            with contextlib.suppress(OSError):  # another process may be waiting for the lock; it removes the folder
+                self.remove()
+
+    def _record_nan(self, outputs: list[Output]) -> None:
+        notes = sorted((self.folder / "nan").glob("*.json"), key=lambda path: int(path.stem))
+        found = [json.loads(note.read_text()) for note in notes]
+        for one in outputs:
+            own = [note[one.name] for note in found if one.name in note]
+            rows = [row for _, rows in own for row in rows][:_NAMED]
+            zarr.open(self._store / one.key, mode="r+").attrs[_NAN] = [sum(n for n, _ in own), rows]
+
+    def _complete(self) -> None:
+        """Write the other elements of a new AnnData store."""
+        root = zarr.open_group(self._store, mode="a", zarr_format=3)
+        columns = [one.name for one in self.outputs if one.width is None]
+        obs = root.require_group("obs")
+        obs.attrs.update({"encoding-type": "dataframe", "encoding-version": "0.2.0"})
+        obs.attrs.update({"_index": "_index", "column-order": columns})
+        digest = self._write_names(obs)
+        root.require_group("obsm").attrs.update(_DICT)
+        write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
+        root.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0", NAMES_ATTRIBUTE: digest})
+        zarr.consolidate_metadata(str(self._store))
+
+    def _write_names(self, obs: zarr.Group) -> str | None:
+        """Write the names of the cells, or their numbers; return the digest of the names, None if there are none."""
+        n_obs, n_together = self.n_obs, 2**16
+        numbers = (list(map(str, range(n, min(n + n_together, n_obs)))) for n in range(0, n_obs, n_together))
+        pieces = self._names()
+        if "_index" in obs:  # by a process that was killed
+            del obs["_index"]
+        index = obs.create_array("_index", shape=(n_obs,), chunks=(min(n_obs, n_together),), dtype=str)
+        index.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+
+        def written() -> Iterator[Sequence[str]]:
+            start = 0
+            for piece in numbers if pieces is None else pieces:
+                index[start : start + len(piece)] = np.array(piece, dtype=object)
+                start += len(piece)
+                yield piece
+            if start != n_obs:
+                raise StorageError(f"the atlas has {n_obs} cells and {start} names; it changed while it was read")
+
+        digest = digest_names(written())
+        return None if pieces is None else digest
+
+    def _extend(self, outputs: list[Output]) -> None:
+        """Add elements to an existing store, each by a rename."""
+        # Calls with other keys have other work folders, but change the same metadata.
+        publishing = self.target.with_name(f"{self.target.name}.publishing")
+        with WorkFolder(self.target, publishing, what="prediction").locked(wait=True):
+            root: Any = zarr.open_group(self.target, mode="r+", use_consolidated=False)
+            root.require_group("obsm").attrs.update(_DICT)
+            for one in outputs:
+                if os.path.lexists(self.target / one.key):
+                    replaced = self.folder / "replaced"
+                    shutil.rmtree(replaced, ignore_errors=True)
+                    os.rename(self.target / one.key, replaced)
+                os.rename(self._store / one.key, self.target / one.key)
+                sync_folder((self.target / one.key).parent)
+            order = list(root["obs"].attrs["column-order"])
+            columns = [one.name for one in self.outputs if one.width is None]
+            root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
+            if "consolidated_metadata" in _metadata(self.target):
+                zarr.consolidate_metadata(str(self.target))
+
+    # --- Results ----------------------------------------------------------------------------------------
+
+    def found(self) -> dict[str, Element]:
+        """Return the published predictions of this run, or of any run with these options if it has no name yet."""
+        found = {}
+        for folder in (file.parent for group in ("obsm", "obs") for file in (self.target / group).glob("*/zarr.json")):
+            attributes = _attributes(folder)
+            made = attributes.get(_ATTRIBUTE)
+            if isinstance(made, dict) and made == self.plan | {"run": self._run or made.get("run")}:
+                array = _metadata(folder / "codes") or _metadata(folder)
+                key = f"{folder.parent.name}/{folder.name}"
+                found[key] = Element(tuple(array["shape"]), array["data_type"], *attributes[_NAN])
+        return found
+
+    def is_complete(self) -> bool:
+        """Return True if all outputs are published."""
+        begun, found = self.read_plan(), self.found()
+        recorded = self._recorded(begun) if begun is not None and self._is_same(begun) else []
+        return bool(found) and all(one.key in found for one in recorded)
+
+    def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
+        """Return rows with the names of their cells; names are empty if the cells have none."""
+        found, start = dict.fromkeys(rows, ""), 0
+        for piece in self._names() or ():
+            found |= {row: piece[row - start] for row in rows if start <= row < start + len(piece)}
+            start += len(piece)
+            if start > max(rows):
+                break
+        return list(found.items())
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn errors of the operating system into errors that say what is needed."""
+        try:
+            yield
+        except DaskscError:
+            raise
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise StorageError(f"{self.target} cannot be written: {error}") from error
+            n_rows = sum(stop - start for start, stop in map(self.rows, self.missing(0, self.n_units)))
+            needed = n_rows * sum(one.row_bytes for one in self.outputs) + _NAME_BYTES * self.n_obs
+            raise self.disk_full_error(error, needed_bytes=needed) from error
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    try:
+        metadata: dict[str, Any] = json.loads((folder / "zarr.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return metadata
+
+
+def _attributes(folder: Path) -> dict[str, Any]:
+    attributes: dict[str, Any] = _metadata(folder).get("attributes", {})
+    return attributes
+
+
+def sync(file: BinaryIO) -> None:
+    """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class ShardWriter:
+    """Writer of the batches of units, in ascending order of rows; several batches are written together."""
+
+    def __init__(self, store: PredictionStore) -> None:
+        self._store = store
+        self._outputs: list[Output] = []
+        self._held: list[Mapping[str, NDArray[Any]]] = []
+        self._held_bytes = 0
+        self._files: list[BinaryIO] = []
+        self._nan: dict[str, tuple[int, list[int]]] = {}
+
+    def write(self, start: int, arrays: Mapping[str, NDArray[Any]], outputs: list[Output]) -> bool:
+        """Write the predictions of the batch that begins at row `start`; return True if it completes a unit."""
+        n_rows = len(next(iter(arrays.values())))
+        check_same(self._outputs or outputs, outputs, f"cells {start} to {start + n_rows - 1}")
+        self._outputs = outputs
+        # A model may reuse the memory of its results.
+        self._held.append(
+            {name: np.array(array, array.dtype.newbyteorder("<"), order="C") for name, array in arrays.items()}
+        )
+        self._held_bytes += sum(array.nbytes for array in arrays.values())
+        for name, array in arrays.items():
+            rows = nan_rows(array)
+            if len(rows):
+                n, first = self._nan.get(name, (0, []))
+                self._nan[name] = (n + len(rows), [*first, *(start + rows[:_NAMED]).tolist()][:_NAMED])
+        k = start // self._store.unit_rows
+        is_last = start + n_rows == self._store.rows(k)[1]
+        if is_last or self._held_bytes >= _HELD_BYTES:
+            self._files = self._files or self._store.open_shards(k, outputs)
+            with self._store.explaining():
+                for one, file in zip(outputs, self._files, strict=True):
+                    for held in self._held:
+                        file.write(held[one.name].data)
+            self._held, self._held_bytes = [], 0
+        if is_last:
+            self._store.finish_shards(k, self._files, self._nan)
+            self._files, self._nan = [], {}
+        return is_last
+
+    def abandon(self) -> None:
+        """Remove the files of an unfinished unit."""
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.close()
+            Path(file.name).unlink(missing_ok=True)
