@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dask.array as da
+import numpy as np
 import torch
 from dask.base import tokenize
 from numpy.typing import NDArray
@@ -31,8 +32,9 @@ from dasksc.checks import check_flags
 from dasksc.displays import brief, with_options_of
 from dasksc.errors import InputError
 from dasksc.inference.model import Outputs, Predictor, check_categories, check_name, nan_rows
+from dasksc.inference.publishing import target_path
 from dasksc.inference.ranks import Ranks
-from dasksc.inference.store import COMPLETE, PredictionStore, ShardWriter, target_path
+from dasksc.inference.store import COMPLETE, PredictionStore, ShardWriter
 from dasksc.loader.dataset import components_of, scDataset, titled
 from dasksc.loader.row_range import over_range, world_of
 from dasksc.loader.source import MatrixSource
@@ -278,16 +280,19 @@ class _Share:
                         n = min(batch_size, store.n_obs - start)
                         arrays = outputs.arrays(returned, n)
                         described = outputs.described(arrays)
-                        if nan == "error":
-                            self._refuse_nan(arrays, start)
+                        with_nan = nan_rows(arrays)
+                        if with_nan and nan == "error":
+                            raise self._nan_error(with_nan, start)
+                        if not has_begun:
+                            store.check_keys(described, overwrite=overwrite)
                     if not has_begun:
-                        store.check_keys(described if start is not None else [], overwrite=overwrite)
                         ranks.gather("begun", "begun")  # if the first batch fails on any rank, nothing is written
                         has_begun = True
                     if start is not None:
-                        if writer.write(start, arrays, described):
+                        if writer.write(start, arrays, described, with_nan):
                             ranks.check()
                         advance(n, label)
+            writer.flush()
             if not has_begun:
                 ranks.gather("begun", "begun")
         return n_rows
@@ -306,16 +311,14 @@ class _Share:
         for _ in range(n_calls - n):
             yield None, batch
 
-    def _refuse_nan(self, arrays: Mapping[str, NDArray[Any]], start: int) -> None:
-        for name, array in arrays.items():
-            rows = nan_rows(array)
-            if len(rows):
-                named = self._store.named([start + int(row) for row in rows[:5]])
-                cells = ", ".join(f"{row} ({cell})" if cell else str(row) for row, cell in named)
-                raise InputError(
-                    f"the model returned NaN in {name!r} for {len(rows):,} cells of a batch: rows {cells}. Look "
-                    "for NaN in the data or in the parameters, or allow NaN with nan='report' (--nan report)"
-                )
+    def _nan_error(self, nan: Mapping[str, NDArray[np.int64]], start: int) -> InputError:
+        name, rows = next(iter(nan.items()))
+        named = self._store.named([start + int(row) for row in rows[:5]])
+        cells = ", ".join(f"{row} ({cell})" if cell else str(row) for row, cell in named)
+        return InputError(
+            f"the model returned NaN in {name!r} for {len(rows):,} cells of a batch: rows {cells}. Look for NaN in the "
+            "data or in the parameters, or allow NaN with nan='report' (--nan report)"
+        )
 
 
 def _store_of(dataset: scDataset, outputs: Outputs, path: Path) -> PredictionStore:

@@ -129,16 +129,7 @@ class Outputs:
     categories: Mapping[str, Sequence[Any]]
 
     def arrays(self, returned: Any, n_rows: int) -> dict[str, NDArray[Any]]:
-        """Return the results of a model for a batch of `n_rows` rows as arrays, in ascending order of their names.
-
-        Raises
-        ------
-        WrongTypeError
-            If the result is not an array, a tensor or a dict of these.
-        InputError
-            If an array does not have `n_rows` rows and at least one column, has more than two dimensions, or is not
-            numeric; if a code has no label; or if `categories` names an output that the model does not return.
-        """
+        """Return the results of a model for a batch of `n_rows` rows as arrays, in ascending order of their names."""
         given = returned if isinstance(returned, Mapping) else {self.key: returned}
         if not given:
             raise InputError("the model returned an empty dict; expected an array or {name: array}")
@@ -229,10 +220,13 @@ def check_same(expected: Sequence[Output], found: Sequence[Output], where: str) 
     )
 
 
-def nan_rows(array: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the rows with NaN."""
-    is_nan = np.isnan(array) if array.dtype.kind == "f" else np.zeros(len(array), dtype=bool)
-    return np.flatnonzero(is_nan if is_nan.ndim == 1 else is_nan.any(axis=1))
+def nan_rows(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int64]]:
+    """Return the rows with NaN by output; outputs without NaN are left out."""
+    found = {}
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            found[name] = np.flatnonzero(np.isnan(array).reshape(len(array), -1).any(axis=1))
+    return found
 
 
 def check_categories(categories: Any) -> dict[str, list[Any]]:

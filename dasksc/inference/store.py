@@ -14,38 +14,30 @@ import errno
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import google_crc32c
 import numpy as np
-import pandas as pd
 import zarr
 from anndata.io import write_elem
 from numpy.typing import NDArray
 
-from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
-from dasksc.atlas.cell_names import digest_names
-from dasksc.atlas.element_sizes import lengths_of
 from dasksc.errors import DaskscError, InputError, StorageError
-from dasksc.inference.model import Output, check_same, nan_rows
+from dasksc.inference.model import Output, check_same
+from dasksc.inference.publishing import Names, complete_store, extend_store, is_node, metadata_of, require_same_cells
 from dasksc.output.elements import as_anndata_writes
 from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
-from dasksc.storage import is_url
 
-__all__ = ["COMPLETE", "Element", "Names", "PredictionStore", "ShardWriter", "target_path"]
-
-Names = Callable[[], Iterable[Sequence[str]] | None]
-"""Function that returns the names of the cells in pieces; None if the cells have no names."""
+__all__ = ["COMPLETE", "Element", "PredictionStore", "ShardWriter"]
 
 COMPLETE = "complete"
 # Attributes of each array: the options of the call with the name of its run, and the rows with NaN.
 _ATTRIBUTE, _NAN = "dasksc-predicted", "dasksc-nan"
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
 _CATEGORICAL = {"encoding-type": "categorical", "encoding-version": "0.2.0", "ordered": False}
-_DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
 _LEAST_ROWS = 2**12
 _MOST_ROWS = 2**16
 _UNITS = 64
@@ -69,37 +61,6 @@ class Element(NamedTuple):
     nan_rows: list[int]
 
 
-def target_path(out: Any) -> Path:
-    """Return the absolute path of a store that can be created or extended."""
-    if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
-        raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
-    path = Path(os.path.abspath(out))
-    around = next((folder for folder in path.parents if _is_node(folder)), None)
-    if around is not None:
-        raise InputError(
-            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
-            "a path outside it"
-        )
-    if path.suffix in (".h5ad", ".h5") or path.is_file():
-        raise InputError(
-            f"{path} is an h5ad file, or named like one, and predictions are written to a Zarr store. Give "
-            "out='emb.zarr', and attach the store when you open the atlas: attach={'obsm/X_emb': 'emb.zarr'}"
-        )
-    if not _is_node(path):
-        if os.path.lexists(path):
-            raise InputError(f"{path} exists and is not a Zarr store; give another path")
-    elif not (path / "zarr.json").exists():
-        raise InputError(f"{path} is a Zarr v2 store, to which nothing can be added; write another store: 'emb.zarr'")
-    elif not (path / "obs").exists():
-        raise InputError(f"{path} is not an AnnData store: it has no obs; give another out=")
-    return path
-
-
-def _is_node(path: Path) -> bool:
-    """Return True if a folder is a Zarr group or array."""
-    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
-
-
 def _unit_rows(n_obs: int, batch_size: int) -> int:
     """Return the rows of a unit: the largest ``batch_size * 2**k`` up to 1/64 of the rows, within limits."""
     wanted = min(max(-(-n_obs // _UNITS), _LEAST_ROWS), _MOST_ROWS)
@@ -107,26 +68,14 @@ def _unit_rows(n_obs: int, batch_size: int) -> int:
 
 
 class PredictionStore(WorkFolder):
-    """Predictions of an atlas, to be written to a new store or added to a store of the same cells.
-
-    Parameters
-    ----------
-    path
-        Path of the store.
-    plan
-        Options of the call, as plain types. Predictions with other options are not continued.
-    names
-        Names of the cells of the atlas.
-    is_source
-        True if the store is the atlas itself.
-    """
+    """Predictions of an atlas with the options in `plan`, for a new store or one of the same cells."""
 
     def __init__(self, path: Path, plan: Mapping[str, Any], *, names: Names, is_source: bool) -> None:
         self.plan: dict[str, Any] = json.loads(json.dumps(plan))
         folder = path.with_name(path.name + ".partial")
         super().__init__(path, folder, what="prediction")
         # The folder of a new store remains if a process is killed after the rename.
-        if _is_node(path) and not self._is_same(self.read_plan()):
+        if is_node(path) and not self._is_same(self.read_plan()):
             self.folder = path.with_name(f"{path.name}.{plan['key']}.partial")
         self._names = names
         self._is_source = is_source
@@ -143,13 +92,7 @@ class PredictionStore(WorkFolder):
     # --- Beginning --------------------------------------------------------------------------------------
 
     def start(self, *, overwrite: bool) -> str:
-        """Return `COMPLETE` if there is nothing to do, and otherwise the name of the run for `join`; create nothing.
-
-        Raises
-        ------
-        InputError
-            If the store has other cells, or `overwrite` is False and the work folder holds work with other options.
-        """
+        """Return `COMPLETE` if there is nothing to do, and otherwise the name of the run for `join`; create nothing."""
         begun = self.read_plan()
         if not overwrite:
             if begun is not None and not self._is_same(begun):
@@ -157,9 +100,12 @@ class PredictionStore(WorkFolder):
             if self.is_complete():
                 if begun is not None:  # the process that published the result was killed
                     with self.locked(wait=True):
-                        self.remove()
+                        self.clear()
                 return COMPLETE
-        self._require_same_cells()
+        if is_node(self.target):
+            require_same_cells(self.target, self.n_obs, None if self._is_source else self._names)
+        else:
+            next(iter(self._names() or ()), None)  # unreadable names raise an error before anything is predicted
         if not overwrite:
             return "" if begun is None else str(begun["run"])
         if self.folder.exists():
@@ -175,28 +121,11 @@ class PredictionStore(WorkFolder):
             self._is_begun = True
             self.outputs = self._recorded(begun)
 
-    def _require_same_cells(self) -> None:
-        if not _is_node(self.target):
-            next(iter(self._names() or ()), None)  # unreadable names raise an error before anything is predicted
-            return
-        root: Any = zarr.open_group(self.target, mode="r")
-        n_stored = lengths_of(root["obs"])[root["obs"].attrs["_index"]]
-        if n_stored != self.n_obs:
-            raise InputError(f"{self.target} has {n_stored} cells, but the atlas has {self.n_obs}; give another out=")
-        if self._is_source:
-            return
-        pieces, digest = self._names(), names_digest_of(root, str(self.target))
-        if pieces is not None and digest is not None and digest_names(pieces) != digest:
-            raise InputError(
-                f"{self.target} has as many cells as the atlas, but their names or their order differ. To predict "
-                f"the cells of {self.target}, give it as the atlas; otherwise, give another out="
-            )
-
     def check_keys(self, outputs: Sequence[Output], *, overwrite: bool) -> None:
         """Refuse outputs whose key is that of the cell names, or exists and is not to be overwritten."""
-        if not _is_node(self.target):
+        if not is_node(self.target):
             return
-        index = f"obs/{_attributes(self.target / 'obs')['_index']}"
+        index = f"obs/{metadata_of(self.target / 'obs')['attributes']['_index']}"
         found = self.found()  # a process that was killed may have published some keys
         for one in outputs:
             if one.key == index:
@@ -211,6 +140,7 @@ class PredictionStore(WorkFolder):
 
     def _begin(self, outputs: list[Output]) -> None:
         """Create the arrays, unless another rank has; call this method under the lock."""
+        self.outputs = outputs
         begun = self.read_plan()
         if begun is None and not self._is_begun and not self.found():
             self.clear()
@@ -229,14 +159,13 @@ class PredictionStore(WorkFolder):
             check_same(self._recorded(begun), outputs, "these cells")
             self._run = begun["run"]
         self._is_begun = True
-        self.outputs = outputs
 
     def _recorded(self, begun: Mapping[str, Any]) -> list[Output]:
         labels = {name: tuple(given) for name, given in self.plan["categories"].items()}
         return [Output(name=name, width=n, dtype=dtype, labels=labels.get(name)) for name, n, dtype in begun["outputs"]]
 
     def _create(self, one: Output) -> None:
-        own = {_ATTRIBUTE: self.plan | {"run": self._run}, _NAN: [0, []]}
+        own: dict[str, Any] = {_ATTRIBUTE: self.plan | {"run": self._run}, _NAN: [0, []]}
         if one.labels is not None:
             group = zarr.create_group(self._store / one.key, attributes=_CATEGORICAL | own)
             write_elem(group, "categories", np.array(one.labels))
@@ -276,16 +205,17 @@ class PredictionStore(WorkFolder):
 
     def missing(self, first: int, last: int) -> list[int]:
         """Return the units of ``[first, last)`` that lack a shard."""
-        outputs = self.outputs
-        return [
-            k for k in range(first, last) if not outputs or not all(self._shard(one, k).exists() for one in outputs)
-        ]
+        # A process that was killed may have published some of the arrays.
+        found = self.found() if self.outputs else {}
+        left = [one for one in self.outputs if one.key not in found]
+        units = range(first, last)
+        return [k for k in units if not self.outputs or not all(self._shard(one, k).exists() for one in left)]
 
     def open_shards(self, k: int, outputs: list[Output]) -> list[BinaryIO]:
         """Return a temporary file for the shard of each output."""
         with self.explaining(), self.locked(wait=True), contextlib.ExitStack() as stack:
             self._begin(outputs)
-            files = []
+            files: list[BinaryIO] = []
             for one in outputs:
                 path = self._shard(one, k)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -322,12 +252,14 @@ class PredictionStore(WorkFolder):
             yield
         except BaseException as error:
             writer.abandon()
-            if self._is_same(self.read_plan()):
+            if self.folder.exists():
                 with contextlib.suppress(OSError), self.locked(wait=True):
-                    # Temporary files are those of other ranks, or of processes that were killed.
-                    arrays = [self._array_folder(one) / "c" for one in self.outputs]
-                    if not any(path.is_file() for folder in arrays for path in folder.rglob("*")):
-                        self.remove()
+                    begun = self.read_plan()
+                    if begun is not None and self._is_same(begun):
+                        arrays = [self._array_folder(one) / "c" for one in self._recorded(begun)]
+                        # Temporary files are those of other ranks, or of processes that were killed.
+                        if not any(path.is_file() for folder in arrays for path in folder.rglob("*")):
+                            self.clear()
             if self.folder.exists():
                 error.add_note(f"Finished predictions are kept in {self.folder}. Run the same command again to resume.")
             raise
@@ -348,10 +280,11 @@ class PredictionStore(WorkFolder):
             self._record_nan(written)
             for leftover in self._store.rglob(".*.partial"):
                 leftover.unlink()
-            if _is_node(self.target):
-                self._extend(written)
+            columns = [one.name for one in self.outputs if one.width is None]
+            if is_node(self.target):
+                extend_store(self.target, self._store, [one.key for one in written], columns)
             else:
-                self._complete()
+                complete_store(self._store, self.n_obs, self._names, columns)
                 os.rename(self._store, self.target)
                 sync_folder(self.target.parent)
             with contextlib.suppress(OSError):  # another process may be waiting for the lock; it removes the folder
@@ -365,80 +298,23 @@ class PredictionStore(WorkFolder):
             rows = [row for _, rows in own for row in rows][:_NAMED]
             zarr.open(self._store / one.key, mode="r+").attrs[_NAN] = [sum(n for n, _ in own), rows]
 
-    def _complete(self) -> None:
-        """Write the other elements of a new AnnData store."""
-        root = zarr.open_group(self._store, mode="a", zarr_format=3)
-        columns = [one.name for one in self.outputs if one.width is None]
-        obs = root.require_group("obs")
-        obs.attrs.update({"encoding-type": "dataframe", "encoding-version": "0.2.0"})
-        obs.attrs.update({"_index": "_index", "column-order": columns})
-        digest = self._write_names(obs)
-        root.require_group("obsm").attrs.update(_DICT)
-        write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
-        root.attrs.update({"encoding-type": "anndata", "encoding-version": "0.1.0", NAMES_ATTRIBUTE: digest})
-        zarr.consolidate_metadata(str(self._store))
-
-    def _write_names(self, obs: zarr.Group) -> str | None:
-        """Write the names of the cells, or their numbers; return the digest of the names, None if there are none."""
-        n_obs, n_together = self.n_obs, 2**16
-        numbers = (list(map(str, range(n, min(n + n_together, n_obs)))) for n in range(0, n_obs, n_together))
-        pieces = self._names()
-        if "_index" in obs:  # by a process that was killed
-            del obs["_index"]
-        index = obs.create_array("_index", shape=(n_obs,), chunks=(min(n_obs, n_together),), dtype=str)
-        index.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
-
-        def written() -> Iterator[Sequence[str]]:
-            start = 0
-            for piece in numbers if pieces is None else pieces:
-                index[start : start + len(piece)] = np.array(piece, dtype=object)
-                start += len(piece)
-                yield piece
-            if start != n_obs:
-                raise StorageError(f"the atlas has {n_obs} cells and {start} names; it changed while it was read")
-
-        digest = digest_names(written())
-        return None if pieces is None else digest
-
-    def _extend(self, outputs: list[Output]) -> None:
-        """Add elements to an existing store, each by a rename."""
-        # Calls with other keys have other work folders, but change the same metadata.
-        publishing = self.target.with_name(f"{self.target.name}.publishing")
-        with WorkFolder(self.target, publishing, what="prediction").locked(wait=True):
-            root: Any = zarr.open_group(self.target, mode="r+", use_consolidated=False)
-            root.require_group("obsm").attrs.update(_DICT)
-            for one in outputs:
-                if os.path.lexists(self.target / one.key):
-                    replaced = self.folder / "replaced"
-                    shutil.rmtree(replaced, ignore_errors=True)
-                    os.rename(self.target / one.key, replaced)
-                os.rename(self._store / one.key, self.target / one.key)
-                sync_folder((self.target / one.key).parent)
-            order = list(root["obs"].attrs["column-order"])
-            columns = [one.name for one in self.outputs if one.width is None]
-            root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
-            if "consolidated_metadata" in _metadata(self.target):
-                zarr.consolidate_metadata(str(self.target))
-
     # --- Results ----------------------------------------------------------------------------------------
 
     def found(self) -> dict[str, Element]:
         """Return the published predictions of this run, or of any run with these options if it has no name yet."""
         found = {}
         for folder in (file.parent for group in ("obsm", "obs") for file in (self.target / group).glob("*/zarr.json")):
-            attributes = _attributes(folder)
+            attributes = metadata_of(folder).get("attributes", {})
             made = attributes.get(_ATTRIBUTE)
             if isinstance(made, dict) and made == self.plan | {"run": self._run or made.get("run")}:
-                array = _metadata(folder / "codes") or _metadata(folder)
+                array = metadata_of(folder / "codes") or metadata_of(folder)
                 key = f"{folder.parent.name}/{folder.name}"
                 found[key] = Element(tuple(array["shape"]), array["data_type"], *attributes[_NAN])
         return found
 
     def is_complete(self) -> bool:
-        """Return True if all outputs are published."""
-        begun, found = self.read_plan(), self.found()
-        recorded = self._recorded(begun) if begun is not None and self._is_same(begun) else []
-        return bool(found) and all(one.key in found for one in recorded)
+        """Return True if the predictions are published, and no process that was killed left a part of them."""
+        return bool(self.found()) and not (self._store.exists() and self._is_same(self.read_plan()))
 
     def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
         """Return rows with the names of their cells; names are empty if the cells have none."""
@@ -465,19 +341,6 @@ class PredictionStore(WorkFolder):
             raise self.disk_full_error(error, needed_bytes=needed) from error
 
 
-def _metadata(folder: Path) -> dict[str, Any]:
-    try:
-        metadata: dict[str, Any] = json.loads((folder / "zarr.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return metadata
-
-
-def _attributes(folder: Path) -> dict[str, Any]:
-    attributes: dict[str, Any] = _metadata(folder).get("attributes", {})
-    return attributes
-
-
 def sync(file: BinaryIO) -> None:
     """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
     file.flush()
@@ -485,7 +348,11 @@ def sync(file: BinaryIO) -> None:
 
 
 class ShardWriter:
-    """Writer of the batches of units, in ascending order of rows; several batches are written together."""
+    """Writer of the batches of units, in ascending order of rows.
+
+    A thread writes several batches together: the disk does not keep the model waiting, and the thread rarely takes the
+    GIL from those that make batches.
+    """
 
     def __init__(self, store: PredictionStore) -> None:
         self._store = store
@@ -494,38 +361,56 @@ class ShardWriter:
         self._held_bytes = 0
         self._files: list[BinaryIO] = []
         self._nan: dict[str, tuple[int, list[int]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dasksc-shards")
+        self._writing: Future[None] | None = None
 
-    def write(self, start: int, arrays: Mapping[str, NDArray[Any]], outputs: list[Output]) -> bool:
-        """Write the predictions of the batch that begins at row `start`; return True if it completes a unit."""
+    def write(
+        self,
+        start: int,
+        arrays: Mapping[str, NDArray[Any]],
+        outputs: list[Output],
+        nan: Mapping[str, NDArray[np.int64]],
+    ) -> bool:
+        """Write the predictions of the batch that begins at row `start`; return True if it is the last of a unit."""
         n_rows = len(next(iter(arrays.values())))
         check_same(self._outputs or outputs, outputs, f"cells {start} to {start + n_rows - 1}")
         self._outputs = outputs
         # A model may reuse the memory of its results.
-        self._held.append(
-            {name: np.array(array, array.dtype.newbyteorder("<"), order="C") for name, array in arrays.items()}
-        )
+        little = {name: np.array(array, array.dtype.newbyteorder("<"), order="C") for name, array in arrays.items()}
+        self._held.append(little)
         self._held_bytes += sum(array.nbytes for array in arrays.values())
-        for name, array in arrays.items():
-            rows = nan_rows(array)
-            if len(rows):
-                n, first = self._nan.get(name, (0, []))
-                self._nan[name] = (n + len(rows), [*first, *(start + rows[:_NAMED]).tolist()][:_NAMED])
+        for name, rows in nan.items():
+            n, first = self._nan.get(name, (0, []))
+            self._nan[name] = (n + len(rows), [*first, *(start + rows[:_NAMED]).tolist()][:_NAMED])
         k = start // self._store.unit_rows
         is_last = start + n_rows == self._store.rows(k)[1]
         if is_last or self._held_bytes >= _HELD_BYTES:
-            self._files = self._files or self._store.open_shards(k, outputs)
-            with self._store.explaining():
-                for one, file in zip(outputs, self._files, strict=True):
-                    for held in self._held:
-                        file.write(held[one.name].data)
+            self.flush()
+            self._writing = self._thread.submit(self._write, k, self._held, self._nan if is_last else None)
             self._held, self._held_bytes = [], 0
-        if is_last:
-            self._store.finish_shards(k, self._files, self._nan)
-            self._files, self._nan = [], {}
+            self._nan = {} if is_last else self._nan
         return is_last
+
+    def _write(self, k: int, batches: list[Mapping[str, NDArray[Any]]], nan: Mapping[str, Any] | None) -> None:
+        """Append batches to the shards of a unit, and complete the shards if `nan` is given."""
+        self._files = self._files or self._store.open_shards(k, self._outputs)
+        with self._store.explaining():
+            for one, file in zip(self._outputs, self._files, strict=True):
+                for arrays in batches:
+                    file.write(arrays[one.name].data)
+        if nan is not None:
+            self._store.finish_shards(k, self._files, nan)
+            self._files = []
+
+    def flush(self) -> None:
+        """Wait until the batches passed to the thread are written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def abandon(self) -> None:
         """Remove the files of an unfinished unit."""
+        self._thread.shutdown()
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.close()

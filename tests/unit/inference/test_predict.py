@@ -200,6 +200,20 @@ def test_ranks_write_what_one_process_does(atlas, tmp_path, world_size):
     assert sum(report.n_predicted for report in reports) == N_OBS
 
 
+def test_a_rank_that_fails_keeps_what_others_have_written_meanwhile(atlas, tmp_path):
+    out = tmp_path / "emb.zarr"
+
+    def model(batch: Any) -> Any:
+        assert not predict(first_columns, atlas, out, rank=0, world_size=2).is_complete
+        raise Killed
+
+    with pytest.raises(Killed) as failed:
+        predict(model, atlas, out, rank=1, world_size=2)
+    assert any("emb.zarr.partial" in note for note in failed.value.__notes__)
+    report = predict(first_columns, atlas, out, rank=1, world_size=2)
+    assert (report.n_predicted, report.is_complete) == (N_OBS - 96, True)
+
+
 def first_columns(batch: Any) -> Any:
     return batch[:, :2] + 0.5
 
@@ -310,6 +324,20 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
         predict(Embedder(seed=1), store, store)
     predict(Embedder(seed=1), store, store, overwrite=True)
     assert np.array_equal(read(store).obsm["X_emb"], plain(Embedder(seed=1), store))
+
+
+def test_a_process_that_was_killed_while_it_published_predicts_nothing_again(store, tmp_path, monkeypatch):
+    def killed(path: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zarr, "consolidate_metadata", killed)
+        with pytest.raises(Killed):
+            predict(Embedder().both, store, store, categories={"predicted": LABELS})
+    report = predict(Embedder().both, store, store, categories={"predicted": LABELS})
+    assert (report.n_predicted, len(report.keys), report.is_complete) == (0, 3, True)
+    assert list(dasksc.open(store).obs.columns)[-2:] == ["predicted", "score"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
 
 
 def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):

@@ -1,0 +1,145 @@
+"""AnnData stores that receive predictions: checks of existing stores, and the elements that make a store complete.
+
+A reader sees a key with all its rows or not at all. In a new store, all keys appear at once. In an existing store, each
+key appears by the rename of its folder; the metadata that lists the keys is replaced afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import zarr
+from anndata.io import write_elem
+
+from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
+from dasksc.atlas.cell_names import digest_names
+from dasksc.atlas.element_sizes import lengths_of
+from dasksc.errors import InputError, StorageError
+from dasksc.output.work_folder import WorkFolder, sync_folder
+from dasksc.storage import is_url
+
+__all__ = ["Names", "complete_store", "extend_store", "is_node", "metadata_of", "require_same_cells", "target_path"]
+
+Names = Callable[[], Iterable[Sequence[str]] | None]
+"""Function that returns the names of the cells in pieces; None if the cells have no names."""
+
+_DICT = {"encoding-type": "dict", "encoding-version": "0.1.0"}
+_N_TOGETHER = 2**16
+
+
+def target_path(out: Any) -> Path:
+    """Return the absolute path of a store that can be created or extended."""
+    if not isinstance(out, str | os.PathLike) or is_url(os.fspath(out)):
+        raise InputError(f"out={out!r} is not a local path; give the path of a Zarr store: 'emb.zarr'")
+    path = Path(os.path.abspath(out))
+    around = next((folder for folder in path.parents if is_node(folder)), None)
+    if around is not None:
+        raise InputError(
+            f"out={str(path)!r} lies inside the Zarr store {around}. Give the path of the store itself, with key=, or "
+            "a path outside it"
+        )
+    if path.suffix in (".h5ad", ".h5") or path.is_file():
+        raise InputError(
+            f"{path} is an h5ad file, or named like one, and predictions are written to a Zarr store. Give "
+            "out='emb.zarr', and attach the store when you open the atlas: attach={'obsm/X_emb': 'emb.zarr'}"
+        )
+    if not is_node(path):
+        if os.path.lexists(path):
+            raise InputError(f"{path} exists and is not a Zarr store; give another path")
+    elif not (path / "zarr.json").exists():
+        raise InputError(f"{path} is a Zarr v2 store, to which nothing can be added; write another store: 'emb.zarr'")
+    elif not (path / "obs").exists():
+        raise InputError(f"{path} is not an AnnData store: it has no obs; give another out=")
+    return path
+
+
+def is_node(path: Path) -> bool:
+    """Return True if a folder is a Zarr group or array."""
+    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
+
+
+def metadata_of(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a Zarr node; empty if there are none."""
+    try:
+        metadata: dict[str, Any] = json.loads((folder / "zarr.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return metadata
+
+
+def require_same_cells(store: Path, n_obs: int, names: Names | None) -> None:
+    """Refuse an existing store whose cells differ in number from those of the atlas, or in their names, if given."""
+    root: Any = zarr.open_group(store, mode="r")
+    n_stored = lengths_of(root["obs"])[root["obs"].attrs["_index"]]
+    if n_stored != n_obs:
+        raise InputError(f"{store} has {n_stored} cells, but the atlas has {n_obs}; give another out=")
+    if names is None:
+        return
+    pieces, digest = names(), names_digest_of(root, str(store))
+    if pieces is not None and digest is not None and digest_names(pieces) != digest:
+        raise InputError(
+            f"{store} has as many cells as the atlas, but their names or their order differ. To predict the cells of "
+            f"{store}, give it as the atlas; otherwise, give another out="
+        )
+
+
+def complete_store(store: Path, n_obs: int, names: Names, columns: list[str]) -> None:
+    """Add the other elements of AnnData to a folder with arrays in obsm and columns in obs."""
+    root = zarr.open_group(store, mode="a", zarr_format=3)
+    obs = root.require_group("obs")
+    table = {"encoding-type": "dataframe", "encoding-version": "0.2.0", "_index": "_index", "column-order": columns}
+    obs.update_attributes(table)
+    digest = _write_names(obs, n_obs, names())
+    root.require_group("obsm").update_attributes(_DICT)
+    write_elem(root, "var", pd.DataFrame(index=pd.Index([], dtype=str)))
+    root.update_attributes({"encoding-type": "anndata", "encoding-version": "0.1.0", NAMES_ATTRIBUTE: digest})
+    zarr.consolidate_metadata(str(store))
+
+
+def _write_names(obs: zarr.Group, n_obs: int, pieces: Iterable[Sequence[str]] | None) -> str | None:
+    """Write the names of the cells, or their numbers; return the digest of the names, None if there are none."""
+    starts = range(0, n_obs, _N_TOGETHER)
+    numbers = ([str(row) for row in range(start, min(start + _N_TOGETHER, n_obs))] for start in starts)
+    if "_index" in obs:  # written by a process that was killed
+        del obs["_index"]
+    index = obs.create_array("_index", shape=(n_obs,), chunks=(min(n_obs, _N_TOGETHER),), dtype=str)
+    index.update_attributes({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+
+    def written() -> Iterator[Sequence[str]]:
+        start = 0
+        for piece in numbers if pieces is None else pieces:
+            index[start : start + len(piece)] = np.array(piece, dtype=object)
+            start += len(piece)
+            yield piece
+        if start != n_obs:
+            raise StorageError(f"the atlas has {n_obs} cells and {start} names; it changed while it was read")
+
+    digest = digest_names(written())
+    return None if pieces is None else digest
+
+
+def extend_store(store: Path, source: Path, keys: Iterable[str], columns: list[str]) -> None:
+    """Move elements from the folder `source` to an existing store, each by a rename, and list columns of obs."""
+    # Calls with other keys have other work folders, but change the same metadata.
+    publishing = store.with_name(f"{store.name}.publishing")
+    with WorkFolder(store, publishing, what="prediction").locked(wait=True):
+        root: Any = zarr.open_group(store, mode="r+", use_consolidated=False)
+        root.require_group("obsm").update_attributes(_DICT)
+        for key in keys:
+            if os.path.lexists(store / key):
+                replaced = source / "replaced"
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(store / key, replaced)
+            os.rename(source / key, store / key)
+            sync_folder((store / key).parent)
+        order = list(root["obs"].attrs["column-order"])
+        root["obs"].attrs["column-order"] = [*order, *(name for name in columns if name not in order)]
+        if "consolidated_metadata" in metadata_of(store):
+            zarr.consolidate_metadata(str(store))
