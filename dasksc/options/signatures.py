@@ -43,8 +43,12 @@ class Parameter:
 
 @functools.cache
 def parameters_of(name: str) -> tuple[Parameter, ...]:
-    """Return the parameters of a public function or class of dasksc, without those that cannot be written as text."""
-    found = _Source.of(dasksc._MODULE_OF[name]).find(name)
+    """Return the parameters of a public function or class of dasksc, without those that cannot be written as text.
+
+    `name` is that in `dasksc`, or that of a module and its definition, such as ``dasksc.train.models:Autoencoder``.
+    """
+    module, _, name = name.rpartition(":")
+    found = _Source.of(module or dasksc._MODULE_OF[name]).find(name)
     assert found is not None, name
     definition, source = found
     assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
@@ -147,7 +151,7 @@ def _descriptions(docstring: str) -> dict[str, str]:
     found = {}
     for names, text in re.findall(r"^(\S.*)\n((?: .*\n?|\n)+)", section, re.MULTILINE):
         for name in names.split(", "):
-            own = re.search(rf"^ +- `{name}` ((?:.|\n)*?)(?=\n +- |\n\n|\Z)", text, re.MULTILINE)
+            own = "- `" in text and re.search(rf"^ +- `{name}` ((?:.|\n)*?)(?=\n +- |\n\n|\Z)", text, re.MULTILINE)
             found[name] = _first_clause(own[1] if own else text)
     return found
 
