@@ -8,7 +8,6 @@ told at once. Exit codes: 0 success, 1 an error of the data or the run, 2 an inv
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import sys
@@ -43,8 +42,6 @@ def main(args: Sequence[str] | None = None) -> int:
             f"dasksc: there is no command {name}{nearest(name, COMMANDS)}\nAll commands: dasksc --help", file=sys.stderr
         )
         return 2
-    elif name == "train" and not hasattr(command := importlib.import_module("dasksc.cli.train"), "run"):  # with click
-        command.command.main(others, prog_name="dasksc train")
     else:
         return _run(name, others)
     return 0

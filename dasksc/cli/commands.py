@@ -236,13 +236,15 @@ def demo_data(parser: Parser) -> Run:
 def train(parser: Parser) -> Run:
     """Train a model on an atlas from a YAML file.
 
+    Each key of the file is also an option. Each process that torchrun, srun or mpirun starts is a rank of the run.
+    --print_config checks the options, and prints them with all defaults.
+
     For example:
-      dasksc train --config classifier.yaml
+      dasksc train --config classifier.yaml --training.max_steps 100
+      dasksc train --config classifier.yaml --data.batch_size 128 --print_config
       torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
     """
     from dasksc.cli import train as command
 
-    if not hasattr(command, "run"):  # with click
-        return lambda options: None
     command.add_arguments(parser)
     return command.run

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dasksc import InputError
-from dasksc.checks import check_flags, is_whole
+from dasksc.checks import check_flags
+from dasksc.train.sections import MODELS
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
@@ -60,16 +61,6 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     dense = counts.to_dense() if counts.layout == torch.sparse_csr else counts
     dense = dense.float()
     return (dense * (total / dense.sum(dim=1, keepdim=True).clamp(min=1.0))).log1p()
-
-
-def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
-    """Raise an error for invalid sizes or dropout; `num_layers` must be at least `at_least`, other sizes at least 1."""
-    for name, size in sizes.items():
-        least = at_least if name == "num_layers" else 1
-        if not is_whole(size) or size < least:
-            raise InputError(f"model.{name}={size!r} must be a whole number of at least {least}")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise InputError(f"model.dropout={dropout!r} must be a number in [0, 1)")
 
 
 class _Layers(nn.Module):
@@ -128,7 +119,6 @@ class MLPClassifier(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers)
         self.label = label
         self.layers = _Layers([n_genes, *[hidden_dim] * num_layers, n_labels], dropout=dropout)
 
@@ -190,7 +180,6 @@ class Autoencoder(nn.Module):
         beta: float = 1.0,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers, latent_dim=latent_dim)
         check_flags(variational=variational)
         hidden = [hidden_dim] * num_layers
         self.variational = variational
@@ -293,7 +282,6 @@ class TokenTransformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=1, hidden_dim=hidden_dim, num_layers=num_layers, num_heads=num_heads)
         if hidden_dim % num_heads:
             raise InputError(f"model.hidden_dim={hidden_dim} is not a multiple of num_heads={num_heads}")
         self.label = label
@@ -368,7 +356,7 @@ def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Te
     return {"loss": loss, "accuracy": right, "n": n}
 
 
-class _VAE(Autoencoder):
+class VAE(Autoencoder):
     def __init__(
         self,
         n_genes: int,
@@ -381,9 +369,4 @@ class _VAE(Autoencoder):
         super().__init__(n_genes, latent_dim, hidden_dim, num_layers, dropout, variational=True, beta=beta)
 
 
-BUILT_IN: dict[str, type[nn.Module]] = {
-    "mlp_classifier": MLPClassifier,
-    "autoencoder": Autoencoder,
-    "vae": _VAE,
-    "transformer_encoder": TokenTransformer,
-}
+BUILT_IN: dict[str, type[nn.Module]] = {name: globals()[cls] for name, cls in MODELS.items()}
