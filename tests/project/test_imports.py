@@ -56,6 +56,18 @@ import dasksc.loader
 assert "torch" in sys.modules
 """
 
+MISTAKEN = """
+import contextlib
+import sys
+from dasksc import cli
+
+for arguments in (["info", "no.h5ad", "--joyn", "outer"], ["convert", "no.h5ad", "b.zarr"], ["check", "--help"]):
+    with contextlib.suppress(SystemExit):
+        assert cli.main(arguments) == 1
+found = set(sys.modules) & {"anndata", "dask", "h5py", "numba", "numpy", "pandas", "torch"}
+assert not found, f"checking a command line imports {found}"
+"""
+
 
 def run(program: str, *arguments: str) -> None:
     # Without the standard module ``site`` (option -S), no other package is imported at the start.
@@ -71,3 +83,7 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
 
 def test_opening_planning_and_describing_import_no_torch(tmp_path: Path) -> None:
     run(USED, str(write_store(make_adata(), tmp_path, "h5ad")))
+
+
+def test_a_command_line_is_checked_before_heavy_modules_are_imported() -> None:
+    run(MISTAKEN)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from dasksc import InputError, cli
@@ -63,29 +60,3 @@ def test_options_of_several_atlases_are_on_every_command_that_reads_atlases():
         flags = {flag for action in cli.prepared(name)[0]._actions for flag in action.option_strings}
         assert flags >= {"--join", "--label", "--keys", "--index-unique", "--merge", "--fill-value", "--genome"}, name
         assert flags >= {"--feature-types", "--storage-option", "--cache", "--json"}, name
-
-
-CHECKED = """
-import sys
-from dasksc import cli
-
-for arguments in (["info", "a.h5ad", "--joyn", "outer"], ["convert", "a.h5ad", "b.zarr"], ["check", "--help"]):
-    try:
-        assert cli.main(arguments) == 1
-    except SystemExit as ended:
-        assert ended.code in (0, 2)
-found = {"anndata", "dask", "numba", "numpy", "pandas", "torch"} & sys.modules.keys()
-assert not found, found
-"""
-
-
-def test_options_and_paths_are_checked_before_heavy_imports(tmp_path):
-    done = subprocess.run([sys.executable, "-c", CHECKED], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "there is nothing at a.h5ad" in done.stderr
-
-
-def test_a_reader_that_ends_early_is_no_error():
-    command = f"{sys.executable} -m dasksc --help; {sys.executable} -m dasksc check --help"
-    done = subprocess.run(f"({command}) | true", shell=True, capture_output=True, text=True, timeout=600)
-    assert "Traceback" not in done.stderr
