@@ -111,8 +111,8 @@ def show(report: Any, *, as_json: bool, **more: Any) -> None:
         return
     width = shutil.get_terminal_size().columns - 1
     for line in str(report).splitlines():
-        lead = re.match(r" +(?:[\w/]+ {2,})?", line)
-        indent = " " * len(lead[0] if lead else "")
+        lead = re.match(r" +(?:\S+ {2,}|  )?", line)
+        indent = " " * max(len(lead[0] if lead else ""), 4)
         # textwrap would join the spaces that align columns.
         folded = textwrap.wrap(line.replace("  ", "\0\0"), width, subsequent_indent=indent, break_on_hyphens=False)
         print("\n".join(folded).replace("\0", " ") if lead else line)
