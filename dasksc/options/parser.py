@@ -40,16 +40,14 @@ class Parser(jsonargparse.ArgumentParser):
             if one.name not in skip:
                 _add(place, one._replace(default=defaults.get(one.name, one.default)), prefix)
 
-    def parse_args(self, args: Sequence[str]) -> jsonargparse.Namespace:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str]) -> Any:  # type: ignore[override]
         """Parse a command line; hyphens and underscores in the names of options are the same."""
-        parsed: jsonargparse.Namespace = super().parse_args(list(map(_spelled, args)))
-        return parsed
+        return super().parse_args(list(map(_spelled, args)))
 
-    def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> jsonargparse.Namespace:
+    def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> Any:
         """Parse a YAML file; errors name it."""
         self._file = os.fspath(path)
-        parsed: jsonargparse.Namespace = super().parse_path(path, *others, **named)
-        return parsed
+        return super().parse_path(path, *others, **named)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error, and exit with code 2."""
