@@ -57,7 +57,7 @@ class Parser(jsonargparse.ArgumentParser):
         message = re.sub(r'^(?:argument |Parser key "?)([^\s":]+)"?:', r"\1:", message)
         if found := re.match(r"(?:unrecognized arguments: |Option ')([^\s']+)", message):
             named = known if found[1].startswith("-") else [flag.lstrip("-") for flag in known]
-            message = f"there is no option {found[1]}{nearest(found[1], named)}"
+            message = f"{found[1]} is not expected{nearest(found[1], named)}"
         self.exit(2, f"{self.prog}: {place}{message}\nAll options: {self.prog} --help\n")
 
 
