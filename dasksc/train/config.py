@@ -214,6 +214,8 @@ def _checked_config(options: Any) -> Config:
         if "hold_out" in validation and "share" in validation:
             raise InputError("data.validation: hold_out and share both select the validation rows; give one of them")
         data.validation = _checked("data.validation", validation, f"{_OWN}:Validation", "split")
+    if model["name"] == "vae":
+        model |= {"name": "autoencoder", "variational": True}
     if ":" not in model["name"]:
         name = f"dasksc.train.models:{_choice('model', model, MODELS)}"
         model |= _checked("model", model, name, optional=_FROM_DATA)

@@ -16,7 +16,6 @@ __all__ = ["MODELS", "STRATEGIES", "TOKENIZERS", "Data", "Fsdp", "Predict", "Sch
 MODELS = {
     "mlp_classifier": "MLPClassifier",
     "autoencoder": "Autoencoder",
-    "vae": "VAE",
     "transformer_encoder": "TokenTransformer",
 }
 """Classes of `dasksc.train.models` by the names of models."""
@@ -54,18 +53,12 @@ class Data:
         Yield the same number of batches on every rank, which training requires.
     pin_memory
         Gather batches into pinned memory; null: on a GPU.
-    num_workers
-        Number of DataLoader workers. 0 is recommended, since threads of each rank read ahead.
-    prefetch_factor
-        Number of batches that each DataLoader worker prepares; null: as PyTorch.
     """
 
     path: str | list[str] | dict[str, str]
     fetch_factor: int | None = 64
     equal_ranks: Literal[True] = True
     pin_memory: bool | None = None
-    num_workers: int = 0
-    prefetch_factor: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
