@@ -27,7 +27,7 @@ from dasksc.train.models import BUILT_IN
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
 from dasksc.train.predicting import predict_trained, reading_options
 from dasksc.train.saved_models import created, found, save_model
-from dasksc.train.sections import Scheduler
+from dasksc.train.sections import OPTIMIZERS, Scheduler
 
 __all__ = ["Report", "fit"]
 
@@ -155,7 +155,8 @@ class _Run:
         self.model: nn.Module = created(model_class, self.arguments, what="model")
         self.n_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.whole = distribute(self.model, training, ranks)
-        optimizer_class = found(training.optimizer["name"], _OPTIMIZERS, what="training.optimizer.name")
+        built_in = {name: getattr(torch.optim, cls) for name, cls in OPTIMIZERS.items()}
+        optimizer_class = found(training.optimizer["name"], built_in, what="training.optimizer.name")
         options = {"lr": 1e-3} | {name: value for name, value in training.optimizer.items() if name != "name"}
         options["lr"] *= ranks.world_size if training.scale_lr else 1
         options["params"] = [p for p in self.model.parameters() if p.requires_grad]
@@ -428,9 +429,6 @@ class _Run:
             if self.ranks.rank == 0:
                 self.say(f"predictions of {written.n_obs:,} cells are in {written.path}")
         return report
-
-
-_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:
