@@ -48,7 +48,10 @@ class Parser(jsonargparse.ArgumentParser):
     def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> jsonargparse.Namespace:
         """Parse a YAML file; errors name it."""
         self._file = os.fspath(path)
-        parsed: jsonargparse.Namespace = super().parse_path(path, *others, **named)
+        try:
+            parsed: jsonargparse.Namespace = super().parse_path(path, *others, **named)
+        except UnicodeDecodeError:
+            self.error("this is no text file; give a YAML file")
         return parsed
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

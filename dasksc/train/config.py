@@ -213,7 +213,9 @@ def _as_dict(given: Any) -> dict[str, Any]:
 def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[str, Any]:
     """Return the name of a class and its checked arguments; those of an import path are checked when it is imported."""
     section = ({"name": "block_shuffling"} if known is STRATEGIES else {}) | _as_dict(given)
-    name = str(section.pop("name", ""))
+    if "name" not in section:
+        raise InputError(f"{key}.name is missing; expected one of {', '.join(known)}, or package.module:Class")
+    name = str(section.pop("name"))
     if ":" in name:
         return {"name": name, **section}
     if name not in known:

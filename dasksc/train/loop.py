@@ -145,7 +145,7 @@ class _Run:
         if ranks.rank == 0:
             say(f"writing checkpoints, metrics.csv and model.pt to {self.folder.absolute()}")
             if split_table is not None:
-                say(f"cells trained on and held out:\n{split_table.to_string()}")
+                say(f"cells trained on and held out:\n{split_table.to_string(max_rows=40)}")
 
         model_class = found(config.model["name"], BUILT_IN, what="model.name")
         accepted = inspect.signature(model_class).parameters
@@ -365,10 +365,10 @@ class _Run:
                 # All ranks must gather parameters together. Ranks with fewer batches evaluate their last batch again.
                 most = torch.tensor(n_calls, device=self.ranks.device)
                 n_calls = int(self.ranks.reduced(most, dist.ReduceOp.MAX))
-            for i, batch in enumerate(self.validation, 1):
+            for batch in self.validation:
                 last = on_device(batch, self.ranks.device)
                 means.add(self.model(last), batch_length(last))
-            for _ in range(n_calls - i):
+            for _ in range(n_calls - len(self.validation)):
                 self.model(last)
             figures, _ = means.reduced()
             self.model.train()
