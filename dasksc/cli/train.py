@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import sys
@@ -17,7 +18,12 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: Parser) -> None:
     """Add an option for each key of a configuration."""
     add_sections(parser)
-    parser.add_argument("--json", action="store_true", help="Print the report as JSON, and all else on stderr.")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="Print the report as JSON, and all else on stderr.",
+    )
 
 
 def run(options: Mapping[str, Any]) -> None:
@@ -27,9 +33,9 @@ def run(options: Mapping[str, Any]) -> None:
     from dasksc import World
     from dasksc.train.loop import fit
 
-    is_first = World.detect().rank == 0
+    as_json, is_first = "json" in options, World.detect().rank == 0
     level = logging.INFO if is_first else logging.WARNING
     logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
-    report = fit(config, say=lambda line: print(line, file=sys.stderr if options["json"] else None, flush=True))
+    report = fit(config, say=lambda line: print(line, file=sys.stderr if as_json else None, flush=True))
     if is_first:
-        print(json.dumps(report.to_dict()) if options["json"] else f"\n{report}")
+        print(json.dumps(report.to_dict()) if as_json else f"\n{report}")

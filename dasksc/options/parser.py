@@ -47,7 +47,10 @@ class Parser(jsonargparse.ArgumentParser):
     def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> Any:
         """Parse a YAML file; errors name it."""
         self._file = os.fspath(path)
-        return super().parse_path(path, *others, **named)
+        try:
+            return super().parse_path(path, *others, **named)
+        except UnicodeDecodeError as error:
+            self.error(f"Not a YAML file: {error}")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error, and exit with code 2."""

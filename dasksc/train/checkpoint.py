@@ -35,8 +35,6 @@ from dasksc.train.parallel import Ranks
 
 __all__ = ["Checkpoints", "read_state", "read_tensors"]
 
-_NAME = re.compile(r"step-(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoints:
@@ -50,7 +48,7 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """Return the complete checkpoints in ascending order of their steps."""
         # The whole name must match: copies under other names belong to the user.
-        found = [path for path in self.folder.glob("step-*/state.json") if _NAME.fullmatch(path.parent.name)]
+        found = [path for path in self.folder.glob("step-*/state.json") if re.fullmatch(r"step-\d+", path.parent.name)]
         return sorted((path.parent for path in found), key=_step_of)
 
     def path_of(self, step: int) -> Path:
@@ -70,7 +68,7 @@ class Checkpoints:
             )
         return path
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Write a checkpoint. All ranks must call this method.
 
         ``state["values"]`` has the monitored metric of each step that is a candidate for the best checkpoints.
@@ -97,7 +95,6 @@ class Checkpoints:
         with _quiet(), _converted_errors(StorageError, f"{partial} cannot be written", "Is there space left?"):
             save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized())
         self.ranks.on_rank_zero(complete, unwritten)
-        return path
 
     def _prune(self, latest: Path, values: Mapping[str, float]) -> None:
         if self.keep < 0:
@@ -119,16 +116,15 @@ class Checkpoints:
         state = read_state(path)
         saved = _metadata(path)
         tensors = _tensors_of(model, optimizer)
-        own = {f"model.{name}": tuple(value.shape) for name, value in tensors["model"].items()}
-        held = {name: tuple(value.size) for name, value in saved.items() if name.startswith("model.")}
-        differing = sorted(name for name in own.keys() | held.keys() if own.get(name) != held.get(name))
-        for section in ("model", "optimizer"):
-            if state[section]["name"] != made[section]["name"] or (section == "model" and differing):
+        own = {f"model.{name}": value.shape for name, value in tensors["model"].items()}
+        held = {name: value.size for name, value in saved.items() if name.startswith("model.")}
+        differing = [name for name in own | held if own.get(name) != held.get(name)]
+        for section, tensor in (("model", differing[:1]), ("optimizer", [])):
+            if tensor or state[section]["name"] != made[section]["name"]:
                 raise InputError(
-                    f"the checkpoint {path} does not fit the {section} of this run: it is of {state[section]}, and the "
-                    f"run has {json.loads(json.dumps(made[section]))}{f'; they differ in {differing[0]}' * bool(differing)}. "
-                    "Restore these values (n_genes, n_labels and the like come from the data), or start from the "
-                    "beginning in another training.checkpoint_dir"
+                    f"the checkpoint {path} is of {section} {state[section]}, and this run has {made[section]}. They "
+                    f"differ in {', '.join(tensor) or 'the name'}. Restore these values (n_genes, n_labels and the "
+                    "like come from the data), or start anew in another training.checkpoint_dir"
                 )
         kept = [
             {name: group[name] for name in inspect.signature(type(optimizer)).parameters if name in group}
@@ -176,15 +172,14 @@ def read_tensors(tensors: dict[str, Any], path: Path, *, no_dist: bool) -> None:
 
 
 def _step_of(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
+    return int(path.name.removeprefix("step-"))
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state of a checkpoint other than its tensors."""
     file = path / "state.json"
     try:
-        return dict(json.loads(file.read_text()))
+        return {**json.loads(file.read_text())}
     except FileNotFoundError as error:
         raise MissingPathError(f"there is no checkpoint at {path}: expected {file}") from error
     except (TypeError, ValueError) as error:  # not a JSON object, or not UTF-8

@@ -22,24 +22,16 @@ from jsonargparse import ActionConfigFile
 
 from dasksc.errors import InputError, MissingPathError
 from dasksc.options import REQUIRED, InvalidValue, Parser, nearest, parameters_of, parse
-from dasksc.train.sections import MODELS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
+from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
 
 __all__ = ["Config", "add_sections"]
 
 _OWN = "dasksc.train.sections"
-# Parameters that a training run sets itself.
-_SET_BY_RUN = {
-    "scDataset": {
-        *("data_collection", "strategy", "label_key", "rank", "world_size", "device", "return_index", "equal_ranks"),
-        *("fetch_factor", "pin_memory"),
-    },
-    "open": {"data", "obs", "mmap", "names", "attach"},
-    "split": {"data", "fractions", "indices"},
-    "predict": {"dataset", "categories", "device", "progress"},
-    "tokenizer": {"genes", "seed", "medians"},
-    "predict_dataset": set(),
+# Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
+_OF_RUN = {
+    *("data", "data_collection", "dataset", "model", "strategy", "label_key", "rank", "world_size", "device", "group"),
+    *("return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
 }
-# Arguments of models that are filled in from the data, unless they are given.
 _FROM_DATA = {"n_genes", "n_labels", "n_tokens", "pad_id", "n_bins", "max_seq_len"}
 
 
@@ -127,68 +119,55 @@ class Config:
     @classmethod
     def of_options(cls, options: Any) -> Config:
         """Check the options of a parser to which `add_sections` added the sections."""
-        files = [str(one) for one in options.config or () if one is not None]
+        files = [f"{one}: " for one in options.config or () if one is not None]
         try:
             return _checked_config(options)
         except InputError as error:
-            raise (InputError(f"{files[-1]}: {error}") if files else error) from None
+            raise InputError(f"{files[-1] if files else ''}{error}") from error
 
     def check_paths(self) -> None:
         """Raise an error for a local path that does not exist; patterns and URLs are left to `dasksc.open`."""
         given = {"data.path": self.data.path, "data.validation.path": (self.data.validation or {}).get("path")}
+        given["predict.path"] = (self.predict or {}).get("path")
         for key, value in given.items():
-            for path in (
-                value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
-            ):
+            paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
+            for path in paths:
                 if not ("://" in path or glob.has_magic(path) or os.path.exists(path)):
                     raise MissingPathError(f"{key}: there is no file or store at {path}")
         resumed = self.training.resume_from
-        if resumed not in (None, "auto") and not Path(resumed, "state.json").exists():
-            raise MissingPathError(
-                f"training.resume_from={resumed!r} is not a checkpoint such as checkpoints/step-00000100"
-            )
+        if resumed not in (None, "auto") and not Path(str(resumed), "state.json").exists():
+            raise MissingPathError(f"training.resume_from: there is no checkpoint at {resumed}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""
-        data = vars(self.data)
-        shown = {**data, "open": {name: one for name, one in data["open"].items() if name != "storage_options"}}
-        return {
-            **{"data": shown, "model": self.model, "training": asdict(self.training)},
-            **{"tokenizer": self.tokenizer, "predict": self.predict},
-        }
+        data = {**vars(self.data), "open": {**self.data.open, "storage_options": None}}
+        return {**vars(self), "data": data, "training": asdict(self.training)}
 
 
 def add_sections(parser: Parser) -> None:
     """Add ``--config``, and an option for each key of a configuration."""
-    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help="YAML file with the keys below.")
+    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help="YAML file with the keys below")
+    own = {one.name for one in parameters_of(f"{_OWN}:Data")}
     parser.add_options(f"{_OWN}:Data", prefix="data.", title="data")
-    parser.add_options("scDataset", prefix="data.", skip=_SET_BY_RUN["scDataset"])
-    parser.add_options("open", prefix="data.open.", skip=_SET_BY_RUN["open"])
+    parser.add_options("scDataset", prefix="data.", skip=(_OF_RUN | own) - {"progress"}, fetch_factor=64)
+    parser.add_options("open", prefix="data.open.", skip=_OF_RUN | {"obs", "mmap"})
     parser.add_options(f"{_OWN}:Training", prefix="training.", skip={"optimizer"}, title="training")
-    section = dict[str, Any] | None
-    for name, type_, default, text in (
-        ("data.strategy", str | dict[str, Any], "block_shuffling", "Name and arguments of a sampling strategy."),
-        (
-            "data.validation",
-            float | bool | section,
-            None,
-            "Share of the rows to hold out, or arguments of dasksc.split.",
-        ),
-        ("model", str | section, None, "Name and arguments of the model."),
-        ("tokenizer", section, None, "Options of the tokenizer."),
-        ("training.optimizer", str | dict[str, Any], "adamw", "Name and arguments of the optimizer."),
-        ("training.scheduler", str | dict[str, Any], "constant", "Schedule of the learning rate, and its arguments."),
-        ("training.fsdp", section, None, "Options of FSDP; {} selects it."),
-        ("predict", section, None, "Arguments of dasksc.predict, which runs at the end."),
-    ):
-        parser.add_argument(f"--{name}", type=type_, default=default, help=text)
+    named, section = str | dict[str, Any], dict[str, Any] | None
+    parser.add_argument("--data.strategy", type=named, default="block_shuffling", help="Strategy and its arguments")
+    parser.add_argument("--data.validation", type=float | bool | section, help="Share, or arguments of dasksc.split")
+    parser.add_argument("--model", type=str | section, help="Name and arguments of the model")
+    parser.add_argument("--tokenizer", type=section, help="Strategy, and arguments of dasksc.tokens")
+    parser.add_argument("--training.optimizer", type=named, default="adamw", help="Name and arguments")
+    parser.add_argument("--training.scheduler", type=named, default="constant", help="Name and arguments")
+    parser.add_argument("--training.fsdp", type=section, help="Options of FSDP; {} selects it")
+    parser.add_argument("--predict", type=section, help="Arguments of dasksc.predict, which runs at the end")
 
 
 class _Raising(Parser):
     """Parser whose errors are exceptions."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        raise InputError(str(message).partition("\n")[0].removeprefix(f"{self.prog}: "))
+        raise InputError(str(message).partition("\nAll options")[0].removeprefix(f"{self.prog}: "))
 
 
 def _parsed(arguments: list[str]) -> Config:
@@ -198,98 +177,87 @@ def _parsed(arguments: list[str]) -> Config:
 
 
 def _checked_config(options: Any) -> Config:
-    model = _named(options.model)
-    if "name" not in model:
-        raise InputError(f"model.name is missing; expected one of {', '.join(MODELS)}, or package.module:Class")
-    data = Namespace(**options.data.as_dict())
-    strategy = {"name": "block_shuffling"} | _named(data.strategy)
-    if ":" not in strategy["name"]:
-        strategy |= _checked("data.strategy", strategy, _choice("data.strategy", strategy, STRATEGIES))
-    data.strategy = strategy
-    validation = data.validation
-    if validation is False or validation == 0:
+    data, training = Namespace(**options.data.as_dict()), options.training.as_dict()
+    data.strategy = _named("data.strategy", data.strategy, STRATEGIES, "dasksc")
+    if data.validation is False or data.validation == 0:
         data.validation = None
-    elif validation is not None:
-        validation = {"share": validation} if isinstance(validation, float | int) else validation
+    if data.validation is not None:
+        validation = {"share": data.validation} if isinstance(data.validation, float | int) else data.validation
         if "hold_out" in validation and "share" in validation:
             raise InputError("data.validation: hold_out and share both select the validation rows; give one of them")
         data.validation = _checked("data.validation", validation, f"{_OWN}:Validation", "split")
-    if ":" not in model["name"]:
-        name = f"dasksc.train.models:{_choice('model', model, MODELS)}"
-        model |= _checked("model", model, name, optional=_FROM_DATA)
+    model = _as_dict(options.model)
+    if model.get("name") == "vae":
+        model |= {"name": "autoencoder", "variational": True}
+    model = _named("model", model, MODELS, "dasksc.train.models")
     tokenizer = options.tokenizer
     if tokenizer is not None:
-        tokenizer = {"strategy": "rank_value"} | tokenizer
+        flat = {"name": "rank_value"} | {name: one for name, one in tokenizer.items() if name != "masking"}
+        flat["name"] = flat.pop("strategy", flat["name"])
         masking = tokenizer.get("masking") or {}
-        kind = _choice("tokenizer", tokenizer, TOKENIZERS, "strategy")
-        flat = {name: value for name, value in tokenizer.items() if name not in ("strategy", "masking")} | masking
-        checked = _checked("tokenizer", flat, f"dasksc.transforms.tokens:{kind}")
-        tokenizer |= {name: checked[name] for name in tokenizer.keys() & checked.keys()}
-    fsdp, scheduler = options.training.fsdp, _named(options.training.scheduler)
-    training = {
-        **vars(options.training),
-        "optimizer": _checked_optimizer({"name": "adamw"} | _named(options.training.optimizer)),
-        "scheduler": Scheduler(**_checked("training.scheduler", scheduler, f"{_OWN}:Scheduler")),
-        "fsdp": None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_OWN}:Fsdp")),
-    }
-    predict = options.predict
+        flat = _named("tokenizer", flat | masking, TOKENIZERS, "dasksc.transforms.tokens")
+        tokenizer = {"strategy": flat.pop("name"), "masking": {name: flat.pop(name) for name in masking}, **flat}
+    scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict
+    training["optimizer"] = _checked_optimizer(training["optimizer"])
+    training["scheduler"] = Scheduler(**_checked("training.scheduler", scheduler, f"{_OWN}:Scheduler"))
+    training["fsdp"] = None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_OWN}:Fsdp"))
     if predict is not None:
         predict = _checked("predict", predict, f"{_OWN}:Predict", "predict")
     return Config(data=data, model=model, training=Training(**training), tokenizer=tokenizer, predict=predict)
 
 
-def _named(given: Any) -> dict[str, Any]:
+def _as_dict(given: Any) -> dict[str, Any]:
     return {"name": given} if isinstance(given, str) else dict(given or {})
 
 
-def _choice(key: str, section: Mapping[str, Any], known: Mapping[str, str], name: str = "name") -> str:
-    if section[name] not in known:
-        hint = nearest(str(section[name]), known) or f"; expected one of {', '.join(known)}"
-        raise InputError(f"{key}.{name}={section[name]!r} is not known{hint}")
-    return known[section[name]]
+def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[str, Any]:
+    """Return the name of a class and its checked arguments; those of an import path are checked when it is imported."""
+    section = ({"name": "block_shuffling"} if known is STRATEGIES else {}) | _as_dict(given)
+    if "name" not in section:
+        raise InputError(f"{key}.name is missing; expected one of {', '.join(known)}, or package.module:Class")
+    name = str(section.pop("name"))
+    if ":" in name:
+        return {"name": name, **section}
+    if name not in known:
+        advice = nearest(name, known) or f"; expected one of {', '.join(known)}"
+        raise InputError(f"{key}: there is no {name!r}{advice} To use your own, give package.module:Class")
+    signature = known[name] if module == "dasksc" else f"{module}:{known[name]}"
+    return {"name": name, **_checked(key, section, signature)}
 
 
-def _checked(key: str, given: Mapping[str, Any], *signatures: str, optional: Iterable[str] = ()) -> dict[str, Any]:
+def _checked(key: str, given: Mapping[str, Any], *signatures: str) -> dict[str, Any]:
     """Return the options of a section with the types of the parameters of signatures."""
     known = {
-        one.name: one
-        for signature in signatures
-        for one in parameters_of(signature)
-        if one.name not in _SET_BY_RUN.get(signature, ())
-        and one.name not in _SET_BY_RUN["tokenizer" if key == "tokenizer" else "predict_dataset"]
+        one.name: one for name in signatures for one in parameters_of(name) if one.name not in _OF_RUN - {"label_key"}
     }
     checked = {}
     for name, value in given.items():
-        if name == "name" and "name" not in known:
-            continue
         if name not in known:
             raise InputError(
-                f"{key}.{name} is not known{nearest(name, known) or f'; expected one of {chr(44).join(known)}'}"
+                f"there is no option {key}.{name}{nearest(name, known) or f'; {key} has ' + ', '.join(known)}"
             )
         try:
             checked[name] = parse(known[name].type, value)
         except InvalidValue as error:
             raise InputError(f"{key}.{name}: {error}") from error
     for name, one in known.items():
-        if one.default is REQUIRED and name not in checked and name not in optional:
+        if one.default is REQUIRED and name not in {*checked, *_FROM_DATA, "genes"}:
             raise InputError(f"{key}.{name} is missing: {one.help}")
     return checked
 
 
-def _checked_optimizer(given: dict[str, Any]) -> dict[str, Any]:
-    """Check the names of the arguments of an optimizer of torch, whose source file is read."""
-    torch = find_spec("torch")
-    if ":" in given["name"] or torch is None or torch.origin is None:
-        return given
-    path = Path(torch.origin).parent / "optim" / f"{given['name']}.py"
-    if given["name"] not in ("adam", "adamw", "sgd"):
-        raise InputError(
-            f"training.optimizer.name={given['name']!r} is not known{nearest(given['name'], ['adam', 'adamw', 'sgd'])}"
-        )
-    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
-    functions = [node for node in classes[0].body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    known = [one.arg for one in functions[0].args.args + functions[0].args.kwonlyargs]
-    for name in given:
-        if name not in ("name", *known):
-            raise InputError(f"training.optimizer.{name} is not known{nearest(name, known)}")
-    return given
+def _checked_optimizer(given: Any) -> dict[str, Any]:
+    """Check the names of the arguments of an optimizer, in the source file of torch, which is not imported."""
+    section = {"name": "adamw"} | _as_dict(given)
+    name, torch = section["name"], find_spec("torch")
+    if ":" in name or torch is None or torch.origin is None:
+        return section
+    if name not in OPTIMIZERS:
+        raise InputError(f"training.optimizer: there is no {name!r}; expected {', '.join(OPTIMIZERS)} or module:Class")
+    source = ast.parse(Path(torch.origin).with_name("optim").joinpath(f"{name}.py").read_text())
+    optimizer = next(one for one in source.body if isinstance(one, ast.ClassDef) and one.name == OPTIMIZERS[name])
+    init = next(one for one in optimizer.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+    known = [one.arg for one in [*init.args.args[2:], *init.args.kwonlyargs]]
+    for option in section.keys() - {"name", *known}:
+        raise InputError(f"there is no option training.optimizer.{option}{nearest(option, known)}")
+    return section

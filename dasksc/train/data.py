@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
@@ -22,91 +20,19 @@ from dasksc.train.sections import STRATEGIES
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["Loader", "Loaders", "make_loaders", "on_device", "opened"]
+__all__ = ["DataSets", "make_datasets", "on_device", "opened"]
 
 logger = logging.getLogger(__name__)
 
 # Keys of the section `data` that are no arguments of scDataset.
-_OWN = {"path", "open", "strategy", "validation", "num_workers", "prefetch_factor", "equal_ranks", "progress"}
+_OWN = {"path", "open", "strategy", "validation", "equal_ranks", "progress"}
 
 
-class Loader:
-    """Data set as read by the training loop, directly or through the workers of a DataLoader."""
+class DataSets(NamedTuple):
+    """Data sets of a training run, values that constructors of models may request, and the table of the split."""
 
-    def __init__(self, dataset: scDataset, data: Any, *, pin_memory: bool) -> None:
-        self.dataset = dataset
-        self.epoch = 0
-        self._n_taken = self._n_to_skip = self._n_in_pass = 0
-        self._n_workers: int = data.num_workers
-        self._start = dataset.state_dict()
-        self._batches: Any = dataset
-        if data.num_workers:
-            self._batches = DataLoader(
-                dataset,
-                batch_size=None,
-                num_workers=data.num_workers,
-                prefetch_factor=data.prefetch_factor,
-                pin_memory=pin_memory,
-                # By default, every iterator of a DataLoader draws a seed from the default generator of torch. After a
-                # resume, this extra draw would change the dropout masks, which use the same generator.
-                generator=torch.Generator().manual_seed(dataset.seed % 2**63),
-            )
-
-    @property
-    def n_batches_left(self) -> int:
-        """Number of batches of the next iteration: those of an epoch, or the rest of a resumed one."""
-        return self.dataset.n_batches_left - self._n_to_skip
-
-    @property
-    def is_at_end(self) -> bool:
-        """True if the last batch yielded is the last of its epoch."""
-        return self._n_taken == self._n_in_pass
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the remaining batches of an epoch; the next iteration starts the next epoch."""
-        if self._n_workers:
-            self.dataset.set_epoch(self.epoch)
-        self._n_in_pass = self.dataset.n_batches_left
-        self._n_taken, self._n_to_skip = self._n_to_skip, 0
-        for batch in islice(iter(self._batches), self._n_taken, None):
-            self._n_taken += 1
-            yield batch
-        self.epoch += 1
-        self._n_taken = 0
-
-    def _sizes(self) -> list[Any]:
-        """Return the sizes that determine the batches of DataLoader workers, which are interleaved."""
-        return [self.dataset.world_size, self.dataset.batch_size, self.dataset.fetch_factor, self._n_workers]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, from which `load_state_dict` resumes."""
-        if not self._n_workers:
-            return {"dataset": self.dataset.state_dict(), "n_taken": 0, "sizes": None}
-        state = {**self._start, "epoch": self.epoch, "consumed": []}
-        return {"dataset": state, "n_taken": self._n_taken, "sizes": self._sizes()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at the next batch. Without workers, ranks and sizes may have changed; with them, only between epochs."""
-        is_inside = state["n_taken"] or state["dataset"]["consumed"]
-        sizes = self._sizes() if self._n_workers else None
-        if is_inside and state["sizes"] != sizes:
-            raise InputError(
-                "the checkpoint was saved in the middle of an epoch with [ranks, batch_size, fetch_factor, num_workers] "
-                f"= {state['sizes']} (null: without workers), but this run has {sizes}. Restore these values, or use a "
-                "checkpoint from the end of an epoch"
-            )
-        self.dataset.load_state_dict(state["dataset"])
-        self._start = self.dataset.state_dict()
-        self.epoch = int(state["dataset"]["epoch"])
-        self._n_to_skip = state["n_taken"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaders:
-    """Loaders of a training run, values that constructors of models may request, and the table of the split."""
-
-    training: Loader
-    validation: Loader | None
+    training: scDataset
+    validation: scDataset | None
     facts: dict[str, Any]
     split_table: pd.DataFrame | None
 
@@ -117,7 +43,7 @@ def opened(path: Any, data: Any, columns: list[str] | None = None) -> Any:
     return dasksc.open(path, obs=columns, mmap=data.mmap, names=names, **data.open)
 
 
-def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Loaders:
+def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> DataSets:
     """Open the atlas and create the data sets of this rank."""
     data, label, split = config.data, config.model.get("label"), config.data.validation
     strategy_class = found(data.strategy["name"], _strategies(), what="data.strategy.name")
@@ -141,13 +67,12 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
         if isinstance(weights, str) and not in_sets:
             strategy["weights"] = strategy["weights"][strategy["indices"]]
 
-    pinned = device.type == "cuda" if data.pin_memory is None else data.pin_memory
     options = {name: value for name, value in vars(data).items() if name not in _OWN}
     options |= {
         "obs": obs,
         "genes": _genes(data.genes),
         "seed": config.training.seed if data.seed is None else data.seed,
-        "pin_memory": pinned and not data.num_workers,
+        "pin_memory": device.type == "cuda" if data.pin_memory is None else data.pin_memory,
     }
     tokens: Any = None
     if config.tokenizer is not None:
@@ -168,9 +93,8 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             "data.drop_last=false"
         )
     facts = _facts(training, adata, label, tokens, options["genes"])
-    loader = Loader(training, data, pin_memory=pinned)
     if split is None:
-        return Loaders(training=loader, validation=None, facts=facts, split_table=None)
+        return DataSets(training, None, facts, None)
 
     held = adata
     if split.get("path") is not None:
@@ -187,9 +111,7 @@ def make_loaders(config: Config, *, device: torch.device, rank: int = 0) -> Load
             f"only {n_rows} rows are held out, fewer than the {validation.world_size} ranks; raise "
             "data.validation.share so that each rank has at least one row"
         )
-    return Loaders(
-        training=loader, validation=Loader(validation, data, pin_memory=pinned), facts=facts, split_table=table
-    )
+    return DataSets(training, validation, facts, table)
 
 
 def _strategies() -> dict[str, Any]:

@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Config
-from dasksc.train.data import Loader, Loaders, make_loaders, on_device
+from dasksc.train.data import make_datasets, on_device
 from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of, text_of
 from dasksc.train.models import BUILT_IN
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
 from dasksc.train.predicting import predict_trained, reading_options
 from dasksc.train.saved_models import created, found, save_model
-from dasksc.train.sections import Scheduler
+from dasksc.train.sections import OPTIMIZERS, Scheduler
 
 __all__ = ["Report", "fit"]
 
@@ -84,18 +84,8 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = {
-            "ranks": f"{self.world_size} x {self.device}, {self.strategy}",
-            "parameters": f"{self.n_parameters:,}",
-            "steps": f"{self.n_steps:,} in {self.n_epochs} epoch{'s' if self.n_epochs != 1 else ''}",
-            "cells": f"{self.n_cells:,} in {self.elapsed_s:.1f} s: {self.cells_per_s:,.0f} a second",
-            "waiting for data": f"{self.wait_share:.1%} of the time",
-            **{name.replace("_", " "): text_of(name, value) for name, value in self.figures.items()},
-            "checkpoint": self.checkpoint,
-            "model": self.model,
-        }
-        width = max(map(len, lines))
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+        shown = {name: value for name, value in asdict(self).items() if name != "figures"} | self.figures
+        return "\n".join(f"{name:<20}  {text_of(name, value)}" for name, value in shown.items())
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
@@ -147,49 +137,44 @@ class _Run:
         self.config, self.training, self.ranks, self.say = config, config.training, ranks, say
         training = config.training
         for name in training.loggers:
-            imported(name)
+            imported(name)  # so that all ranks raise an error
         self.folder = Path(training.checkpoint_dir)
-        self.loaders: Loaders = make_loaders(config, device=ranks.device, rank=ranks.rank)
-        self.loader: Loader = self.loaders.training
+        self.dataset, self.validation, facts, split_table = make_datasets(config, device=ranks.device, rank=ranks.rank)
         unwritten = f"training.checkpoint_dir={training.checkpoint_dir!r} cannot be written"
         ranks.on_rank_zero(lambda: self.folder.mkdir(parents=True, exist_ok=True), unwritten)
         if ranks.rank == 0:
             say(f"writing checkpoints, metrics.csv and model.pt to {self.folder.absolute()}")
-            if self.loaders.split_table is not None:
-                say(f"cells trained on and held out:\n{self.loaders.split_table}")
+            if split_table is not None:
+                say(f"cells trained on and held out:\n{split_table.to_string(max_rows=40)}")
 
         model_class = found(config.model["name"], BUILT_IN, what="model.name")
         accepted = inspect.signature(model_class).parameters
-        facts = {name: value for name, value in self.loaders.facts.items() if name in accepted}
+        facts = {name: value for name, value in facts.items() if name in accepted}
         self.arguments = facts | {name: value for name, value in config.model.items() if name != "name"}
         torch.manual_seed(training.seed)  # equal parameters on every rank
         self.model: nn.Module = created(model_class, self.arguments, what="model")
         self.n_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.whole = distribute(self.model, training, ranks)
-        optimizer_class = found(training.optimizer["name"], _OPTIMIZERS, what="training.optimizer.name")
+        built_in = {name: getattr(torch.optim, cls) for name, cls in OPTIMIZERS.items()}
+        optimizer_class = found(training.optimizer["name"], built_in, what="training.optimizer.name")
         options = {"lr": 1e-3} | {name: value for name, value in training.optimizer.items() if name != "name"}
         options["lr"] *= ranks.world_size if training.scale_lr else 1
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.Optimizer = created(
-            optimizer_class, {"params": parameters, **options}, what="training.optimizer"
-        )
+        options["params"] = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer = created(optimizer_class, options, what="training.optimizer")
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.scaler = torch.amp.GradScaler(ranks.device.type, enabled=training.precision == "16-mixed")
         self.dtype = dtype_of(training.precision)
 
-        has_validation = self.loaders.validation is not None
-        self.monitor = training.monitor or ("validation_loss" if has_validation else "loss")
+        self.monitor = training.monitor or ("loss" if self.validation is None else "validation_loss")
         self.monitors_validation = self.monitor.startswith("validation_")
-        if self.monitors_validation and not has_validation:
-            raise InputError(
-                f"training.monitor={self.monitor!r} is a validation metric, but data.validation is not set"
-            )
+        if self.monitors_validation and self.validation is None:
+            raise InputError(f"training.monitor={self.monitor!r} is a metric of validation: set data.validation")
         mode = training.monitor_mode or ("max" if self.monitor.endswith("accuracy") else "min")
         self.checkpoints = Checkpoints(
             folder=self.folder, keep=training.save_top_k, is_larger_better=mode == "max", ranks=ranks
         )
         self.max_epochs = training.max_epochs or (None if training.max_steps else 1)
-        self.step = self.n_cells = 0
+        self.step = self.epoch = self.n_cells = 0
         self.step_saved = self.step_validated = -1
         self.figures: dict[str, Any] = {}
         self.values: dict[str, float] = {}
@@ -211,9 +196,9 @@ class _Run:
         k, total = self.training.gradient_accumulation, math.inf
         if self.max_epochs is not None:
             total = self.step
-            if self.loader.epoch < self.max_epochs:
-                n_epochs = self.max_epochs - self.loader.epoch - 1
-                total += math.ceil(self.loader.n_batches_left / k) + n_epochs * math.ceil(len(self.loader.dataset) / k)
+            if self.epoch < self.max_epochs:
+                n_epochs = self.max_epochs - self.epoch - 1
+                total += math.ceil(self.dataset.n_batches_left / k) + n_epochs * math.ceil(len(self.dataset) / k)
         return int(min(total, self.training.max_steps or math.inf))
 
     def _made(self) -> dict[str, Any]:
@@ -224,7 +209,8 @@ class _Run:
         if path is None:
             return
         state = self.checkpoints.load(path, self.model, self.optimizer, self._made())
-        self.loader.load_state_dict(state["data"])
+        self.dataset.load_state_dict(state["data"])
+        self.epoch = int(state["data"]["epoch"])
         if state["scaler"]:  # empty unless the precision is 16-mixed
             self.scaler.load_state_dict(state["scaler"])
         self.step, self.figures, self.values = state["step"], state["figures"], state["values"]
@@ -238,49 +224,49 @@ class _Run:
 
     def _is_over(self) -> bool:
         is_last_step = self.training.max_steps is not None and self.step >= self.training.max_steps
-        return is_last_step or (self.max_epochs is not None and self.loader.epoch >= self.max_epochs)
+        return is_last_step or (self.max_epochs is not None and self.epoch >= self.max_epochs)
 
     def train(self) -> Report:
         """Train until the end of the run, write the model and the predictions, and return the report."""
         save_every = self.training.save_every
         while not self._is_over():
-            epoch = self.loader.epoch
-            self._train_epoch(epoch)
-            if self.loader.epoch == epoch:
+            epoch = self.epoch
+            self._train_epoch()
+            if self.epoch == epoch:
                 break  # max_steps was reached within the epoch
-            if (epoch + 1) % self.training.validate_every == 0:
+            if self.epoch % self.training.validate_every == 0:
                 self._validate(epoch)
             # Validated epochs are candidates for the best checkpoint, so each is saved.
             is_candidate = self.training.save_top_k != 0 and self.step_validated == self.step
             if not self._is_over() and (save_every is None or self.step % save_every == 0 or is_candidate):
                 self._save()
-        self._validate(self.loader.epoch)
+        self._validate(self.epoch)
         self._save()
         return self._finish()
 
-    def _train_epoch(self, epoch: int) -> None:
-        training = self.training
+    def _train_epoch(self) -> None:
+        training, n_left = self.training, self.dataset.n_batches_left
         self.model.train()
         means = Means(self.ranks)
-        logged: dict[str, float] | None = None
-        with contextlib.closing(self.pace.timed(self.loader)) as batches:
+        unlogged: dict[str, Any] | None = None
+        with contextlib.closing(self.pace.timed(self.dataset)) as batches:
             for group in grouped(batches, training.gradient_accumulation):
-                logged = self._take_step(group, means)
-                is_due = training.save_every is not None and self.step % training.save_every == 0
-                is_due &= not self.loader.is_at_end  # the caller validates and saves at the end of an epoch
-                if self.step % training.log_every_n_steps == 0 or is_due:
-                    self._log_step(epoch, means, logged)
-                    logged = None
-                if self.loader.is_at_end:
-                    continue
-                if self._is_over():
+                unlogged = self._take_step(group, means)
+                n_left -= len(group)
+                # The caller validates and saves at the end of an epoch.
+                saves = n_left and training.save_every is not None and self.step % training.save_every == 0
+                if saves or self.step % training.log_every_n_steps == 0:
+                    self._log_step(means, unlogged)
+                    unlogged = None
+                if n_left and self._is_over():
                     break
-                if is_due:
+                if saves:
                     self._save()
-        if logged is not None:
-            self._log_step(epoch, means, logged)
+        if unlogged is not None:
+            self._log_step(means, unlogged)
+        self.epoch += not n_left
 
-    def _take_step(self, group: list[Any], means: Means) -> dict[str, float]:
+    def _take_step(self, group: list[Any], means: Means) -> dict[str, Any]:
         """Compute the gradient of a step, update the parameters, and return metrics of the step.
 
         Batches are weighted by ``n`` of the model output or, without it, by their number of rows.
@@ -305,19 +291,17 @@ class _Run:
         parameters = list(self.model.parameters())
         if n_counted is not None:
             # DDP and FSDP have averaged the gradients over ranks.
-            total = self.ranks.reduced(n_counted).clamp(min=1)
-            factor = self.ranks.world_size * n_expected / total
+            scale = self.ranks.world_size * n_expected / self.ranks.reduced(n_counted).clamp(min=1)
             for gradient in [p.grad for p in parameters if p.grad is not None]:
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                local.mul_(factor.to(local.device))
-        factor_of_rate = factor_at(self.step, self.training.scheduler, self.total_steps)
-        for group_of, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group_of["lr"] = rate * factor_of_rate
-        metrics = {"lr": float(self.rates[0] * factor_of_rate)}
+                local.mul_(scale.to(local.device))
+        factor = factor_at(self.step, self.training.scheduler, self.total_steps)
+        for parameter_group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            parameter_group["lr"] = rate * factor
+        metrics = {"lr": self.rates[0] * factor}
         if self.training.gradient_clip is not None:
             self.scaler.unscale_(self.optimizer)
-            norm = nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip)
-            metrics["gradient_norm"] = norm
+            metrics["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -335,7 +319,7 @@ class _Run:
             return self.whole.no_sync()
         return contextlib.nullcontext()
 
-    def _log_step(self, epoch: int, means: Means, metrics: dict[str, Any]) -> None:
+    def _log_step(self, means: Means, metrics: dict[str, Any]) -> None:
         figures, n_rows = means.reduced()
         loss = figures.get("loss", 0.0)
         if not math.isfinite(loss) and not self.scaler.is_enabled():
@@ -349,7 +333,7 @@ class _Run:
             metrics[name] = float(value.full_tensor() if isinstance(value, DTensor) else value)
         if not self.monitors_validation:
             self._rate(figures)
-        self._log(epoch, figures | metrics | self.pace.reduced(n_rows))
+        self._log(self.epoch, figures | metrics | self.pace.reduced(n_rows))
 
     def _rate(self, figures: Mapping[str, float]) -> None:
         """Record the value of the monitored metric at this step; None if it is a mean over no items."""
@@ -370,22 +354,21 @@ class _Run:
         self.ranks.on_rank_zero(write, f"the metrics of the run in {self.folder} cannot be written")
 
     def _validate(self, epoch: int) -> None:
-        loader = self.loaders.validation
-        if loader is None or self.step_validated == self.step:
+        if self.validation is None or self.step_validated == self.step:
             return
         self.step_validated = self.step
         with self.pace.paused(), self._autocast(), torch.no_grad():
             self.model.eval()
             means = Means(self.ranks)
-            n_calls = len(loader.dataset)
+            n_calls = len(self.validation)
             if isinstance(self.model, FSDPModule):
                 # All ranks must gather parameters together. Ranks with fewer batches evaluate their last batch again.
                 most = torch.tensor(n_calls, device=self.ranks.device)
                 n_calls = int(self.ranks.reduced(most, dist.ReduceOp.MAX))
-            for i, batch in enumerate(loader, 1):
+            for batch in self.validation:
                 last = on_device(batch, self.ranks.device)
                 means.add(self.model(last), batch_length(last))
-            for _ in range(n_calls - i):
+            for _ in range(n_calls - len(self.validation)):
                 self.model(last)
             figures, _ = means.reduced()
             self.model.train()
@@ -404,7 +387,7 @@ class _Run:
         if self.rated is not None and (not self.monitors_validation or self.step_validated == self.step):
             self.values[str(self.step)] = self.rated
         state = {
-            "data": self.loader.state_dict(),
+            "data": self.dataset.state_dict(),
             "scaler": self.scaler.state_dict(),
             "figures": self.figures,
             "values": self.values,
@@ -419,16 +402,9 @@ class _Run:
 
     def _finish(self) -> Report:
         path = self.folder / "model.pt"
-        dataset = self.loader.dataset
-        saved = {
-            "name": self.config.model["name"],
-            "arguments": self.arguments,
-            "step": self.step,
-            "categories": dict(dataset.categories),
-            "reading": reading_options(self.config, dataset),
-        }
+        reading = reading_options(self.config, self.dataset)
+        saved = {"categories": dict(self.dataset.categories), "reading": reading, "step": self.step, **self._made()}
         save_model(path, self.model, saved, self.ranks)
-        hidden = {"cells_per_s", "wait_share", "lr"}
         seconds = self.pace.total_s
         report = Report(
             strategy=self.ranks.strategy,
@@ -436,24 +412,23 @@ class _Run:
             device=self.ranks.device.type,
             n_parameters=self.n_parameters,
             n_steps=self.step,
-            n_epochs=self.loader.epoch,
+            n_epochs=self.epoch,
             n_cells=self.n_cells,
             elapsed_s=seconds,
             cells_per_s=self.n_cells / seconds if seconds else 0.0,
             wait_share=self.pace.total_wait_s / seconds if seconds else 0.0,
-            figures={name: value for name, value in self.figures.items() if name not in hidden},
+            figures={
+                name: one for name, one in self.figures.items() if name not in ("cells_per_s", "wait_share", "lr")
+            },
             checkpoint=str(self.checkpoints.path_of(self.step)),
             model=str(path),
         )
         if self.config.predict is not None:
             with self._autocast():
-                written = predict_trained(self.config, self.model, dataset, self.ranks)
+                written = predict_trained(self.config, self.model, self.dataset, self.ranks)
             if self.ranks.rank == 0:
                 self.say(f"predictions of {written.n_obs:,} cells are in {written.path}")
         return report
-
-
-_OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 def factor_at(step: int, scheduler: Scheduler, total_steps: int) -> float:

@@ -68,11 +68,10 @@ class _Layers(nn.Module):
 
     def __init__(self, sizes: list[int], *, dropout: float) -> None:
         super().__init__()
-        hidden = [
+        self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(n_in, n_out), nn.LayerNorm(n_out), nn.GELU(), nn.Dropout(dropout))
             for n_in, n_out in pairwise(sizes[:-1])
-        ]
-        self.blocks = nn.ModuleList(hidden)
+        )
         self.last = nn.Linear(sizes[-2], sizes[-1])
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -82,8 +81,7 @@ class _Layers(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.hidden(x))
-        return result
+        return self.last(self.hidden(x))
 
 
 class MLPClassifier(nn.Module):
@@ -124,8 +122,7 @@ class MLPClassifier(nn.Module):
 
     def scores(self, X: Tensor) -> Tensor:
         """Return a score for each label (logits), shape (batch, n_labels)."""
-        result: Tensor = self.layers(log_normalised(X))
-        return result
+        return self.layers(log_normalised(X))
 
     def embed(self, batch: Any) -> Tensor:
         """Return the last hidden layer, shape (batch, hidden_dim)."""
@@ -237,8 +234,7 @@ class _TransformerBlock(nn.Module):
             queries, keys, values, attn_mask=attendable, dropout_p=self.dropout if self.training else 0.0
         )
         x = x + self.attended(heads.transpose(1, 2).reshape(n, length, width))
-        result: Tensor = x + self.feed(self.norm_feed(x))
-        return result
+        return x + self.feed(self.norm_feed(x))
 
 
 class TokenTransformer(nn.Module):
@@ -309,8 +305,7 @@ class TokenTransformer(nn.Module):
         attendable = batch["attention_mask"][:, None, None, :]
         for block in self.blocks:
             x = block(x, attendable)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
     def embed(self, batch: Any) -> Tensor:
         """Return the mean embedding of the tokens of each cell, shape (batch, hidden_dim)."""
@@ -334,15 +329,13 @@ class TokenTransformer(nn.Module):
 
 def _x_of(batch: Any) -> Tensor:
     """Return X of a batch; the batch is X itself if the data set yields nothing else."""
-    x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
-    return x
+    return batch if isinstance(batch, Tensor) else batch["X"]
 
 
 def _pooled(x: Tensor, batch: Any) -> Tensor:
     """Return the mean over the tokens of each cell, without padding."""
     kept = batch["attention_mask"].unsqueeze(-1)
-    result: Tensor = (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-    return result
+    return (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
 
 
 def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Tensor]:
@@ -354,19 +347,6 @@ def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Te
     loss = F.cross_entropy(scores.float(), labels, ignore_index=ignored, reduction="sum") / at_least_1
     right = ((scores.argmax(dim=-1) == labels) & counted).sum() / at_least_1
     return {"loss": loss, "accuracy": right, "n": n}
-
-
-class VAE(Autoencoder):
-    def __init__(
-        self,
-        n_genes: int,
-        latent_dim: int = 32,
-        hidden_dim: int = 256,
-        num_layers: int = 1,
-        dropout: float = 0.0,
-        beta: float = 1.0,
-    ) -> None:
-        super().__init__(n_genes, latent_dim, hidden_dim, num_layers, dropout, variational=True, beta=beta)
 
 
 BUILT_IN: dict[str, type[nn.Module]] = {name: globals()[cls] for name, cls in MODELS.items()}

@@ -153,8 +153,8 @@ def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str
         found = {"MASTER_ADDR": "".join(part or "" for part in match.groups()), "MASTER_PORT": str(port)} | found
     if len(found) < 2:
         raise InputError(
-            f"the {world_size} ranks of this run do not know the address of the first node. Start them with torchrun or "
-            "srun, or set MASTER_ADDR to its name and MASTER_PORT to a free port of it"
+            f"the {world_size} ranks of this run do not know the address of the first node. Start them with torchrun "
+            "or srun, or set MASTER_ADDR to its name and MASTER_PORT to a free port of it"
         )
     return found
 

@@ -69,7 +69,7 @@ def dataset_for(saved: Mapping[str, Any], data: Any, *, batch_size: int, **optio
 
 
 def _unchanged(batch: Batch) -> Batch:
-    """Return a batch unchanged: as a transform, it makes a data set without labels yield a `Batch`, not the tensor X."""
+    """Return a batch unchanged: with this transform, a data set without labels yields a `Batch`, not the tensor X."""
     return batch
 
 

@@ -95,27 +95,21 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     path = Path(path)
     if not path.exists():
         raise MissingPathError(f"there is no model at {path}")
-    if path.is_file():
-        saved = read_saved(path)
-        name, arguments = saved["name"], saved["arguments"]
-    else:
-        arguments = dict(read_state(path)["model"])
-        name = arguments.pop("name")
+    saved = read_saved(path) if path.is_file() else read_state(path)
+    arguments = dict(saved["model"])
+    name = arguments.pop("name")
     model_class = found(name, BUILT_IN, what=f"the model of {path}")
     # The file may come from an unknown source, so it may name any function, such as os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
-            f"{path} names {name!r} as its model, which is not a torch.nn.Module class, so dasksc does not call it. If "
-            "you trust the file, create the model yourself and call "
-            "model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
+            f"{path} names {name!r} as its model, which is not a torch.nn.Module class. If you trust the file, create "
+            "the model, and call model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
         )
     model: nn.Module = created(model_class, arguments, what=str(path))
     if path.is_file():
-        parameters = saved["parameters"]
-    else:
-        parameters = get_model_state_dict(model)
-        read_tensors({"model": parameters}, path, no_dist=True)
-    model.load_state_dict(parameters)
+        model.load_state_dict(saved["parameters"])
+    else:  # tensors are read into those of the model
+        read_tensors({"model": model.state_dict()}, path, no_dist=True)
     return model.eval()
 
 
@@ -127,6 +121,6 @@ def read_saved(path: Path) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # damaged bytes may raise any error, and torch advises to load without restrictions
         raise InputError(f"{path} is not a model.pt that dasksc train wrote, or is damaged") from error
-    if not isinstance(saved, dict) or not {"name", "arguments", "parameters"} <= set(saved):
+    if not isinstance(saved, dict) or not {"model", "parameters"} <= set(saved):
         raise InputError(f"{path} is not a model.pt that dasksc train wrote: it does not contain the name of a model")
     return saved

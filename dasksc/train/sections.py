@@ -11,15 +11,25 @@ from typing import Any, Literal
 
 from dasksc.errors import InputError
 
-__all__ = ["MODELS", "STRATEGIES", "TOKENIZERS", "Data", "Fsdp", "Predict", "Scheduler", "Training", "Validation"]
+__all__ = [
+    "MODELS",
+    "OPTIMIZERS",
+    "STRATEGIES",
+    "TOKENIZERS",
+    "Data",
+    "Fsdp",
+    "Predict",
+    "Scheduler",
+    "Training",
+    "Validation",
+]
 
 MODELS = {
     "mlp_classifier": "MLPClassifier",
     "autoencoder": "Autoencoder",
-    "vae": "VAE",
     "transformer_encoder": "TokenTransformer",
 }
-"""Classes of `dasksc.train.models` by the names of models."""
+"""Classes of `dasksc.train.models` by the names of models; ``vae`` is the variational autoencoder."""
 
 STRATEGIES = {"shuffle": "BlockShuffling", "stream": "Streaming", "balance": "ClassBalancedSampling"} | {
     name: cls
@@ -33,6 +43,9 @@ STRATEGIES = {"shuffle": "BlockShuffling", "stream": "Streaming", "balance": "Cl
     for name in (snake_case, cls)
 }
 """Classes of `dasksc` by the names of sampling strategies."""
+
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+"""Classes of ``torch.optim`` by the names of optimizers."""
 
 TOKENIZERS = {"rank_value": "RankTokens", "value_bins": "ValueBins"}
 """Classes of `dasksc.transforms.tokens` by the names of tokenizers."""
@@ -48,24 +61,15 @@ class Data:
     ----------
     path
         Path of the atlas; a list, dict, pattern or directory for several atlases.
-    fetch_factor
-        Number of batches in a fetch; null chooses the largest number that `memory_limit` allows.
     equal_ranks
         Yield the same number of batches on every rank, which training requires.
     pin_memory
         Gather batches into pinned memory; null: on a GPU.
-    num_workers
-        Number of DataLoader workers. 0 is recommended, since threads of each rank read ahead.
-    prefetch_factor
-        Number of batches that each DataLoader worker prepares; null: as PyTorch.
     """
 
     path: str | list[str] | dict[str, str]
-    fetch_factor: int | None = 64
     equal_ranks: Literal[True] = True
     pin_memory: bool | None = None
-    num_workers: int = 0
-    prefetch_factor: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
