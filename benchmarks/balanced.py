@@ -28,11 +28,9 @@ from _reports import add_out, write_report
 
 import dasksc
 from dasksc.train import Config, fit, load_model
-from dasksc.train.config import Validation
-from dasksc.train.data import split_rows
 
 LABEL = "cell_type"
-HELD_OUT = Validation(share=0.2, stratify=LABEL)
+HELD_OUT = {"share": 0.2, "stratify": LABEL}
 STRATEGIES = {
     "shuffled": {"name": "block_shuffling"},
     "balanced": {"name": "class_balanced_sampling", "label_key": LABEL},
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
     path = atlas(options)
     adata = dasksc.open(path, obs=[LABEL])
-    rows, held_out = split_rows(adata, HELD_OUT)
+    rows, held_out = dasksc.split(adata, fractions=[0.8, 0.2], stratify=LABEL).values()
     codes = adata.obs[LABEL].cat.codes.to_numpy()
     names = list(adata.obs[LABEL].cat.categories)
     n_training = np.bincount(codes[rows], minlength=len(names))
@@ -109,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 def trained(path: Path, strategy: dict[str, Any], seed: int, options: argparse.Namespace) -> torch.nn.Module:
     """Train the classifier of ``dasksc train`` from the start."""
     with tempfile.TemporaryDirectory() as folder:
-        data = {"strategy": {**strategy, "block_size": options.block}, "validation": HELD_OUT.model_dump()}
+        data = {"strategy": {**strategy, "block_size": options.block}, "validation": HELD_OUT}
         training = {"max_steps": options.steps, "seed": seed, "checkpoint_dir": folder, "logger": "csv"}
         config = {
             "data": {"path": str(path), "batch_size": options.batch, **data},

@@ -1,6 +1,8 @@
 """Entry point of ``python -m dasksc``, which runs the ``dasksc`` command."""
 
+import sys
+
 from dasksc.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

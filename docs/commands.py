@@ -1,4 +1,4 @@
-"""Sphinx directive that shows the usage and the options of a subcommand of `dasksc`, from its click command.
+"""Sphinx directive that shows the usage and the options of a subcommand of `dasksc`, from its parser.
 
 A page has an empty block: ``{command}`` with the name of the subcommand as its argument.
 """
@@ -8,39 +8,33 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import click
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from dasksc.cli import group
+from dasksc.cli import prepared
 
 __all__ = ["CommandHelp", "help_of"]
 
 
 def help_of(name: str) -> str:
     """Return usage, description and options of a subcommand in Markdown."""
-    context = click.Context(group, info_name="dasksc", **group.context_settings)
-    command = group.get_command(context, name)
-    if command is None:
-        raise ValueError(f"dasksc has no command {name!r}; it has {', '.join(group.list_commands(context))}")
-    own = click.Context(command, info_name=name, parent=context)
-    usage = " ".join(command.collect_usage_pieces(own))
-    lines = ["```console", f"$ dasksc {name} {usage}", "```", "", _text(command.help or ""), ""]
+    parser, _ = prepared(name)
+    usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
+    lines = ["```console", f"$ {usage}", "```", "", _text((parser.description or "").rstrip()), ""]
     lines += ["| option | meaning |", "| --- | --- |"]
-    for parameter in command.get_params(own):
-        record = parameter.get_help_record(own)
-        if record is not None and record[1]:  # arguments have no help of their own
-            options = ", ".join(f"`{one}`" for one in record[0].replace("|", "\\|").split(", "))
-            lines.append(f"| {options} | {_text(record[1])} |")
+    for action in parser._actions:
+        value = f" {action.metavar}" if action.metavar else ""
+        flags = ", ".join(f"`{flag}{value}`".replace("|", "\\|") for flag in action.option_strings)
+        if flags:
+            lines.append(f"| {flags} | {_text((action.help or '').replace('%%', '%'))} |")
     return "\n".join(lines)
 
 
 def _text(text: str) -> str:
-    """Return help text in Markdown: without click's marks, and with literals where Markdown would read markup."""
-    for mark, replacement in (("\b\n", ""), ("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("*", "\\*")):
+    """Return text in Markdown, with literals where Markdown would read markup."""
+    for mark, replacement in (("|", "\\|"), ("<", "&lt;"), ("[", "\\["), ("*", "\\*")):
         text = text.replace(mark, replacement)
-    text = re.sub(r"(?<![\w`-])--[a-z][\w-]*", lambda option: f"`{option[0]}`", text)  # no dashes
-    return "\n".join(line.strip() for line in text.splitlines())
+    return re.sub(r"(?<![\w`-])--[a-z][\w-]*(?=[\s,.;)]|$)", lambda option: f"`{option[0]}`", text)  # no dashes
 
 
 class CommandHelp(SphinxDirective):

@@ -96,19 +96,20 @@ def open(
         If True, read the names of cells. Otherwise obs has a `pandas.RangeIndex`, and opening takes time and memory
         only for the columns read (10^8 names take 10 GB). If you copy an AnnData without names (``adata.copy()``), the
         cell names of the copy are row numbers converted to strings.
-    join, label, keys, index_unique, merge
-        Options for several atlases, as for `anndata.concat`, which concatenates their tables:
-
-        - `join` keeps the variables that all atlases share (``"inner"``) or those of any atlas (``"outer"``).
-        - `label` is the name of a new obs column with the key of each row's atlas.
-        - `keys` has one key per atlas, also for a pattern or directory. Default for paths: their names, with folders
-          if needed to distinguish them. Default for an AnnCollection: the keys in the column that its ``label``
-          created.
-        - `index_unique` and `merge` have the same meaning as in `anndata.concat`.
-
+    join
+        Variables of several atlases to keep: those that all of them share (``"inner"``) or those of any (``"outer"``).
         Matrices of different data types are converted to a common type, with a warning. The result has no obsp, uns
         or varp, and no raw if an atlas lacks it. Unless `join` is ``"outer"``, it has only the layers and entries of
-        obsm that all atlases share.
+        obsm that all atlases share. `anndata.concat` concatenates the tables.
+    label
+        Name of a new obs column with the key of each row's atlas.
+    keys
+        Keys, one per atlas, also for a pattern or directory. Default for paths: their names, with folders if needed to
+        distinguish them. Default for an AnnCollection: the keys in the column that its ``label`` created.
+    index_unique
+        Text between cell name and key in new names of cells, as in `anndata.concat`.
+    merge
+        Annotations of variables to keep, such as ``"same"``, as in `anndata.concat`. Default: none.
     fill_value
         With ``join="outer"``, value of the variables, layers and entries of obsm that an atlas lacks. Default: 0 in
         sparse matrices, which support no other value, and NaN in dense ones, with a warning.

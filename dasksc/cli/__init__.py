@@ -1,67 +1,77 @@
-"""The `dasksc` command, whose subcommands are modules that are imported on use.
+"""The `dasksc` command.
 
-A subcommand is a module of this package with a click command named `command`. The name of the subcommand is that of
-the module, with hyphens instead of underscores. Subcommands with a report have an option `--json`. Exit codes: 0
-success, 1 an error of the data or the run, 2 an invalid command line, 130 Ctrl-C.
+The commands are functions of `dasksc.cli.commands`. A command adds options to a `dasksc.options.Parser`, and returns
+the function to call with the parsed options; its docstring is its help. `dasksc.cli.train` is a module with
+`add_arguments(parser)` and `run(options)`. They import heavy packages only to run, so mistakes on the command line are
+told at once. Exit codes: 0 success, 1 an error of the data or the run, 2 an invalid command line, 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
-import pkgutil
+import inspect
+import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
-import click
+import dasksc
+from dasksc.cli import commands
+from dasksc.options import Parser, nearest
 
-from dasksc import DaskscError, __version__
+__all__ = ["COMMANDS", "main", "prepared"]
 
-__all__ = ["group", "main"]
+COMMANDS = {
+    "check": commands.check,
+    "convert": commands.convert,
+    "demo-data": commands.demo_data,
+    "embed": commands.embed,
+    "info": commands.info,
+    "suggest": commands.suggest,
+    "train": commands.train,
+}
+_OVERVIEW = """usage: dasksc COMMAND ...
 
-_EXAMPLES = """
-\b
-Examples:
-  dasksc info atlas.h5ad
-  dasksc convert atlas.h5ad atlas.zarr --verify
-  dasksc check atlas.zarr --label-key cell_type --world-size 8
-  dasksc suggest atlas.zarr --batch-size 256
-  dasksc stats atlas.h5ad --by donor --out stats.h5ad
-  dasksc train --config classifier.yaml --nproc auto
-  dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
-"""
+Feed single-cell atlases on disk to PyTorch.
 
+Commands:
+{commands}
 
-class _Commands(click.Group):
-    """Group of the subcommands in this package, which are imported on use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(m.name.replace("_", "-") for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command: click.Command = import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
-        return command
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as error:  # click would exit with code 1
-            click.echo("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), err=True)
-            sys.exit(130)
+dasksc COMMAND --help shows the options of a command, and examples."""
 
 
-@click.group(cls=_Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="dasksc")
-def group() -> None:
-    """Feed single-cell atlases on disk to PyTorch."""
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command line, and return the exit code. An error of dasksc is printed as one line."""
+    name, *others = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in COMMANDS:
+        return _run(name, others)
+    if name in ("-h", "--help"):
+        summaries = (f"  {one:<10} {(inspect.getdoc(run) or '').splitlines()[0]}" for one, run in COMMANDS.items())
+        print(_OVERVIEW.format(commands="\n".join(summaries)))
+    elif name == "--version":
+        print(f"dasksc, version {dasksc.__version__}")
+    else:
+        print(f"dasksc: there is no command {name}{nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    return 0
 
 
-def main(args: Sequence[str] | None = None) -> Any:
-    """Run the `dasksc` command; errors of dasksc are printed as one line, with exit code 1."""
+def prepared(name: str) -> tuple[Parser, commands.Run]:
+    """Return the parser of a command, and the function to call with the parsed options."""
+    parser = Parser(f"dasksc {name}", inspect.getdoc(COMMANDS[name]) or "")
+    return parser, COMMANDS[name](parser)
+
+
+def _run(name: str, args: Sequence[str]) -> int:
+    parser, run = prepared(name)
     try:
-        group.main(args=None if args is None else list(args), prog_name="dasksc")
-    except DaskscError as error:
-        click.echo(f"dasksc: {error}", err=True)
-        sys.exit(1)
+        code = run(parser.parse_args(args))
+        sys.stdout.flush()
+    except dasksc.DaskscError as error:
+        print(f"dasksc: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as error:
+        print("\n".join(["dasksc: stopped by Ctrl-C.", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the program that reads the output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        return 1
+    return code or 0

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import format_bytes
+
 from dasksc import config
 from dasksc.atlas.concat import Join, collecting_dropped
 from dasksc.atlas.lookup import require_key
@@ -80,6 +82,18 @@ class ConversionReport:
     left_out: tuple[str, ...]
     is_verified: bool
     genes: str | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {self.n_obs:,} cells x {self.n_vars:,} genes, {format_bytes(self.n_bytes)}, in "
+            f"{self.elapsed_s:.1f} s" + (", verified" if self.is_verified else ""),
+            "  " + ", ".join(f"{name} ({dtype})" for name, dtype in self.types.items()),
+        ]
+        if self.genes:
+            lines.append(f"  {self.genes}")
+        if self.left_out:
+            lines.append(f"  left out: {', '.join(self.left_out)}")
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain types."""

@@ -97,6 +97,18 @@ class PredictionReport:
         """Cells that this rank predicted, per second."""
         return self.n_predicted / self.elapsed_s if self.elapsed_s else 0.0
 
+    def __str__(self) -> str:
+        if not self.is_complete:
+            return f"{self.n_predicted:,} cells predicted; the last rank to finish writes them to {self.path}"
+        keys = ", ".join(f"{name} {what}" for name, what in self.keys.items())
+        rate = f" ({self.cells_per_s:,.0f} cells/s)" if self.n_predicted else ""
+        n_predicted = f"{self.n_predicted:,} of {self.n_obs:,} cells predicted in {self.elapsed_s:.1f} s"
+        lines = [f"{self.path}: {keys}; {n_predicted}{rate}"]
+        for name, (n, cells) in self.nan_cells.items():
+            named = ", ".join(f"{row} {cell}".strip() for row, cell in cells)
+            lines.append(f"  NaN in {name} of {n:,} cells: {named}{', ...' if n > len(cells) else ''}")
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain types."""
         return asdict(self)

@@ -1,379 +1,52 @@
-"""Schema of a training configuration, which validates YAML files and ``--set`` options."""
+"""Configuration of a training run: sections of a YAML file whose keys are parameters of functions and classes.
+
+The sections and their keys are declared in the signatures of `dasksc.open`, `dasksc.scDataset`, `dasksc.split`,
+`dasksc.predict`, the sampling strategies, tokenizers and models, and in `dasksc.train.sections`. They are read and
+checked without importing torch, anndata or numba.
+"""
 
 from __future__ import annotations
 
-import logging
+import ast
+import glob
+import os
+from argparse import Namespace
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+import yaml
+from jsonargparse import ActionConfigFile
 
-from dasksc import InputError
-from dasksc.train.config_problems import problems_in
-from dasksc.train.guide_layout import translated
-from dasksc.train.validation_config import Paths, Validation, _Section, no_bool
-from dasksc.train.yaml_trees import changed, read_file
+from dasksc.errors import InputError, MissingPathError
+from dasksc.options import REQUIRED, InvalidValue, Parser, nearest, parameters_of, parse
+from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
 
-__all__ = [
-    *(
-        "Config",
-        "Data",
-        "Fsdp",
-        "Scheduler",
-        "Model",
-        "Named",
-        "Optimizer",
-        "Predict",
-        "Profile",
-        "Strategy",
-        "Tokenizer",
-        "Training",
-    )
-]
+__all__ = ["Config", "add_sections"]
 
-logger = logging.getLogger(__name__)
+_OWN = "dasksc.train.sections"
+# Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
+_OF_RUN = {
+    *("data", "data_collection", "dataset", "model", "strategy", "label_key", "rank", "world_size", "device", "group"),
+    *("return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
+}
+_FROM_DATA = {"n_genes", "n_labels", "n_tokens", "pad_id", "n_bins", "max_seq_len"}
 
 
-def _none_if_off(value: Any) -> Any:
-    return None if value is False or value == 0 else value
-
-
-_Positive = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
-_Count = Annotated[int, Field(ge=0), BeforeValidator(no_bool)]
-
-
-def _no_dict(genes: Any) -> Any:
-    if isinstance(genes, Mapping):
-        raise ValueError(
-            "expected one list, or a file; genes of several modalities can be set only in Python (dasksc.scDataset)"
-        )
-    return genes
-
-
-_Genes = Annotated[list[str] | list[int] | str | None, BeforeValidator(_no_dict)]
-
-
-class Named(BaseModel):
-    """Name and arguments of an object: ``{name: block_shuffling, block_size: 64}``, or the name alone."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments given in addition to the name."""
-        return dict(self.model_extra or {})
-
-
-class Open(_Section):
-    """Options of `dasksc.open`: joining several atlases, access to remote ones, and features of 10x files."""
-
-    join: Literal["inner", "outer"] = "inner"
-    label: str | None = None
-    keys: list[str] | None = None
-    index_unique: str | None = None
-    merge: str | None = None
-    fill_value: float | None = None
-    raw: bool = False
-    storage_options: dict[str, Any] | None = None
-    cache: str | dict[str, Any] | None = None
-    feature_types: str | list[str] | None = None
-    genome: str | list[str] | None = None
-
-
-class Strategy(Named):
-    """A sampling strategy and its arguments: ``{name: block_shuffling, block_size: 64}``."""
-
-    name: str = "block_shuffling"
-
-
-class Data(_Section):
-    """Data to read: the arguments of `dasksc.open`, `dasksc.scDataset` and ``DataLoader``.
-
-    Parameters
-    ----------
-    path
-        Path of the atlas; a list, dict, pattern or directory for several atlases.
-    open
-        Options for joining several atlases and for accessing remote ones.
-    strategy
-        Name of a sampling strategy (``shuffle``, ``stream``, ``balance``; or a class name such as ``CellSets`` or
-        ``cell_sets``) and its arguments. ``weights`` may name an obs column.
-    validation
-        Share of the rows held out for validation, or detailed options (`Validation`); 0 or ``false`` for none.
-    batch_size
-        Number of rows in a batch, per rank.
-    genes
-        Names or positions of genes, or the path of a file: one name per line, or a vocabulary (``.json``, ``.pkl``),
-        whose genes become the columns in ascending order of their ids.
-    genes_missing, genes_key, genes_repeated
-        As for `dasksc.scDataset`: treatment of names that the atlas lacks, column of var that has the names, and
-        treatment of names that several columns share.
-    filter
-        Expression over obs, such as ``"n_counts > 500"``, applied in training and validation.
-    num_workers, prefetch_factor
-        Arguments of the ``DataLoader``. 0 workers are recommended, since threads of each rank read ahead.
-    pin_memory
-        If True, batches are in pinned memory. Default: True on a GPU.
-    """
-
-    path: Paths
-    open: Open = Open()
-    strategy: Strategy = Strategy()
-    validation: Annotated[Validation | None, BeforeValidator(_none_if_off)] = None
-    batch_size: _Positive = 64
-    fetch_factor: _Positive | None = 64
-    drop_last: bool = False
-    obs: list[str] = Field(default=[])
-    layers: list[str] = Field(default=[])
-    obsm: list[str] = Field(default=[])
-    genes: _Genes = None
-    genes_missing: Literal["error", "zero", "drop"] = "error"
-    genes_key: str | None = None
-    genes_repeated: Literal["error", "sum"] = "error"
-    filter: str | None = None
-    layout: Literal["dense", "csr"] = "dense"
-    dtype: str | None = "float32"
-    equal_ranks: Literal[True] = True
-    scheduler: str | None = None
-    prefetch: _Positive | None = None
-    memory_limit: int | str | None = None
-    mmap: bool | Literal["auto"] = "auto"
-    progress: bool = False
-    seed: int | None = None
-    num_workers: _Count = 0
-    prefetch_factor: _Positive | None = None
-    pin_memory: bool | None = None
-
-
-class Tokenizer(_Section):
-    """Tokenization of cells. `dasksc.tokens` documents and validates the options.
-
-    Parameters
-    ----------
-    vocabulary
-        Path of a vocabulary file; default: the gene names in ``var``.
-    """
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    strategy: str = "rank_value"
-    vocabulary: str | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All options except the vocabulary."""
-        return self.model_dump(exclude={"vocabulary"})
-
-
-class Model(Named):
-    """A model and its arguments: ``{name: mlp_classifier, label: cell_type}``; see `dasksc.train.models`."""
-
-
-class Optimizer(Named):
-    """An optimizer and its arguments: ``{name: adamw, lr: 1.0e-3}``."""
-
-    name: str = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-
-
-class Scheduler(_Section):
-    """Learning rate schedule: the learning rate of a step is that of the optimizer times a factor.
-
-    Parameters
-    ----------
-    name
-        ``constant``, ``cosine_warmup`` or ``linear_warmup``: the shape after the warm-up (constant, cosine decay or
-        linear decay).
-    warmup_steps
-        Number of steps over which the rate increases linearly.
-    total_steps
-        Step at which the factor reaches `final`; default: the last step of the run.
-    final
-        Factor at the end of the schedule, in [0, 1].
-    """
-
-    name: Literal["constant", "cosine_warmup", "linear_warmup"] = "constant"
-    warmup_steps: _Count = 0
-    total_steps: _Positive | None = None
-    final: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-
-class Fsdp(_Section):
-    """Sharding of parameters. The presence of this section selects FSDP, unless `Training.strategy` is set.
-
-    Parameters
-    ----------
-    sharding_strategy
-        ``FULL_SHARD``; ``SHARD_GRAD_OP`` keeps parameters gathered between forward and backward passes;
-        ``HYBRID_SHARD`` shards within groups of `shard_size` ranks and replicates across groups; ``NO_SHARD`` is DDP.
-    cpu_offload
-        Keep parameters, gradients and optimizer state in host memory.
-    min_num_params
-        Modules with at least this many parameters are sharded and gathered separately, the others together.
-    shard_size
-        Number of ranks that share one copy of the parameters; default: the ranks of a node.
-    activation_checkpointing
-        As in `Training`; setting either enables it.
-    """
-
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
-    cpu_offload: bool = False
-    min_num_params: _Positive = 1_000_000
-    shard_size: _Positive | None = None
-    activation_checkpointing: bool = False
-
-
-class Profile(_Section):
-    """Window of steps that the torch profiler records once, on every rank."""
-
-    wait: _Count = 5
-    warmup: _Count = 2
-    active: _Positive = 3
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_true(cls, value: Any) -> Any:
-        return {} if value is True else value
-
-
-_Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
-
-
-class Training(_Section):
-    """Options of the training loop.
-
-    Parameters
-    ----------
-    strategy
-        Default: ``fsdp`` if there is an `fsdp` section, else ``ddp`` on several ranks and ``single`` on one.
-    gradient_accumulation
-        Number of batches per rank before an optimizer step.
-    gradient_clip
-        Maximum norm of the gradient, over all ranks.
-    max_epochs, max_steps
-        Maximum number of epochs and of optimizer steps; the run ends when it reaches either. Default: one epoch.
-    scale_lr
-        Multiply the learning rate by the number of ranks.
-    activation_checkpointing
-        Recompute the activations of each block in the backward pass instead of storing them.
-    num_nodes, num_gpus
-        Expected number of nodes, and expected number of GPUs over all nodes. On CPUs, `num_gpus` is the number of
-        processes. A run with different numbers raises an error. The number of nodes is checked only if the launcher
-        reports it: torchrun and srun do, and mpirun does on a single node.
-    checkpoint_dir
-        Directory of checkpoints, ``metrics.csv``, the plot and the model for inference.
-    save_every
-        Number of steps between checkpoints. Default: one checkpoint at the end of each epoch. A checkpoint is also
-        written after each validation, unless `save_top_k` is 0. A checkpoint is always written at the end of the run.
-    save_top_k
-        Number of best checkpoints to keep in addition to the latest; -1 keeps all.
-    monitor, monitor_mode
-        Metric that determines the best checkpoint, and its direction. Default: the validation loss if there is one,
-        else the training loss.
-    resume_from
-        ``auto`` for the latest checkpoint in `checkpoint_dir`, if there is one; or the path of a checkpoint.
-    validate_every
-        Number of epochs between validations.
-    profile
-        ``true``, or a window of steps (`Profile`).
-    find_unused_parameters
-        Option of DDP for models that do not use all of their parameters in each step.
-    timeout_s
-        Time after which a rank that waits for another raises an error, in seconds.
-    """
-
-    strategy: Literal["single", "dp", "ddp", "fsdp"] | None = None
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    gradient_accumulation: _Positive = 1
-    gradient_clip: Annotated[float, Field(gt=0)] | None = None
-    max_epochs: _Positive | None = None
-    max_steps: _Positive | None = None
-    optimizer: Optimizer = Optimizer()
-    scheduler: Scheduler = Scheduler()
-    scale_lr: bool = False
-    seed: int = 0
-    activation_checkpointing: bool = False
-    fsdp: Fsdp | None = None
-    num_nodes: _Positive | None = None
-    num_gpus: _Positive | None = None
-    checkpoint_dir: str = "checkpoints"
-    save_every: _Positive | None = None
-    save_top_k: Annotated[int, Field(ge=-1)] = 1
-    monitor: str | None = None
-    monitor_mode: Literal["min", "max"] | None = None
-    resume_from: str | None = None
-    validate_every: _Positive = 1
-    logger: _Logger | list[_Logger] = "stdout"
-    wandb_project: str | None = None
-    log_every_n_steps: _Positive = 50
-    profile: Annotated[Profile | None, BeforeValidator(_none_if_off)] = None
-    find_unused_parameters: bool = False
-    timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-
-    @property
-    def checkpoints_activations(self) -> bool:
-        """True if either section enables activation checkpointing."""
-        return self.activation_checkpointing or (self.fsdp is not None and self.fsdp.activation_checkpointing)
-
-    @property
-    def loggers(self) -> list[str]:
-        """Names of the loggers."""
-        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
-
-
-class Predict(_Section):
-    """Prediction for every cell at the end of training, by `dasksc.predict`.
-
-    Parameters
-    ----------
-    out
-        Path of the store to create or extend.
-    path
-        Path of the atlas to read. Default: `data.path`. Predictions are made for all of its cells.
-    key
-        Name in obsm.
-    method
-        Method of the model. Default: ``embed`` if it has one, otherwise the model itself. ``predict`` of a classifier
-        writes the column ``predicted`` of obs.
-    batch_size
-        Rows of a batch, per rank. Default: `data.batch_size`.
-    overwrite, nan
-        As for `dasksc.predict`.
-    """
-
-    out: str
-    path: Paths | None = None
-    key: str = "X_emb"
-    method: str | None = None
-    batch_size: _Positive | None = None
-    overwrite: bool = False
-    nan: Literal["error", "report"] = "error"
-
-
-class Config(_Section):
+@dataclass(frozen=True, kw_only=True)
+class Config:
     """Configuration of a training run.
 
     Parameters
     ----------
     data
-        Data to read.
-    model
-        Model to train.
+        Data to read, with the keys of the section as attributes; `open` and `validation` are dicts.
+    model, tokenizer
+        Name and arguments of the model, and options of the tokenizer, if there is one.
     training
         Options of the training loop.
-    tokenizer
-        Tokenization of cells, for models of tokens.
     predict
         Prediction for all cells at the end of training, if given.
 
@@ -381,52 +54,48 @@ class Config(_Section):
     --------
     >>> from dasksc.train import Config
     >>> config = Config.of({"data": {"path": "atlas.h5ad"}, "model": {"name": "vae", "latent_dim": 8}})
-    >>> config.data.batch_size, config.model.arguments
-    (64, {'latent_dim': 8})
-    >>> config.training.optimizer.name, config.training.precision
-    ('adamw', '32-true')
+    >>> config.data.batch_size, config.model
+    (64, {'name': 'vae', 'latent_dim': 8})
+    >>> config.training.optimizer, config.training.precision
+    ({'name': 'adamw'}, '32-true')
     """
 
-    data: Data
-    model: Model
-    training: Training = Training()
-    tokenizer: Tokenizer | None = None
-    predict: Predict | None = None
-
-    def written(self) -> dict[str, Any]:
-        """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""
-        return self.model_dump(exclude={"data": {"open": {"storage_options"}}})
+    data: Any
+    model: dict[str, Any]
+    training: Training
+    tokenizer: dict[str, Any] | None = None
+    predict: dict[str, Any] | None = None
 
     @classmethod
-    def load(cls, path: str | Path, *, changes: Iterable[str] = ()) -> Config:
+    def load(cls, path: str | os.PathLike[str], *, changes: Iterable[str] = ()) -> Config:
         """Read a YAML file.
 
         Parameters
         ----------
         path
-            Path of the file, in the layout of the YAML schema or in the alternative layout
-            (`dasksc.train.guide_layout`).
+            Path of the file.
         changes
-            Overrides such as ``training.optimizer.lr=1e-4``, whose values are parsed as YAML.
+            Options that replace those of the file, such as ``training.optimizer.lr=1e-4``.
 
         Returns
         -------
         Config
-            Validated configuration.
+            Checked configuration.
 
         Raises
         ------
         MissingPathError
             If there is no such file.
         InputError
-            If the file is not YAML, or keys or values do not match the schema. The message lists all of them, with
-            the nearest valid name.
+            If the file is not YAML, or has an unknown key or a wrong value.
         """
-        return cls.of(read_file(path), changes=changes, source=str(path))
+        if not os.path.exists(path):
+            raise MissingPathError(f"there is no configuration at {path}")
+        return _parsed(["--config", os.fspath(path), *(f"--{change}" for change in changes)])
 
     @classmethod
-    def of(cls, raw: Any, *, changes: Iterable[str] = (), source: str = "the configuration") -> Config:
-        """Validate the content of a YAML file.
+    def of(cls, raw: Mapping[str, Any], *, changes: Iterable[str] = ()) -> Config:
+        """Check the content of a YAML file.
 
         Parameters
         ----------
@@ -434,27 +103,161 @@ class Config(_Section):
             Nested dicts, lists and values.
         changes
             As for `load`.
-        source
-            Name of the configuration in error messages.
 
         Returns
         -------
         Config
-            Validated configuration.
+            Checked configuration.
 
         Raises
         ------
         InputError
-            As for `load`.
+            If there is an unknown key or a wrong value.
         """
-        if not isinstance(raw, Mapping):
-            content = "is empty" if raw is None else f"contains a {'list' if isinstance(raw, list) else 'single value'}"
-            raise InputError(f"{source} {content}; expected sections: {', '.join(cls.model_fields)}")
-        tree = changed(raw, changes)
-        training = tree.get("training")
-        if isinstance(training, dict) and training.get("fsdp", ...) is None and training.get("strategy") is None:
-            logger.warning("training.fsdp is empty, which does not select FSDP; write fsdp: {} to use the defaults")
+        return _parsed(["--config", yaml.safe_dump(raw), *(f"--{change}" for change in changes)])
+
+    @classmethod
+    def of_options(cls, options: Any) -> Config:
+        """Check the options of a parser to which `add_sections` added the sections."""
+        files = [f"{one}: " for one in options.config or () if one is not None]
         try:
-            return cls.model_validate(translated(tree))
-        except ValidationError as error:
-            raise InputError(f"{source}: {'; '.join(problems_in(cls, error))}") from error
+            return _checked_config(options)
+        except InputError as error:
+            raise InputError(f"{files[-1] if files else ''}{error}") from error
+
+    def check_paths(self) -> None:
+        """Raise an error for a local path that does not exist; patterns and URLs are left to `dasksc.open`."""
+        given = {"data.path": self.data.path, "data.validation.path": (self.data.validation or {}).get("path")}
+        given["predict.path"] = (self.predict or {}).get("path")
+        for key, value in given.items():
+            paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
+            for path in paths:
+                if not ("://" in path or glob.has_magic(path) or os.path.exists(path)):
+                    raise MissingPathError(f"{key}: there is no file or store at {path}")
+        resumed = self.training.resume_from
+        if resumed not in (None, "auto") and not Path(str(resumed), "state.json").exists():
+            raise MissingPathError(f"training.resume_from: there is no checkpoint at {resumed}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""
+        data = {**vars(self.data), "open": {**self.data.open, "storage_options": None}}
+        return {**vars(self), "data": data, "training": asdict(self.training)}
+
+
+def add_sections(parser: Parser) -> None:
+    """Add ``--config``, and an option for each key of a configuration."""
+    parser.add_argument("--config", action=ActionConfigFile, metavar="FILE", help="YAML file with the keys below")
+    own = {one.name for one in parameters_of(f"{_OWN}:Data")}
+    parser.add_options(f"{_OWN}:Data", prefix="data.", title="data")
+    parser.add_options("scDataset", prefix="data.", skip=(_OF_RUN | own) - {"progress"}, fetch_factor=64)
+    parser.add_options("open", prefix="data.open.", skip=_OF_RUN | {"obs", "mmap"})
+    parser.add_options(f"{_OWN}:Training", prefix="training.", skip={"optimizer"}, title="training")
+    named, section = str | dict[str, Any], dict[str, Any] | None
+    parser.add_argument("--data.strategy", type=named, default="block_shuffling", help="Strategy and its arguments")
+    parser.add_argument("--data.validation", type=float | bool | section, help="Share, or arguments of dasksc.split")
+    parser.add_argument("--model", type=str | section, help="Name and arguments of the model")
+    parser.add_argument("--tokenizer", type=section, help="Strategy, and arguments of dasksc.tokens")
+    parser.add_argument("--training.optimizer", type=named, default="adamw", help="Name and arguments")
+    parser.add_argument("--training.scheduler", type=named, default="constant", help="Name and arguments")
+    parser.add_argument("--training.fsdp", type=section, help="Options of FSDP; {} selects it")
+    parser.add_argument("--predict", type=section, help="Arguments of dasksc.predict, which runs at the end")
+
+
+class _Raising(Parser):
+    """Parser whose errors are exceptions."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        raise InputError(str(message).partition("\nAll options")[0].removeprefix(f"{self.prog}: "))
+
+
+def _parsed(arguments: list[str]) -> Config:
+    parser = _Raising("configuration", "")
+    add_sections(parser)
+    return Config.of_options(parser.parse_args(arguments))
+
+
+def _checked_config(options: Any) -> Config:
+    data, training = Namespace(**options.data.as_dict()), options.training.as_dict()
+    data.strategy = _named("data.strategy", data.strategy, STRATEGIES, "dasksc")
+    if data.validation is False or data.validation == 0:
+        data.validation = None
+    if data.validation is not None:
+        validation = {"share": data.validation} if isinstance(data.validation, float | int) else data.validation
+        if "hold_out" in validation and "share" in validation:
+            raise InputError("data.validation: hold_out and share both select the validation rows; give one of them")
+        data.validation = _checked("data.validation", validation, f"{_OWN}:Validation", "split")
+    model = _as_dict(options.model)
+    if model.get("name") == "vae":
+        model |= {"name": "autoencoder", "variational": True}
+    model = _named("model", model, MODELS, "dasksc.train.models")
+    tokenizer = options.tokenizer
+    if tokenizer is not None:
+        flat = {"name": "rank_value"} | {name: one for name, one in tokenizer.items() if name != "masking"}
+        flat["name"] = flat.pop("strategy", flat["name"])
+        masking = tokenizer.get("masking") or {}
+        flat = _named("tokenizer", flat | masking, TOKENIZERS, "dasksc.transforms.tokens")
+        tokenizer = {"strategy": flat.pop("name"), "masking": {name: flat.pop(name) for name in masking}, **flat}
+    scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict
+    training["optimizer"] = _checked_optimizer(training["optimizer"])
+    training["scheduler"] = Scheduler(**_checked("training.scheduler", scheduler, f"{_OWN}:Scheduler"))
+    training["fsdp"] = None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_OWN}:Fsdp"))
+    if predict is not None:
+        predict = _checked("predict", predict, f"{_OWN}:Predict", "predict")
+    return Config(data=data, model=model, training=Training(**training), tokenizer=tokenizer, predict=predict)
+
+
+def _as_dict(given: Any) -> dict[str, Any]:
+    return {"name": given} if isinstance(given, str) else dict(given or {})
+
+
+def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[str, Any]:
+    """Return the name of a class and its checked arguments; those of an import path are checked when it is imported."""
+    section = ({"name": "block_shuffling"} if known is STRATEGIES else {}) | _as_dict(given)
+    if "name" not in section:
+        raise InputError(f"{key}.name is missing; expected one of {', '.join(known)}, or package.module:Class")
+    name = str(section.pop("name"))
+    if ":" in name:
+        return {"name": name, **section}
+    if name not in known:
+        advice = nearest(name, known) or f"; expected one of {', '.join(known)}"
+        raise InputError(f"{key}: there is no {name!r}{advice} To use your own, give package.module:Class")
+    signature = known[name] if module == "dasksc" else f"{module}:{known[name]}"
+    return {"name": name, **_checked(key, section, signature)}
+
+
+def _checked(key: str, given: Mapping[str, Any], *signatures: str) -> dict[str, Any]:
+    """Return the options of a section with the types of the parameters of signatures."""
+    known = {
+        one.name: one for name in signatures for one in parameters_of(name) if one.name not in _OF_RUN - {"label_key"}
+    }
+    checked = {}
+    for name, value in given.items():
+        if name not in known:
+            raise InputError(
+                f"there is no option {key}.{name}{nearest(name, known) or f'; {key} has ' + ', '.join(known)}"
+            )
+        try:
+            checked[name] = parse(known[name].type, value)
+        except InvalidValue as error:
+            raise InputError(f"{key}.{name}: {error}") from error
+    for name, one in known.items():
+        if one.default is REQUIRED and name not in {*checked, *_FROM_DATA, "genes"}:
+            raise InputError(f"{key}.{name} is missing: {one.help}")
+    return checked
+
+
+def _checked_optimizer(given: Any) -> dict[str, Any]:
+    """Check the names of the arguments of an optimizer, in the source file of torch, which is not imported."""
+    section = {"name": "adamw"} | _as_dict(given)
+    name, torch = section["name"], find_spec("torch")
+    if ":" in name or torch is None or torch.origin is None:
+        return section
+    if name not in OPTIMIZERS:
+        raise InputError(f"training.optimizer: there is no {name!r}; expected {', '.join(OPTIMIZERS)} or module:Class")
+    source = ast.parse(Path(torch.origin).with_name("optim").joinpath(f"{name}.py").read_text())
+    optimizer = next(one for one in source.body if isinstance(one, ast.ClassDef) and one.name == OPTIMIZERS[name])
+    init = next(one for one in optimizer.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
+    known = [one.arg for one in [*init.args.args[2:], *init.args.kwonlyargs]]
+    for option in section.keys() - {"name", *known}:
+        raise InputError(f"there is no option training.optimizer.{option}{nearest(option, known)}")
+    return section

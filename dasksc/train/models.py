@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dasksc import InputError
-from dasksc.checks import check_flags, is_whole
+from dasksc.checks import check_flags
+from dasksc.train.sections import MODELS
 
 __all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
@@ -62,26 +63,15 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     return (dense * (total / dense.sum(dim=1, keepdim=True).clamp(min=1.0))).log1p()
 
 
-def _check_sizes(dropout: Any, *, at_least: int, **sizes: Any) -> None:
-    """Raise an error for invalid sizes or dropout; `num_layers` must be at least `at_least`, other sizes at least 1."""
-    for name, size in sizes.items():
-        least = at_least if name == "num_layers" else 1
-        if not is_whole(size) or size < least:
-            raise InputError(f"model.{name}={size!r} must be a whole number of at least {least}")
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
-        raise InputError(f"model.dropout={dropout!r} must be a number in [0, 1)")
-
-
 class _Layers(nn.Module):
     """Linear layers, each except the last followed by layer norm, GELU and dropout."""
 
     def __init__(self, sizes: list[int], *, dropout: float) -> None:
         super().__init__()
-        hidden = [
+        self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(n_in, n_out), nn.LayerNorm(n_out), nn.GELU(), nn.Dropout(dropout))
             for n_in, n_out in pairwise(sizes[:-1])
-        ]
-        self.blocks = nn.ModuleList(hidden)
+        )
         self.last = nn.Linear(sizes[-2], sizes[-1])
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -91,8 +81,7 @@ class _Layers(nn.Module):
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.last(self.hidden(x))
-        return result
+        return self.last(self.hidden(x))
 
 
 class MLPClassifier(nn.Module):
@@ -128,14 +117,12 @@ class MLPClassifier(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers)
         self.label = label
         self.layers = _Layers([n_genes, *[hidden_dim] * num_layers, n_labels], dropout=dropout)
 
     def scores(self, X: Tensor) -> Tensor:
         """Return a score for each label (logits), shape (batch, n_labels)."""
-        result: Tensor = self.layers(log_normalised(X))
-        return result
+        return self.layers(log_normalised(X))
 
     def embed(self, batch: Any) -> Tensor:
         """Return the last hidden layer, shape (batch, hidden_dim)."""
@@ -190,7 +177,6 @@ class Autoencoder(nn.Module):
         beta: float = 1.0,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=0, hidden_dim=hidden_dim, num_layers=num_layers, latent_dim=latent_dim)
         check_flags(variational=variational)
         hidden = [hidden_dim] * num_layers
         self.variational = variational
@@ -248,8 +234,7 @@ class _TransformerBlock(nn.Module):
             queries, keys, values, attn_mask=attendable, dropout_p=self.dropout if self.training else 0.0
         )
         x = x + self.attended(heads.transpose(1, 2).reshape(n, length, width))
-        result: Tensor = x + self.feed(self.norm_feed(x))
-        return result
+        return x + self.feed(self.norm_feed(x))
 
 
 class TokenTransformer(nn.Module):
@@ -293,7 +278,6 @@ class TokenTransformer(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        _check_sizes(dropout, at_least=1, hidden_dim=hidden_dim, num_layers=num_layers, num_heads=num_heads)
         if hidden_dim % num_heads:
             raise InputError(f"model.hidden_dim={hidden_dim} is not a multiple of num_heads={num_heads}")
         self.label = label
@@ -321,8 +305,7 @@ class TokenTransformer(nn.Module):
         attendable = batch["attention_mask"][:, None, None, :]
         for block in self.blocks:
             x = block(x, attendable)
-        result: Tensor = self.norm(x)
-        return result
+        return self.norm(x)
 
     def embed(self, batch: Any) -> Tensor:
         """Return the mean embedding of the tokens of each cell, shape (batch, hidden_dim)."""
@@ -346,15 +329,13 @@ class TokenTransformer(nn.Module):
 
 def _x_of(batch: Any) -> Tensor:
     """Return X of a batch; the batch is X itself if the data set yields nothing else."""
-    x: Tensor = batch if isinstance(batch, Tensor) else batch["X"]
-    return x
+    return batch if isinstance(batch, Tensor) else batch["X"]
 
 
 def _pooled(x: Tensor, batch: Any) -> Tensor:
     """Return the mean over the tokens of each cell, without padding."""
     kept = batch["attention_mask"].unsqueeze(-1)
-    result: Tensor = (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-    return result
+    return (x * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
 
 
 def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Tensor]:
@@ -368,22 +349,4 @@ def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Te
     return {"loss": loss, "accuracy": right, "n": n}
 
 
-class _VAE(Autoencoder):
-    def __init__(
-        self,
-        n_genes: int,
-        latent_dim: int = 32,
-        hidden_dim: int = 256,
-        num_layers: int = 1,
-        dropout: float = 0.0,
-        beta: float = 1.0,
-    ) -> None:
-        super().__init__(n_genes, latent_dim, hidden_dim, num_layers, dropout, variational=True, beta=beta)
-
-
-BUILT_IN: dict[str, type[nn.Module]] = {
-    "mlp_classifier": MLPClassifier,
-    "autoencoder": Autoencoder,
-    "vae": _VAE,
-    "transformer_encoder": TokenTransformer,
-}
+BUILT_IN: dict[str, type[nn.Module]] = {name: globals()[cls] for name, cls in MODELS.items()}

@@ -1,14 +1,14 @@
-"""Ranks, devices, and the distribution of a model over them with DDP, FSDP or DataParallel."""
+"""Ranks, devices, and the distribution of a model over them with DDP or FSDP."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime as dt
 import functools
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,48 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
 from dasksc._compat.torch import check_training
 from dasksc.planning.process_groups import leave_group
-from dasksc.train.config import Config, Fsdp, Training
-from dasksc.train.launch import local_rank_of, n_nodes_of, rendezvous
+from dasksc.planning.ranks import LAUNCHERS, size_in
+from dasksc.train.sections import Fsdp, Training
 
-__all__ = [
-    "RankContext",
-    "DistributedModel",
-    "clip_gradient",
-    "batch_length",
-    "number_of",
-    "joined_ranks",
-    "scale_gradient",
-    "distribute",
-    "strategy_of",
-    "unused_of",
-]
-
-logger = logging.getLogger(__name__)
-
-_DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+__all__ = ["Ranks", "distribute", "dtype_of", "joined_ranks", "local_rank_of", "strategy_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankContext:
-    """Rank, device and strategy of this process.
-
-    Parameters
-    ----------
-    rank, world_size, local_world_size
-        As in `dasksc.World`.
-    device
-        Device of this rank.
-    strategy
-        ``single``, ``dp``, ``ddp`` or ``fsdp``.
-    """
+class Ranks:
+    """Rank, device and strategy (``single``, ``ddp`` or ``fsdp``) of this process, among all ranks of the run."""
 
     rank: int
     world_size: int
@@ -73,200 +47,68 @@ class RankContext:
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0 on every rank."""
-        if not dist.is_initialized():
-            return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        if dist.is_initialized():
+            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
     def on_rank_zero(self, act: Callable[[], None], what: str) -> None:
-        """Run a function on rank 0 while the other ranks wait. All ranks must call this method.
-
-        Parameters
-        ----------
-        act
-            Function that rank 0 runs.
-        what
-            Beginning of the error message if the function fails. Every rank then raises an error, so none waits for a
-            failed one.
-
-        Raises
-        ------
-        StorageError
-            If rank 0 raised an `OSError` other than `BrokenPipeError`.
-        TrainingError
-            On the other ranks, if rank 0 raised any other error. Rank 0 raises the original error.
-        """
+        """Run a function on rank 0 while the others wait; if it fails, every rank raises an error, so none hangs."""
         error: Exception | None = None
         if self.rank == 0:
             try:
                 act()
             except Exception as raised:
                 error = raised
-        # Success costs one reduction of a scalar. The message is broadcast only after a failure, since a broadcast is
-        # slower.
         if not self.reduced(torch.tensor(float(error is not None), device=self.device)).item():
             return
         is_of_storage = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
-        on_rank = " on rank 0" if self.world_size > 1 else ""
-        is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__}{on_rank}, {error}"))
+        is_of_storage, reason = self.broadcast((is_of_storage, f"{type(error).__name__} on rank 0, {error}"))
         if error is not None and not is_of_storage:
             raise error
         raise (StorageError if is_of_storage else TrainingError)(f"{what}: {reason}") from error
 
 
-def strategy_of(training: Training, world_size: int, n_nodes: int | None = None) -> str:
-    """Return the training strategy of a configuration for a number of ranks; `n_nodes` is None if unknown.
-
-    Raises
-    ------
-    InputError
-        If the strategy or the shard size does not fit the number of ranks, or the run does not have the size that the
-        configuration gives.
-    """
-    strategy = training.strategy
+def strategy_of(training: Training, world_size: int) -> str:
+    """Return the strategy of a run on a number of ranks; the configuration must allow that number."""
+    fsdp, strategy = training.fsdp, training.strategy
     if strategy is None:
-        strategy = "fsdp" if training.fsdp is not None else "ddp" if world_size > 1 else "single"
-    elif strategy != "fsdp" and training.fsdp is not None:
-        logger.info("training.fsdp is not used: training.strategy is %s", strategy)
-    if strategy == "fsdp" and training.fsdp is not None and training.fsdp.sharding_strategy == "NO_SHARD":
+        strategy = "fsdp" if fsdp is not None else "ddp" if world_size > 1 else "single"
+    if strategy == "fsdp" and fsdp is not None and fsdp.sharding_strategy == "NO_SHARD":
         strategy = "ddp"
-    if strategy in ("single", "dp") and world_size > 1:
+    if strategy == "single" and world_size > 1:
         raise InputError(
-            f"training.strategy={strategy!r} runs in one process, but this run has {world_size}; use ddp or fsdp"
+            f"training.strategy='single' runs in one process, but this run has {world_size}; use ddp or fsdp"
         )
-    if strategy == "dp" and training.checkpoints_activations:
+    if training.num_gpus not in (None, world_size):
         raise InputError(
-            "training.strategy='dp' runs copies of the model, and with activation_checkpointing every copy would run "
-            "the layers of the first copy; use ddp or fsdp, or leave activation_checkpointing out"
+            f"training.num_gpus={training.num_gpus} is the total over all nodes, but the number of processes of this "
+            f"run is {world_size}. Start {training.num_gpus} with torchrun or srun, or leave num_gpus out"
         )
-    if strategy != "dp" and training.num_gpus is not None and training.num_gpus != world_size:
-        raise InputError(
-            f"training.num_gpus={training.num_gpus} is the total over all nodes, and this run has {world_size} "
-            f"process{'es' if world_size > 1 else ''}. Start {training.num_gpus}, or give --set "
-            f"training.num_gpus={world_size}"
-        )
-    if n_nodes is not None and training.num_nodes not in (None, n_nodes):
-        raise InputError(
-            f"training.num_nodes={training.num_nodes}, but the number of nodes of this run is {n_nodes}. Start it on "
-            f"{training.num_nodes}, or give --set training.num_nodes={n_nodes}"
-        )
-    if strategy == "fsdp" and training.fsdp is not None:
-        _check_shard_size(training.fsdp, world_size)
     return strategy
 
 
-def _check_shard_size(fsdp: Fsdp, world_size: int) -> None:
-    size = fsdp.shard_size
-    if size is None:
-        return
-    if fsdp.sharding_strategy != "HYBRID_SHARD":
-        raise InputError(
-            f"training.fsdp.shard_size={size} is for sharding_strategy: HYBRID_SHARD, but the strategy is "
-            f"{fsdp.sharding_strategy}; use HYBRID_SHARD, or leave shard_size out"
-        )
-    if world_size % size:
-        raise InputError(f"training.fsdp.shard_size={size} must divide the number of ranks, {world_size}")
-
-
-def unused_of(config: Config, context: RankContext) -> list[str]:
-    """Return a message for each key of the configuration that has no effect in this run.
-
-    Parameters
-    ----------
-    config
-        Configuration of the training run.
-    context
-        Rank and device of this process.
-    """
-    data, training, fsdp = config.data, config.training, config.training.fsdp
-    lines = []
-    if data.prefetch_factor is not None and not data.num_workers:
-        lines.append(
-            f"data.prefetch_factor={data.prefetch_factor} is not used: data.num_workers is 0; data.prefetch sets "
-            "how far the threads of a rank read ahead"
-        )
-    if training.wandb_project is not None and "wandb" not in training.loggers:
-        loggers = ", ".join(training.loggers)
-        lines.append(f"training.wandb_project={training.wandb_project} is not used: training.logger is {loggers}")
-    if context.strategy == "dp" and context.device.type == "cpu" and (training.num_gpus or 1) > 1:
-        lines.append(
-            f"training.num_gpus={training.num_gpus} is not used: this process sees no GPU, and training.strategy=dp "
-            "has one copy of the model on the CPU"
-        )
-    if fsdp is None or training.strategy not in (None, "fsdp"):
-        return lines  # `strategy_of` reports that the whole section has no effect
-    if fsdp.sharding_strategy == "NO_SHARD":
-        given = {"cpu_offload": fsdp.cpu_offload, "shard_size": fsdp.shard_size}
-        lines += [
-            f"training.fsdp.{name}={value} is not used: NO_SHARD is DDP" for name, value in given.items() if value
-        ]
-    is_one_copy = fsdp.shard_size is None and context.world_size == context.local_world_size > 1
-    if fsdp.sharding_strategy == "HYBRID_SHARD" and is_one_copy:
-        lines.append(
-            f"HYBRID_SHARD equals FULL_SHARD here: all {context.world_size} ranks are on one node and share one copy "
-            "of the model. For more copies, give training.fsdp.shard_size"
-        )
-    return lines
-
-
-def replicas_of(training: Training, n_gpus: int) -> list[int]:
-    """Return the indices of the GPUs of this machine that ``dp`` uses; empty if there are none.
-
-    Raises
-    ------
-    InputError
-        If the configuration requests more GPUs than there are.
-    """
-    wanted = training.num_gpus or n_gpus
-    if n_gpus and wanted > n_gpus:
-        raise InputError(
-            f"training.num_gpus={wanted}, but training.strategy='dp' has only the {n_gpus} "
-            f"GPU{'s' if n_gpus > 1 else ''} that this process sees; give --set training.num_gpus={n_gpus}, or use ddp"
-        )
-    return list(range(min(wanted, n_gpus)))
-
-
 @contextlib.contextmanager
-def joined_ranks(training: Training) -> Iterator[RankContext]:
-    """Join the process group of the run, and leave it at the end.
-
-    Parameters
-    ----------
-    training
-        ``training`` section of the configuration.
-
-    Yields
-    ------
-    RankContext
-        Rank and device of this process.
-
-    Raises
-    ------
-    UnsupportedVersionError
-        With a PyTorch before 2.9.
-    """
+def joined_ranks(training: Training) -> Iterator[Ranks]:
+    """Join the process group of the run, and leave it at the end."""
     check_training(torch.__version__)
     world = World.detect()
-    strategy = strategy_of(training, world.world_size, n_nodes_of(world, os.environ))
-    on_gpu = torch.cuda.is_available()
+    strategy = strategy_of(training, world.world_size)
     device = torch.device("cpu")
-    if on_gpu:
+    if torch.cuda.is_available():
         device = torch.device("cuda", local_rank_of(world, os.environ) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    joins = strategy in ("ddp", "fsdp") and not dist.is_initialized()
+    joins = strategy != "single" and not dist.is_initialized()
     if joins:
         # Offloaded parameters and the metadata of checkpoints are exchanged between CPUs, hence gloo.
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        timeout = dt.timedelta(seconds=training.timeout_s)
-        if world.world_size > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        alone = dist.HashStore() if world.world_size == 1 else None  # type: ignore[attr-defined]
+        if alone is None:
             os.environ.update(rendezvous(os.environ, world.world_size))
-            dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=timeout)
-        else:
-            alone = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
+        timeout = dt.timedelta(seconds=training.timeout_s)
+        dist.init_process_group(backend, store=alone, rank=world.rank, world_size=world.world_size, timeout=timeout)
     try:
-        yield RankContext(
+        yield Ranks(
             rank=world.rank,
             world_size=world.world_size,
             local_world_size=world.local_world_size,
@@ -278,127 +120,78 @@ def joined_ranks(training: Training) -> Iterator[RankContext]:
             leave_group()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedModel:
-    """Model distributed for training.
+def local_rank_of(world: World, environment: Mapping[str, str]) -> int:
+    """Return the rank of this process on its node.
 
-    Parameters
-    ----------
-    bare
-        Module of the user, whose parameters are trained; under FSDP they are sharded.
-    whole
-        Module called in training, which may wrap `bare`.
-    dtype
-        Data type of autocast; None disables it.
-    device
-        Device of this rank.
+    Launchers may be nested, and an sbatch script gives local rank 0 to every rank that mpirun starts. The number is
+    therefore that of a launcher whose rank and world size are those of `world`.
     """
-
-    bare: nn.Module
-    whole: nn.Module
-    dtype: torch.dtype | None
-    device: torch.device
-
-    def __call__(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Run the model on a batch, in the precision of the run."""
-        with self.autocast():
-            return _per_batch(self.whole(batch), batch)
-
-    def evaluate(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Run the model without the wrapper for training. Under FSDP all ranks must call this method together."""
-        with self.autocast(), torch.no_grad():
-            outputs: dict[str, torch.Tensor] = self.bare(batch)
-            return outputs
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations compute in the precision of the run."""
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None)
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the parameters are sharded over ranks."""
-        return isinstance(self.bare, FSDPModule)
-
-    def accumulating(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Return a context that synchronizes gradients over ranks only for the last batch of a step."""
-        if isinstance(self.bare, FSDPModule):
-            self.bare.set_requires_gradient_sync(is_last)
-        elif isinstance(self.whole, DistributedDataParallel) and not is_last:
-            return self.whole.no_sync()
-        return contextlib.nullcontext()
+    here = (str(world.rank), str(world.world_size))
+    for rank, size, local_rank in LAUNCHERS:
+        agrees = rank in environment and size in environment and (environment[rank], size_in(environment, size)) == here
+        if agrees and environment.get(local_rank, "").isdigit():
+            return int(environment[local_rank])
+    return world.rank % world.local_world_size if world.local_world_size > 1 else world.rank
 
 
-def _per_batch(outputs: dict[str, torch.Tensor], batch: Any) -> dict[str, torch.Tensor]:
-    """Return means over a batch; DataParallel returns one mean per replica."""
-    if all(value.ndim == 0 for value in outputs.values()):
-        return outputs
-    n = outputs.get("n")
-    if n is None:
-        sizes = [len(part) for part in torch.arange(batch_length(batch)).chunk(len(outputs["loss"]))]
-        counts = torch.tensor(sizes, device=outputs["loss"].device)
-    else:
-        counts = n
-    weights = counts / counts.sum().clamp(min=1)
-    means = {name: (value * weights).sum() for name, value in outputs.items() if name != "n"}
-    return means if n is None else {**means, "n": n.sum()}
+def rendezvous(environment: Mapping[str, str], world_size: int) -> dict[str, str]:
+    """Return the address and port at which the ranks meet, unless the launcher gave them: the first node of Slurm.
 
-
-def batch_length(batch: Any) -> int:
-    """Return the number of rows of a batch: the length of its first tensor."""
-    if isinstance(batch, dict):
-        return next((n for n in map(batch_length, batch.values()) if n), 0)
-    if isinstance(batch, list | tuple):
-        return batch_length(batch[0])
-    return int(batch.shape[0]) if hasattr(batch, "shape") else 0
-
-
-def distribute(model: nn.Module, training: Training, context: RankContext) -> DistributedModel:
-    """Distribute a model over the ranks; its parameters must be equal on every rank.
-
-    Parameters
-    ----------
-    model
-        Model on the CPU. It is modified in place, and moved to the device of the rank.
-    training
-        ``training`` section of the configuration.
-    context
-        Rank and device of this process.
-
-    Returns
-    -------
-    DistributedModel
-        The model, with its wrapper for training.
+    mpirun starts the ranks of a Slurm job in other steps than srun, so its ranks read only the variables of the job.
     """
-    dtype = _DTYPES[training.precision]
-    if training.checkpoints_activations:
+    by_mpi = "OMPI_COMM_WORLD_SIZE" in environment
+    job = (environment.get("PMIX_NAMESPACE", "") if by_mpi else "") or environment.get("SLURM_JOB_ID", "")
+    nodes = environment.get("SLURM_JOB_NODELIST", "") if job else ""
+    if by_mpi and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(world_size):
+        nodes, job = "127.0.0.1", job or str(os.getppid())
+    elif not by_mpi and job:
+        nodes = environment.get("SLURM_STEP_NODELIST", nodes)
+        job += "." + environment.get("SLURM_STEP_ID", "")
+    found = {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
+    if match := re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes):  # the first of "gpu[003-007,12],login"
+        port = 20_000 + zlib.crc32(job.encode()) % 10_000
+        found = {"MASTER_ADDR": "".join(part or "" for part in match.groups()), "MASTER_PORT": str(port)} | found
+    if len(found) < 2:
+        raise InputError(
+            f"the {world_size} ranks of this run do not know the address of the first node. Start them with torchrun "
+            "or srun, or set MASTER_ADDR to its name and MASTER_PORT to a free port of it"
+        )
+    return found
+
+
+def dtype_of(precision: str) -> torch.dtype | None:
+    """Return the type of autocast; None for full precision."""
+    return {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+
+
+def distribute(model: nn.Module, training: Training, ranks: Ranks) -> nn.Module:
+    """Move a model to the device of this rank, distribute it in place, and return the module to call in training."""
+    fsdp = training.fsdp or Fsdp()
+    if training.activation_checkpointing or fsdp.activation_checkpointing:
         checkpoint_activations(model)
-    if context.strategy == "fsdp":
-        _shard(model, training.fsdp or Fsdp(), context, dtype)
-        whole: nn.Module = model
-    else:
-        model.to(context.device)
-        whole = model
-        if context.strategy == "ddp":
-            whole = DistributedDataParallel(model, find_unused_parameters=training.find_unused_parameters)
-        elif context.strategy == "dp":
-            whole = DataParallel(model, device_ids=replicas_of(training, torch.cuda.device_count()))
-    return DistributedModel(bare=model, whole=whole, dtype=dtype, device=context.device)
+    if ranks.strategy == "fsdp":
+        _shard(model, fsdp, ranks, dtype_of(training.precision))
+        return model
+    model.to(ranks.device)
+    if ranks.strategy == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=training.find_unused_parameters)
+    return model
 
 
-def _shard(model: nn.Module, fsdp: Fsdp, context: RankContext, dtype: torch.dtype | None) -> None:
-    """Shard every sufficiently large module, inner modules first."""
+def _shard(model: nn.Module, fsdp: Fsdp, ranks: Ranks, dtype: torch.dtype | None) -> None:
     # Parameters are gathered in low precision, and gradients are reduced in float32. Inputs of modules are not cast,
     # since float16 rounds counts above 2,048 and overflows above 65,504, and bfloat16 rounds counts above 256. Autocast
     # casts the inputs of each operation instead.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
     options: dict[str, Any] = {
-        "mesh": _mesh(fsdp, context),
+        "mesh": _mesh(fsdp, ranks),
         "reshard_after_forward": fsdp.sharding_strategy != "SHARD_GRAD_OP",
         "mp_policy": precision,
-        "offload_policy": offload,
+        "offload_policy": CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+        if fsdp.cpu_offload
+        else OffloadPolicy(),
     }
     for module in modules_to_shard(model, fsdp.min_num_params):
         fully_shard(module, **options)
@@ -406,9 +199,9 @@ def _shard(model: nn.Module, fsdp: Fsdp, context: RankContext, dtype: torch.dtyp
 
 
 def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """Return the submodules of `model` that are sharded and gathered separately, inner modules first.
+    """Return the submodules that are gathered separately, inner modules first.
 
-    A module is included if it has at least `min_num_params` parameters, not counting those of included submodules.
+    Each has at least `min_num_params` parameters, not counting those of its submodules in the list.
     """
     found: list[nn.Module] = []
 
@@ -431,18 +224,23 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
     return found
 
 
-def _mesh(fsdp: Fsdp, context: RankContext) -> DeviceMesh:
-    _check_shard_size(fsdp, context.world_size)
+def _mesh(fsdp: Fsdp, ranks: Ranks) -> DeviceMesh:
+    """Return a mesh of all ranks, or for HYBRID_SHARD of copies by shards."""
     if fsdp.sharding_strategy != "HYBRID_SHARD":
-        return init_device_mesh(context.device.type, (context.world_size,), mesh_dim_names=("dp",))
-    size = fsdp.shard_size or context.local_world_size
-    if context.world_size % size:
+        if fsdp.shard_size is not None:
+            raise InputError(
+                f"training.fsdp.shard_size={fsdp.shard_size} is for sharding_strategy: HYBRID_SHARD, but the strategy "
+                f"is {fsdp.sharding_strategy}; use HYBRID_SHARD, or leave shard_size out"
+            )
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp",))
+    size = fsdp.shard_size or ranks.local_world_size
+    if ranks.world_size % size:
         raise InputError(
-            f"HYBRID_SHARD shards the model over the {size} ranks of a node, but {size} does not divide the number of "
-            f"ranks, {context.world_size}; give a training.fsdp.shard_size that does"
+            f"training.fsdp.shard_size={size} (default: the ranks of a node) must divide the number of ranks, "
+            f"{ranks.world_size}"
         )
     names = ("dp_replicate", "dp_shard")
-    return init_device_mesh(context.device.type, (context.world_size // size, size), mesh_dim_names=names)
+    return init_device_mesh(ranks.device.type, (ranks.world_size // size, size), mesh_dim_names=names)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -461,25 +259,3 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from child
         else:
             yield from _blocks(child)
-
-
-def clip_gradient(parameters: Iterable[nn.Parameter], largest: float) -> torch.Tensor:
-    """Scale the gradient to a norm of at most `largest`, and return its previous norm, a tensor that may be sharded."""
-    return nn.utils.clip_grad_norm_(list(parameters), largest)
-
-
-def scale_gradient(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply the gradient, which may be sharded over ranks, by a number that is equal on all ranks."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            local.mul_(factor.to(local.device))
-
-
-def number_of(value: torch.Tensor) -> float:
-    """Convert a scalar tensor, which may be sharded, to a number, and synchronize the device.
-
-    All ranks must call this function.
-    """
-    return float(value.full_tensor() if isinstance(value, DTensor) else value)

@@ -1,9 +1,12 @@
-"""Saved models: ``model.pt``, a single file for inference, and its loader `load_model`."""
+"""Objects by the names in a configuration, and ``model.pt``, a single file for inference with its loader."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,48 +15,50 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from dasksc import InputError, MissingPathError
+from dasksc.atlas.lookup import nearest
 from dasksc.train.checkpoint import read_state, read_tensors
-from dasksc.train.import_paths import find
 from dasksc.train.models import BUILT_IN
-from dasksc.train.parallel import RankContext
+from dasksc.train.parallel import Ranks
 
-__all__ = ["build_model", "load_model", "read_saved", "save_model"]
+__all__ = ["created", "found", "load_model", "read_saved", "save_model"]
 
 
-def save_model(
-    path: Path,
-    model: nn.Module,
-    *,
-    name: str,
-    arguments: Mapping[str, Any],
-    context: RankContext,
-    more: Mapping[str, Any],
-) -> None:
-    """Write a model to one file for `load_model`.
+def found(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
+    """Return the object that a short name or ``package.module:name`` stands for; errors name the key `what`."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        if name not in built_in:
+            hint = f"{nearest(name, built_in)} To use your own, give 'package.module:name'"
+            raise InputError(f"{what}={name!r} is not known; {hint}")
+        return built_in[name]
+    try:
+        return attrgetter(attribute)(import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{what}={name!r} cannot be imported: {error}. Is its directory on PYTHONPATH?") from error
 
-    All ranks must call this function; rank 0 needs memory for all parameters.
 
-    Parameters
-    ----------
-    path
-        Path of the file.
-    model
-        Model, sharded or not.
-    name, arguments
-        Name and constructor arguments of its class.
-    context
-        Rank and device of this process.
-    more
-        Additional content of the file: plain numbers, strings, lists and dicts.
-    """
+def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str) -> Any:
+    """Call a class with arguments of a section of the configuration, which errors name."""
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise InputError(f"{what}: {getattr(make, '__name__', make)} has {error}") from error
+    try:
+        return make(**arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} has an invalid value: {error}") from error
+
+
+def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ranks) -> None:
+    """Write a model and the plain types `saved` to one file. All ranks call this function; rank 0 gathers it."""
     parameters = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def write() -> None:
         partial = path.with_name(path.name + ".partial")
-        torch.save({"name": name, "arguments": dict(arguments), "parameters": parameters, **more}, partial)
+        torch.save({**saved, "parameters": parameters}, partial)
         partial.rename(path)
 
-    context.on_rank_zero(write, f"the model {path} cannot be written")
+    ranks.on_rank_zero(write, f"the model {path} cannot be written")
 
 
 def load_model(path: str | os.PathLike[str]) -> nn.Module:
@@ -90,54 +95,32 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     path = Path(path)
     if not path.exists():
         raise MissingPathError(f"there is no model at {path}")
+    saved = read_saved(path) if path.is_file() else read_state(path)
+    arguments = dict(saved["model"])
+    name = arguments.pop("name")
+    model_class = found(name, BUILT_IN, what=f"the model of {path}")
+    # The file may come from an unknown source, so it may name any function, such as os:system.
+    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
+        raise InputError(
+            f"{path} names {name!r} as its model, which is not a torch.nn.Module class. If you trust the file, create "
+            "the model, and call model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
+        )
+    model: nn.Module = created(model_class, arguments, what=str(path))
     if path.is_file():
-        saved = read_saved(path)
-        model = _built(saved, path)
         model.load_state_dict(saved["parameters"])
-    else:
-        saved = read_state(path)["model"]
-        model = _built(saved, path)
-        parameters = get_model_state_dict(model)
-        read_tensors({"model": parameters}, path, no_dist=True)
-        model.load_state_dict(parameters)
+    else:  # tensors are read into those of the model
+        read_tensors({"model": model.state_dict()}, path, no_dist=True)
     return model.eval()
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Return the content of a ``model.pt``: tensors and plain types.
-
-    Raises
-    ------
-    InputError
-        If the file is damaged, or is not a ``model.pt`` of `dasksc.train`.
-    """
+    """Return the content of a ``model.pt``: tensors and plain types."""
+    if path.is_dir():
+        raise InputError(f"{path} is a checkpoint; give the model.pt that was written at the end of training")
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # damaged bytes may raise any error
-        # The message of torch recommends loading the file without restrictions.
-        raise InputError(
-            f"{path} is not a model.pt that dasksc train wrote, or is damaged. Give another file"
-        ) from error
-    if not isinstance(saved, dict) or not {"name", "arguments", "parameters"} <= set(saved):
+    except Exception as error:  # damaged bytes may raise any error, and torch advises to load without restrictions
+        raise InputError(f"{path} is not a model.pt that dasksc train wrote, or is damaged") from error
+    if not isinstance(saved, dict) or not {"model", "parameters"} <= set(saved):
         raise InputError(f"{path} is not a model.pt that dasksc train wrote: it does not contain the name of a model")
     return saved
-
-
-def _built(saved: Mapping[str, Any], path: Path) -> nn.Module:
-    """Create the model of a saved file."""
-    name = saved["name"]
-    model_class = find(name, BUILT_IN, what=f"the model of {path}")
-    # The file may come from an unknown source, so it may name any function, such as os:system.
-    if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
-        raise InputError(
-            f"{path} names {name!r} as its model, which is not a torch.nn.Module class, so dasksc does not call it. If "
-            "you trust the file, create the model yourself and call "
-            "model.load_state_dict(torch.load(path, weights_only=True)['parameters'])"
-        )
-    return build_model(name, saved["arguments"])
-
-
-def build_model(name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """Create a model by its built-in name or import path."""
-    model: nn.Module = find(name, BUILT_IN, what="model.name")(**arguments)
-    return model

@@ -12,8 +12,8 @@ import pytest
 from make_atlas import make_atlas
 
 from dasksc.datasets import demo_data
-from dasksc.train.config import Scheduler
-from dasksc.train.optim import factor_at
+from dasksc.train.loop import factor_at
+from dasksc.train.sections import Scheduler
 from tests.support.programs import ROOT, blocks, run
 
 pytestmark = pytest.mark.programs

@@ -32,7 +32,6 @@ assert not found, f"adapters of optional libraries import {found}"
 
 USED = """
 import sys
-from click.testing import CliRunner
 import dasksc
 from dasksc import cli
 from dasksc.sampling.binding import bind
@@ -51,11 +50,22 @@ assert sum(len(plan.fetch(k).rows) for k in range(plan.n_fetches)) == adata.n_ob
 without_torch("a plan")
 assert dasksc.describe(path, seconds=0)
 without_torch("describe")
-shown = CliRunner().invoke(cli.group, ["info", path, "--seconds", "0"], catch_exceptions=False)
-assert shown.exit_code == 0, shown.output
+assert cli.main(["info", path, "--seconds", "0"]) == 0
 without_torch("dasksc info")
 import dasksc.loader
 assert "torch" in sys.modules
+"""
+
+MISTAKEN = """
+import contextlib
+import sys
+from dasksc import cli
+
+for arguments in (["info", "no.h5ad", "--joyn", "outer"], ["convert", "no.h5ad", "b.zarr"], ["check", "--help"]):
+    with contextlib.suppress(SystemExit):
+        assert cli.main(arguments) == 1
+found = set(sys.modules) & {"anndata", "dask", "h5py", "numba", "numpy", "pandas", "torch"}
+assert not found, f"checking a command line imports {found}"
 """
 
 
@@ -73,3 +83,7 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
 
 def test_opening_planning_and_describing_import_no_torch(tmp_path: Path) -> None:
     run(USED, str(write_store(make_adata(), tmp_path, "h5ad")))
+
+
+def test_a_command_line_is_checked_before_heavy_modules_are_imported() -> None:
+    run(MISTAKEN)

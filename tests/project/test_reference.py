@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import click
 import pytest
 import yaml
 
 import dasksc.datasets
 import dasksc.errors
-from dasksc.cli import group
+from dasksc.cli import COMMANDS, prepared
 from dasksc.train import config as schema
 from tests.support import examples
 from tests.support.programs import ROOT, blocks
@@ -124,9 +123,8 @@ def test_examples_of_errors_raise_them(tmp_path):
 def test_every_command_has_its_options_and_an_example():
     text = (REFERENCE / "cli.md").read_text()
     sections = dict(re.findall(r"^## ([\w-]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    names = group.list_commands(click.Context(group))
-    assert sorted(sections) == sorted(names)
-    for name in names:
+    assert sorted(sections) == sorted(COMMANDS)
+    for name in COMMANDS:
         assert f"```{{command}} {name}\n```" in sections[name], name
         assert re.search(rf"^(?:\$ )?dasksc {name} .*\n(?:```\n\n```text\n)?", sections[name], re.MULTILINE), name
 
@@ -136,11 +134,8 @@ def test_the_site_shows_every_option_of_a_command():
     spec = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "commands.py")
     commands = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(commands)
-    for name in group.list_commands(click.Context(group)):
+    for name in COMMANDS:
         text = commands.help_of(name)
-        assert text.startswith(f"```console\n$ dasksc {name} [OPTIONS]")
-        for parameter in group.get_command(click.Context(group), name).params:
-            if isinstance(parameter, click.Option):
-                assert all(option in text for option in parameter.opts), (name, parameter.opts)
-    with pytest.raises(ValueError, match="no command 'sing'"):
-        commands.help_of("sing")
+        assert text.startswith(f"```console\n$ dasksc {name}")
+        options = {option for action in prepared(name)[0]._actions for option in action.option_strings}
+        assert not [option for option in options if f"`{option}" not in text], name

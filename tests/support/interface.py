@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 import dasksc
-from dasksc.cli import group
+from dasksc.cli import COMMANDS, prepared
 
 __all__ = ["interface"]
 
@@ -147,7 +147,7 @@ def _of_source(module_name: str) -> Iterator[str]:
 
 
 def _commands() -> Iterator[str]:
-    for name in group.list_commands(None):
-        command = group.get_command(None, name)
-        for one in command.params:
-            yield f"{name} {'/'.join([*one.opts, *one.secondary_opts])}"
+    for name in COMMANDS:
+        for one in prepared(name)[0]._actions:
+            if one.dest != "help":
+                yield f"{name} {'/'.join(one.option_strings) or one.dest}"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 import sys
-from contextlib import nullcontext
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,8 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 import dasksc
 from dasksc.train import Config, fit
 from dasksc.train.checkpoint import _quiet
-from dasksc.train.config import Validation
-from dasksc.train.data import split_rows
+from dasksc.train.data import _split
 from dasksc.train.models import MLPClassifier
 
 N_CELLS, N_GENES, N_TYPES = 203, 40, 5
@@ -101,7 +98,7 @@ def alone(
     `then` is the number of ranks in later epochs, if it differs from that of the first.
     """
     adata = dasksc.open(atlas)
-    rows, held_out = split_rows(adata, Validation(share=share))
+    rows, held_out = split_rows(adata, share=share)
     strategy = dasksc.BlockShuffling(4, indices=rows)
     options = {"batch_size": 8, "fetch_factor": 4, "seed": 0, "obs": ["cell_type"]}
     rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), rank=0, world_size=1, **options)
@@ -141,10 +138,14 @@ def assert_same(folder: Path, expected: dict[str, list[float]], *names: str) -> 
         np.testing.assert_allclose(figures(folder, name), expected[name], rtol=RTOL, err_msg=f"{folder.name}: {name}")
 
 
-def train(raw: dict[str, Any], *, plots: bool = False, **changes: Any) -> Any:
-    """Train with changes that are named section__key, without the plot, which takes longer than all other steps."""
-    with nullcontext() if plots else patch("dasksc.train.loop.plot"):
-        return fit(Config.of(changed(raw, changes)), say=lambda line: None)
+def split_rows(adata: Any, **validation: Any) -> list[Any]:
+    """Return the rows for training and the held-out rows of a section ``data.validation``."""
+    return list(_split(adata, validation).values())
+
+
+def train(raw: dict[str, Any], **changes: Any) -> Any:
+    """Train with changes that are named section__key."""
+    return fit(Config.of(changed(raw, changes)), say=lambda line: None)
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:

@@ -66,7 +66,6 @@ def test_batches_on_the_device_are_not_overwritten_by_later_ones(pinned, layout,
 
 FITS: dict[str, dict[str, Any]] = {
     "csr": {"data__layout": "csr"},
-    "workers": {"data__num_workers": 1},
     "fsdp": {"training__fsdp": {"min_num_params": 300}, "training__gradient_clip": 0.3},
     "offloaded": {"training__fsdp": {"cpu_offload": True}, "training__gradient_clip": 0.3},
     "hybrid": {"training__fsdp": {"sharding_strategy": "HYBRID_SHARD", "min_num_params": 300}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import warnings
 from pathlib import Path
@@ -11,14 +13,13 @@ import anndata as ad
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 import dasksc
-from dasksc import InputError
-from dasksc.cli import group
+from dasksc import InputError, cli
 from dasksc.train import load_model
 from tests.support.cell_ranger import make_counts, write_v2
+from tests.support.commands import run_command
 from tests.support.data import make_adata
 from tests.support.training import small, train
 
@@ -60,9 +61,10 @@ def by_hand(model: nn.Module, adata: Any, genes: list[str]) -> np.ndarray:
 
 def embed(*arguments: Any) -> str:
     """Run ``dasksc embed`` to completion; return its output."""
-    done = CliRunner().invoke(group, ["embed", *map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
+    parser, run = cli.prepared("embed")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert not run(parser.parse_args(list(map(str, arguments))))
+    return printed.getvalue()
 
 
 def test_a_training_predicts_at_its_end_and_the_command_does_the_same(atlas, tmp_path):
@@ -176,9 +178,7 @@ def test_invalid_options_are_reported(atlas, tmp_path, model, options, message):
         model = train(configuration(atlas, tmp_path / "run", AUTOENCODER, training__max_steps=1)).model
     with pytest.raises(dasksc.DaskscError, match=message):
         embed(atlas, "--model", model, "--out", tmp_path / "emb.zarr", *options)
-    done = CliRunner().invoke(group, ["embed", str(atlas), "--model", model])
-    assert done.exit_code == 2
-    assert "--out" in done.output
+    assert "out" in run_command("embed", atlas, "--model", model, exit_code=2).stderr
 
 
 def test_the_section_is_checked(atlas, tmp_path):

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import dasksc
-from dasksc import InputError, MissingPathError
+from dasksc import InputError
 from dasksc.train import Config, fit, load_model
-from dasksc.train.config import Validation
-from dasksc.train.data import make_loaders, split_rows
+from dasksc.train.data import make_datasets
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
 from tests.programs import train_models
-from tests.support.training import checkpoints, losses, rows_of, small, train
+from tests.support.training import checkpoints, losses, rows_of, small, split_rows, train
 
 FRAGILE = "tests.programs.train_models:Fragile"
 
@@ -96,8 +95,8 @@ def test_a_new_run_does_not_write_among_the_checkpoints_of_another(raw, tmp_path
     train(raw)
     with pytest.raises(InputError, match="step-00000026"):
         train(raw)
-    with pytest.raises(MissingPathError, match="is not a checkpoint"):
-        train(raw, training__resume_from=str(tmp_path))
+    with pytest.raises(InputError, match="step-00000026"):
+        train(raw, training__resume_from=str(tmp_path / "step-00000013"))
 
 
 def test_a_run_resumes_from_a_named_checkpoint_in_its_own_directory(raw, tmp_path):
@@ -138,7 +137,7 @@ def test_a_run_goes_on_in_another_precision(raw):
 
 def values_of(folder: Path) -> dict[int, float | None]:
     states = [json.loads((path / "state.json").read_text()) for path in folder.glob("step-*")]
-    return {state["step"]: state["value"] for state in states}
+    return {state["step"]: state["values"].get(str(state["step"])) for state in states}
 
 
 def test_the_best_validated_epochs_are_kept_whatever_save_every_is(raw, tmp_path):
@@ -157,18 +156,18 @@ def test_an_unknown_monitor_is_refused_early(raw, tmp_path):
     with pytest.raises(InputError, match="monitor='acuracy'"):
         train(raw, training__monitor="acuracy")
     assert not (tmp_path / "run" / "step-00000013").exists()
-    with pytest.raises(InputError, match="'validation_los'.*validation_accuracy.*validation_loss"):
+    with pytest.raises(InputError, match="'validation_los'.*accuracy.*loss"):
         train(raw, training__monitor="validation_los", data__validation=0.2)
     with pytest.raises(InputError, match="'validation_loss'.*data.validation"):
         train(raw, training__monitor="validation_loss")
 
 
 def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, atlas):
-    report = train(raw, plots=True, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
+    report = train(raw, training__max_epochs=15, data__validation=0.2, training__optimizer={"lr": 1e-2})
     last_epoch = [row["accuracy"] for row in rows_of(tmp_path / "run") if row["epoch"] == 14 and "accuracy" in row]
     assert np.mean(last_epoch) > 0.65  # the largest of the five cell types has 44% of the cells
     model = load_model(report.model)
-    _, held = split_rows(dasksc.open(atlas), Validation(share=0.2))
+    _, held = split_rows(dasksc.open(atlas), share=0.2)
     rest = dasksc.scDataset(str(atlas), dasksc.Streaming(held), batch_size=len(held), obs=["cell_type"], seed=0)
     with torch.no_grad():
         (outputs,) = map(model, rest)
@@ -177,7 +176,6 @@ def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, 
     assert report.n_cells == 15 * (203 - len(held))
     assert report.cells_per_s == pytest.approx(report.n_cells / report.elapsed_s)
     assert 0 <= report.wait_share <= 1
-    assert (tmp_path / "run" / "training.png").stat().st_size > 10_000
     assert json.loads(json.dumps(report.to_dict()))["n_steps"] == report.n_steps
 
 
@@ -191,17 +189,11 @@ def test_autoencoders_learn_from_x_alone(name, layout, raw):
     assert last < 0.8 * first
 
 
-def test_data_parallel_on_one_process_is_the_same_training(raw, tmp_path):
-    train(raw, training__strategy="dp", training__checkpoint_dir=str(tmp_path / "dp"))
-    train(raw)
-    assert losses(tmp_path / "dp") == losses(tmp_path / "run")
-
-
-@pytest.mark.parametrize(("strategy", "precision"), [("dp", "32-true"), ("ddp", "bf16-mixed"), ("fsdp", "32-true")])
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "bf16-mixed"), ("fsdp", "32-true")])
 def test_every_strategy_trains_in_a_process_that_is_alone(strategy, precision, raw):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     raw["training"] |= {"gradient_clip": 1.0, "gradient_accumulation": 2}
-    raw["training"]["activation_checkpointing"] = strategy != "dp"
+    raw["training"]["activation_checkpointing"] = True
     raw["data"]["validation"] = 0.2
     report = train(raw, training__strategy=strategy, training__precision=precision, training__max_epochs=1)
     assert (report.strategy, report.device, report.world_size) == (strategy, device, 1)
@@ -228,15 +220,6 @@ def test_an_import_path_names_a_model_and_unknown_models_are_refused(raw):
     raw["model"] = {"name": "tests.programs.train_models:Plane"}
     with pytest.raises(InputError, match="model.name='tests.programs.train_models:Plane'"):
         train(raw)
-    raw["model"] = {"name": "mlpp"}
-    with pytest.raises(InputError, match="'mlp_classifier'"):
-        train(raw)
-    raw["model"] = {"name": "mlp_clasifier"}
-    with pytest.raises(InputError, match="model.name='mlp_clasifier'.*'mlp_classifier'"):
-        train(raw)
-    raw["model"] = {"name": "mlp_classifier"}
-    with pytest.raises(InputError, match="label"):
-        train(raw)
     raw["model"] = {"name": "mlp_classifier", "label": "n_counts"}
     with pytest.raises(InputError, match="model.label='n_counts'"):
         train(raw)
@@ -249,9 +232,6 @@ def test_strategies_take_their_options_and_columns_of_weights(raw):
     raw["training"]["checkpoint_dir"] += "-weighted"
     raw["data"]["strategy"] = {"name": "BlockWeightedSampling", "weights": "n_counts", "total_size": 32}
     assert train(raw).n_steps == 4
-    raw["data"]["strategy"] = {"name": "BlockShuffling", "blocksize": 4}
-    with pytest.raises(InputError, match="data.strategy.blocksize.*'block_size'"):
-        train(raw)
 
 
 @pytest.mark.parametrize("control", ["{'cell_type': common}", "an expression"])
@@ -275,11 +255,11 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     }
     raw["model"] = {"name": "tests.programs.train_models:SetEffect"}
     assert train(raw).n_steps == 2 * 3
-    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     trained = [row for batch in loaders.training for row in batch.index.tolist()]
     held = [row for batch in loaders.validation for row in batch.index.tolist()]
     assert not set(trained) & set(held)
-    _, held_out = split_rows(dasksc.open(atlas), Validation(share=0.3))
+    _, held_out = split_rows(dasksc.open(atlas), share=0.3)
     targets = obs["cell_type"].to_numpy() != common
     assert set(held) == set(held_out[targets[held_out]].tolist())
     controls = [row for batch in loaders.validation for row in batch.control.index.tolist()]
@@ -289,7 +269,7 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
 
 def test_whole_values_of_a_column_are_held_out(atlas):
     adata = dasksc.open(atlas)
-    rows, held = split_rows(adata, Validation(share=0.3, by="plate"))
+    rows, held = split_rows(adata, share=0.3, by="plate")
     plates = adata.obs["plate"]
     assert len(rows) + len(held) == 203
     assert plates.iloc[held].nunique() == 2
@@ -306,9 +286,9 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
         "control": {"cell_type": common},
         "seed": 2,
     }
-    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     held = np.concatenate([batch["index"].numpy() for batch in loaders.validation])
-    trained = loaders.training.dataset.strategy.indices
+    trained = loaders.training.strategy.indices
     np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
     assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
     assert common not in set(obs["cell_type"].iloc[held])
@@ -318,8 +298,7 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
     messages: list[str] = []
     fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
     (line,) = [line for line in messages if "held out" in line]
-    assert f"{len(held)}" in line.splitlines()[-1]
-    assert line.splitlines()[-1].startswith("all ")
+    assert [row.split()[0] for row in line.splitlines()[-6:]] == sorted(set(obs["plate"]))
 
 
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
@@ -330,7 +309,7 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     chosen = adata.obs["plate"].isin(["plate_0", "plate_1", "plate_2"]).to_numpy()
     assert report.n_cells == pytest.approx(0.8 * chosen.sum(), abs=3)
     raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
-    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     held = sum(len(batch["X"]) for batch in loaders.validation)
     assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
 
@@ -366,7 +345,7 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
     loaders = {}
     for path in (atlas, other):
         raw["data"]["validation"] = {"path": str(path)}
-        loaders[path] = make_loaders(Config.of(raw), device=torch.device("cpu")).validation
+        loaders[path] = make_datasets(Config.of(raw), device=torch.device("cpu")).validation
     rarest = ad.read_h5ad(atlas).obs["cell_type"].value_counts().index[-1]
     n_new = 0
     for expected, found in zip(loaders[atlas], loaders[other], strict=True):
@@ -375,11 +354,11 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
             assert name not in expected or torch.equal(expected[name], found[name])
         assert torch.equal(expected["obs"]["plate"], found["obs"]["plate"])
         codes = expected["obs"]["cell_type"].clone()
-        is_new = codes == loaders[atlas].dataset.categories["cell_type"].index(rarest)
+        is_new = codes == loaders[atlas].categories["cell_type"].index(rarest)
         codes[is_new] = -1
         assert torch.equal(found["obs"]["cell_type"], codes)
         n_new += int(is_new.sum())
-    assert loaders[other].dataset.categories == loaders[atlas].dataset.categories
+    assert loaders[other].categories == loaders[atlas].categories
     (text,) = [
         record.getMessage() for record in caplog.records if "that data.path does not have" in record.getMessage()
     ]
@@ -389,8 +368,8 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
 
 def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
     ad.read_h5ad(atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
-    first = ", ".join(map(repr, dasksc.open(atlas).var_names[:3]))
-    with pytest.raises(InputError, match=f"40.*{first}"):
+    first = dasksc.open(atlas).var_names[0]
+    with pytest.raises(InputError, match=first):
         train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
 
 
@@ -401,24 +380,18 @@ def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missi
     ad.read_h5ad(atlas)[:, ::-1].write_h5ad(tmp_path / "reversed.h5ad")
     raw["data"] |= {"genes": str(tmp_path / "vocab.json"), "genes_missing": missing}
     raw["data"]["validation"] = {"path": str(tmp_path / "reversed.h5ad")}
-    loaders = make_loaders(Config.of(raw), device=torch.device("cpu"))
+    loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     expected = names[::-1] if missing == "zero" else names[2::-1]
     assert loaders.facts["n_genes"] == len(expected)
     for loader in (loaders.training, loaders.validation):
-        assert list(loader.dataset.gene_match.names) == expected
+        assert list(loader.gene_match.names) == expected
         assert next(iter(loader))["X"].shape[1] == len(expected)
-
-
-def test_the_profiler_records_its_window(raw, tmp_path):
-    train(raw, training__profile={"wait": 1, "warmup": 1, "active": 2}, training__max_epochs=1)
-    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
-    assert any("ProfilerStep" in event.get("name", "") for event in trace["traceEvents"])
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(raw):
     with pytest.raises(
         dasksc.TrainingError,
-        match=r"the loss is \S+ at step \d+\. The first 203 rows of X hold no NaN and no negative .*: lower training",
+        match=r"the loss is \S+ at step \d+",
     ):
         train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
 

@@ -1,4 +1,4 @@
-"""Runs of `dasksc train`, started by the command itself, by mpirun and by srun; and the configurations in examples/."""
+"""Runs of `dasksc train`, started by torchrun and mpirun; and the configurations in examples/."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 
 from dasksc.datasets import demo_data
 from dasksc.train import Config, fit
-from tests.support.programs import MPIRUN, NO_GPU, ROOT, run
+from tests.support.programs import MPIRUN, NO_GPU, ROOT, TORCHRUN, run
 from tests.support.training import COMMAND, alone, assert_same, training
 
 pytestmark = pytest.mark.programs
@@ -53,11 +54,26 @@ def test_a_killed_rank_restarts_and_losses_equal_those_of_an_uninterrupted_run(s
     raw["model"] |= {"mark": str(mark), "at": 6, "rank": 1, "how": "kill"}
     raw["training"]["resume_from"] = "auto"
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
-    started = [*COMMAND, "--config", "c.yaml", "--nproc", 2, "--max-restarts", 1, "--json"]
-    report = json.loads(train(started, tmp_path))
+    ranks = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    report = json.loads(train([*ranks, "-m", "dasksc", "train", "--config", "c.yaml", "--json"], tmp_path))
     assert mark.exists()
     assert (report["world_size"], report["strategy"]) == (2, "fsdp")
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
+
+
+def test_mistakes_are_answered_before_torch_and_anndata_are_imported(tmp_path):
+    (tmp_path / "c.yaml").write_text("data: {path: nowhere.h5ad}\nmodel: vae\n")
+    program = """
+import sys
+from dasksc.cli import main
+for options in (["--training.max_step", "3"], []):
+    try:
+        print(main(["train", "--config", "c.yaml", *options]))
+    except SystemExit as end:
+        print(end.code)
+print(sorted({"torch", "anndata", "numba"} & sys.modules.keys()))
+"""
+    assert run([sys.executable, "-c", program], cwd=tmp_path).split() == ["2", "1", "[]"]
 
 
 def test_open_mpi_starts_the_ranks(atlas, tmp_path, mpirun):
@@ -78,7 +94,6 @@ def configurations() -> dict[str, str]:
 @pytest.mark.parametrize("name", configurations())
 def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dasksc.train.loop.plot", lambda *_, **__: None)  # takes longer than all other steps
     Path("c.yaml").write_text(configurations()[name])
     Path("atlas.h5ad").symlink_to(atlas)
     demo_data("demo")
@@ -86,7 +101,7 @@ def test_every_configuration_in_examples_and_docs_runs_for_two_steps(name, atlas
     if "tokenizer" in raw and importlib.util.find_spec("dasksc.tokens") is None:
         pytest.skip("dasksc.tokens is not there")
     changes = [f"model.{size}=16" for size in ("hidden_dim", "latent_dim") if size in raw["model"]]
-    changes += ["training.num_gpus=1", "training.num_nodes=1", "training.max_steps=2"]
+    changes += ["training.num_gpus=1", "training.max_steps=2"]
     lines: list[str] = []
     report = fit(Config.load("c.yaml", changes=changes), say=lines.append)
     assert report.n_steps == 2

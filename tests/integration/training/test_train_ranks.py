@@ -24,9 +24,7 @@ import torch.distributed as dist
 import dasksc
 from dasksc.train import Config, fit, load_model
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.config import Validation
-from dasksc.train.data import split_rows
-from dasksc.train.parallel import RankContext
+from dasksc.train.parallel import Ranks
 from dasksc.train.saved_models import save_model
 from tests.support.programs import torchrun
 from tests.support.training import (
@@ -36,12 +34,9 @@ from tests.support.training import (
     SHARE,
     alone,
     assert_same,
-    changed,
-    checkpoints,
     figures,
     joined,
-    saved,
-    six_steps,
+    split_rows,
     training,
 )
 
@@ -104,19 +99,6 @@ HALF: dict[str, dict[str, Any]] = {
 }
 
 
-def branching(atlas: Path, folder: Path, **section: Any) -> dict[str, Any]:
-    """Return runs: a first one, a branch from its step 2 with another optimizer, and two that resume the branch."""
-    start = six_steps(atlas, folder, **section)
-    optimizer = {"weight_decay": 0.0}
-    changes: dict[str, dict[str, Any]] = {
-        "first": {"optimizer": {"weight_decay": 0.5, "betas": [0.5, 0.9]}},
-        "branch": {"max_steps": 5, "optimizer": optimizer, "resume_from": str(folder / "step-00000002")},
-        "again": {"max_steps": 7, "optimizer": optimizer, "resume_from": "auto"},
-    }
-    found = {f"{folder.name}_{name}": {**start, "training": start["training"] | new} for name, new in changes.items()}
-    return found | {f"{folder.name}_wide": changed(found[f"{folder.name}_again"], {"model__hidden_dim": 32})}
-
-
 @pytest.fixture(scope="module")
 def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     """Return the folder of all training runs on two ranks, executed in one launch."""
@@ -137,8 +119,6 @@ def two_ranks(atlas, half_labelled, tmp_path_factory) -> Path:
     trainings["uneven"] = training(
         atlas, folder / "x", training__fsdp={"sharding_strategy": "HYBRID_SHARD", "shard_size": 3}
     )
-    for name in ("ddp", "full_shard"):
-        trainings |= branching(atlas, folder / f"{name}_branches", **PLAIN[name])
     # 17 rows are held out: one rank has 9 and hence two batches, the other has 8.
     odd = {"data__validation": ODD_SHARE, "training__fsdp": {"min_num_params": 300}}
     trainings["odd"] = training(atlas, folder / "odd", **odd)
@@ -201,7 +181,7 @@ def test_what_was_trained_loads_into_one_process(name, two_ranks, atlas):
     for ours, theirs in zip(one_file.parameters(), shards.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     adata = dasksc.open(atlas)
-    _, held_out = split_rows(adata, Validation(share=SHARE))
+    _, held_out = split_rows(adata, share=SHARE)
     rest = dasksc.scDataset(adata, dasksc.Streaming(held_out), batch_size=8, obs=["cell_type"], rank=0, world_size=1)
     with torch.no_grad():
         loss = one_file(joined(list(rest)))["loss"].item()
@@ -209,7 +189,7 @@ def test_what_was_trained_loads_into_one_process(name, two_ranks, atlas):
 
 
 def test_sharded_ranks_validate_unequally_many_batches(two_ranks, atlas):
-    _, held_out = split_rows(dasksc.open(atlas), Validation(share=ODD_SHARE))
+    _, held_out = split_rows(dasksc.open(atlas), share=ODD_SHARE)
     assert len(held_out) == 17
     assert_same(two_ranks / "odd", alone(atlas, 2, share=ODD_SHARE), "loss", "validation_loss")
 
@@ -217,22 +197,8 @@ def test_sharded_ranks_validate_unequally_many_batches(two_ranks, atlas):
 def test_runs_that_do_not_fit_their_ranks_are_refused(two_ranks):
     assert "strategy='single' runs in one process, but this run has 2" in (two_ranks / "whole_copies.error").read_text()
     assert "num_gpus=8 is the total over all nodes" in (two_ranks / "too_few.error").read_text()
-    assert "shard_size=3 must divide the number of ranks, 2" in (two_ranks / "uneven.error").read_text()
-    assert {path.stem for path in two_ranks.glob("*.error")} == {
-        *("whole_copies", "too_few", "uneven"),
-        *("ddp_branches_wide", "full_shard_branches_wide"),
-    }
-
-
-@pytest.mark.parametrize("name", ["ddp", "full_shard"])
-def test_two_ranks_go_on_from_an_older_step_with_the_arguments_of_the_new_run(name, two_ranks):
-    folder = two_ranks / f"{name}_branches"
-    assert "hidden_dim is 32 and was 16" in (two_ranks / f"{name}_branches_wide.error").read_text()
-    assert checkpoints(folder) == [2, 4, 5, 6, 7]
-    assert checkpoints(folder / "abandoned-1") == [4, 6]
-    expected = {"weight_decay": 0.0, "betas": (0.9, 0.999)}
-    assert saved(folder / "step-00000004", *expected) == expected
-    assert saved(folder / "step-00000007", *expected) == expected
+    assert "training.fsdp.shard_size=3" in (two_ranks / "uneven.error").read_text()
+    assert {path.stem for path in two_ranks.glob("*.error")} == {"whole_copies", "too_few", "uneven"}
 
 
 @pytest.fixture(scope="module")
@@ -302,24 +268,24 @@ def test_no_rank_waits_for_rank_0_if_it_cannot_write(moment, atlas, tmp_path):
 def _save_without_space(rank: int, moment: str, atlas: Path, folder: Path, reports: Any, done: Any) -> None:
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
-    context = RankContext(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
+    context = Ranks(rank=rank, world_size=2, local_world_size=2, device=torch.device("cpu"), strategy="ddp")
     model = torch.nn.Linear(2, 2)
-    checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, mode="min", context=context)
+    checkpoints = Checkpoints(folder=folder / "checkpoints", keep=1, is_larger_better=False, ranks=context)
     failing = {
         "complete": "json.dump",
         "model": "torch.save",
-        "figures": "dasksc.train.loggers.CSVLog.write",
+        "figures": "dasksc.train.metrics.Table.__call__",
     }[moment]
     try:
         if moment == "model":
             folder.joinpath("checkpoints").mkdir(exist_ok=True)
         with patch(failing, side_effect=OSError(28, "No space left on device")) if rank == 0 else nullcontext():
             if moment == "model":
-                save_model(folder / "model.pt", model, name="linear", arguments={}, context=context, more={})
+                save_model(folder / "model.pt", model, {}, context)
             elif moment == "figures":
                 fit(Config.of(training(atlas, folder / "run", training__max_steps=3)), say=lambda line: None)
             else:
-                checkpoints.save(1, model, torch.optim.SGD(model.parameters()), {}, None)
+                checkpoints.save(1, model, torch.optim.SGD(model.parameters()), {"values": {}})
         reports.put((rank, "nothing"))
     except Exception as error:
         reports.put((rank, f"{type(error).__name__}: {error}"))

@@ -2,63 +2,61 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import click
 import pytest
-from click.testing import CliRunner
 
 from dasksc import InputError, cli
+from dasksc.cli import COMMANDS
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.core
 
 
-def test_help_lists_every_subcommand_and_each_has_examples() -> None:
-    runner = CliRunner()
-    result = runner.invoke(cli.group, ["--help"])
-    assert result.exit_code == 0
-    commands = cli.group.list_commands(click.Context(cli.group))
-    for name in commands:
-        assert name in result.output
-        assert_examples_are_on_lines_of_their_own(runner, name)
-    assert_examples_are_on_lines_of_their_own(runner)
+def test_help_lists_every_subcommand_and_each_has_examples():
+    overview = run_command("--help").stdout
+    for name in COMMANDS:
+        assert name in overview
+        _, _, after = run_command(name, "--help").stdout.partition("For example:\n")
+        examples = after.splitlines()
+        assert len(examples) >= 2, name
+        assert all(line.startswith("  ") and f"dasksc {name} " in line for line in examples), name
 
 
-def assert_examples_are_on_lines_of_their_own(runner: CliRunner, *command: str) -> None:
-    page = runner.invoke(cli.group, [*command, "--help"])
-    assert page.exit_code == 0
-    names = cli.group.list_commands(click.Context(cli.group))
-    _, _, after = page.output.partition("Examples:\n")
-    examples = after.splitlines()
-    assert len(examples) >= 2, page.output
-    for line in examples:
-        assert line.startswith("  "), line
-        # If the examples were rewrapped, a line could contain several commands or none.
-        words = line.split()
-        following = [after for before, after in pairwise(words) if before == "dasksc"]
-        assert sum(word in names for word in following) == 1, line
-    assert "\\b" not in page.output
+def test_the_command_prints_its_version():
+    assert run_command("--version").stdout.startswith("dasksc, version ")
 
 
-def test_an_unknown_subcommand_is_told_with_exit_code_2() -> None:
-    result = CliRunner().invoke(cli.group, ["sing"])
-    assert result.exit_code == 2
-    assert "sing" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sugest"], "suggest"),
+        (["info"], "paths"),
+        (["info", "a.h5ad", "--secnds", "0"], "--seconds"),
+        (["info", "a.h5ad", "--seconds", "long"], "--seconds: expected NUMBER; got 'long'"),
+        (["check", "a.h5ad", "--layout", "dens"], "did you mean dense?"),
+        (["convert", "a.h5ad", "b.zarr", "--storage-option", "region"], "--storage-option"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_told_with_exit_code_2(arguments, told):
+    told_on = run_command(*arguments, exit_code=2).stderr
+    assert told in told_on
+    assert told_on.startswith("dasksc")
 
 
-def test_errors_of_dasksc_are_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    @click.command()
-    def fails() -> None:
-        raise InputError("rows=-1 is negative. Give at least 0.")
+def test_errors_of_dasksc_are_one_line_and_exit_code_1_and_ctrl_c_is_130(monkeypatch):
+    def failing(error):
+        def run(options):
+            raise error
 
-    monkeypatch.setattr(cli.group, "get_command", lambda ctx, name: fails)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["fails"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err == "dasksc: rows=-1 is negative. Give at least 0.\n"
+        return lambda parser: run
+
+    monkeypatch.setitem(COMMANDS, "info", failing(InputError("rows=-1 is negative. Give at least 0.")))
+    assert run_command("info", exit_code=1).stderr == "dasksc: rows=-1 is negative. Give at least 0.\n"
+    monkeypatch.setitem(COMMANDS, "info", failing(KeyboardInterrupt()))
+    assert "Ctrl-C" in run_command("info", exit_code=130).stderr
 
 
-def test_the_command_prints_its_version() -> None:
-    result = CliRunner().invoke(cli.group, ["--version"])
-    assert result.exit_code == 0
-    assert result.output.startswith("dasksc, version ")
+def test_options_of_several_atlases_are_on_every_command_that_reads_atlases():
+    for name in set(COMMANDS) - {"demo-data", "train"}:
+        flags = {flag for action in cli.prepared(name)[0]._actions for flag in action.option_strings}
+        assert flags >= {"--join", "--label", "--keys", "--index-unique", "--merge", "--fill-value", "--genome"}, name
+        assert flags >= {"--feature-types", "--storage-option", "--cache", "--json"}, name

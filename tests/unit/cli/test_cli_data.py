@@ -7,18 +7,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
+from anndata.io import write_elem
 from dask.utils import format_bytes
 
 import dasksc
-from dasksc import InputError, cli
 from tests.support.cell_ranger import make_counts, write_v2
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.core
 
@@ -54,14 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: Any, exit_code: int = 0) -> click.testing.Result:
-    done = click.testing.CliRunner().invoke(cli.group, [str(one) for one in arguments])
-    assert done.exit_code == exit_code, (done.output, done.exception)
-    return done
-
-
 def run_json(*arguments: Any) -> dict[str, Any]:
-    return json.loads(run(*arguments, "--json").stdout)
+    return json.loads(run_command(*arguments, "--json").stdout)
 
 
 def matrices(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -83,7 +77,7 @@ def test_info_tells_what_is_in_a_file_and_how_it_is_stored(folder: Path) -> None
         assert found["X"]["stored_bytes"] == sum(one.id.get_storage_size() for one in stored)
     assert (found["X"]["encoding"], found["X"]["dtype"], found["X"]["codec"]) == ("csr", "float32", None)
     assert found["obsm/pca"]["encoding"] == "dense"
-    text = run("info", folder / "plain.h5ad", "--seconds", 0).output
+    text = run_command("info", folder / "plain.h5ad", "--seconds", 0).stdout
     assert ["cell_type", "category", "2", "5"] in [line.split() for line in text.splitlines()]
 
 
@@ -97,33 +91,29 @@ def test_check_is_what_dasksc_check_says(folder: Path) -> None:
     assert {one["name"]: one["stored"] for one in report["classes"]} == {
         one.name: one.stored for one in expected.classes
     }
-    assert (
-        f"request_bytes      {format_bytes(report['request_bytes'])}\n"
-        in run("check", folder / "plain.h5ad", *options).output
-    )
+    request = f"request_bytes      {format_bytes(report['request_bytes'])}\n"
+    assert request in run_command("check", folder / "plain.h5ad", *options).stdout
 
 
 def test_check_exits_with_a_status(folder: Path) -> None:
     path = folder / "plain.h5ad"
     dropping = ["check", path, "--batch-size", 250, "--drop-last"]
-    assert "\nwarnings\n  - " in run(*dropping).output
-    run(*dropping, "--strict", exit_code=1)
-    run("check", path, "--batch-size", 30, "--strict", "--block-size", 1)
-    assert "--label-key" in run("check", path, "--strategy", "balance", exit_code=2).stderr
-    run("check", exit_code=2)
+    assert "\nwarnings\n  - " in run_command(*dropping).stdout
+    run_command(*dropping, "--strict", exit_code=1)
+    run_command("check", path, "--batch-size", 30, "--strict", "--block-size", 1)
+    assert "label_key" in run_command("check", path, "--strategy", "balance", exit_code=1).stderr
+    run_command("check", exit_code=2)
 
 
-def test_errors_are_told_on_stderr_with_exit_code_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_told_on_stderr_with_exit_code_1(folder: Path) -> None:
     for arguments, near in (
         (["info", folder / "plane.h5ad"], "plain.h5ad"),
         (["check", folder / "plain.h5ad", "--filter", "n_gene > 3"], "'n_genes'"),
     ):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(one) for one in arguments])
-        out, err = capsys.readouterr()
-        assert (ended.value.code, out) == (1, "")
-        assert err.startswith("dasksc: ")
-        assert near in err
+        done = run_command(*arguments, exit_code=1)
+        assert done.stdout == ""
+        assert done.stderr.startswith("dasksc: ")
+        assert near in done.stderr
 
 
 def test_suggest_prints_or_dumps_the_suggestions(folder: Path) -> None:
@@ -131,9 +121,24 @@ def test_suggest_prints_or_dumps_the_suggestions(folder: Path) -> None:
     report = run_json("suggest", path, "--batch-size", 8)
     assert report["fetch_factor"] >= 1
     assert "measured" not in report
-    measured = run_json("suggest", path, folder / "gzip.h5ad", "--batch-size", 8, "--label-key", "cell_type")
+    measured = run_json("suggest", path, folder / "gzip.h5ad", "--batch-size", 8, "--labels", "cell_type")
     assert [one["block_size"] for one in measured["measured"]] == [1, 4, 16, 64, 256, 1024]
-    assert "block_size_balanced" in run("suggest", path).stdout
+    assert "block_size_balanced" in run_command("suggest", path).stdout
+
+
+@pytest.fixture(scope="module")
+def cite(folder: Path) -> Path:
+    """Write an .h5mu file in which each modality lacks some of the cells."""
+    path = folder / "other" / "cite.h5mu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = {"rna": atlas(4)[20:].copy(), "prot": atlas(4, slice(9))[:280].copy()}
+        with h5py.File(path, "w") as file:
+            write_elem(file, "obs", pd.DataFrame(index=atlas(4).obs_names))
+            file.create_group("mod").attrs["mod-order"] = list(parts)
+            for name, adata in parts.items():
+                write_elem(file["mod"], name, adata)
+    return path
 
 
 @pytest.fixture
@@ -142,32 +147,28 @@ def two_genomes(tmp_path: Path) -> Path:
 
 
 def test_the_genome_of_a_10x_file_is_chosen(two_genomes: Path, tmp_path: Path) -> None:
-    for arguments in (["info", "--seconds", 0], ["check"], ["suggest"], ["stats"]):
-        failed = click.testing.CliRunner().invoke(cli.group, [*map(str, arguments), str(two_genomes)])
-        assert isinstance(failed.exception, InputError), failed.output
-        assert "choose one: --genome 'hg19'" in str(failed.exception)
+    for arguments in (["info", "--seconds", 0], ["check"], ["suggest"]):
+        told = run_command(*arguments, two_genomes, exit_code=1).stderr
+        assert "'hg19'" in told
         report = run_json(*arguments, two_genomes, "--genome", "mm10")
-        assert report.get("n_obs", report.get("n_cells", 20)) == 20
-    run("convert", two_genomes, tmp_path / "mm10.zarr", "--genome", "mm10")
+        assert report.get("n_obs", 20) == 20
+    run_command("convert", two_genomes, tmp_path / "mm10.zarr", "--genome", "mm10")
     assert dasksc.open(tmp_path / "mm10.zarr").shape == (20, 9)
-    code = run("suggest", two_genomes, "--genome", "mm10").stdout.partition("Code to paste:\n\n")[2]
-    named: dict[str, Any] = {}
-    exec(compile(code, "suggested", "exec"), named)
-    assert named["batch"].shape[1] == 9
 
 
-def test_stats_writes_names_of_cells_and_refuses_a_prefix_of_no_gene(tmp_path):
-    path, out = tmp_path / "a.h5ad", tmp_path / "out.h5ad"
-    stored = AnnData(np.ones((3, 2), np.float32), pd.DataFrame(index=list("abc")), pd.DataFrame(index=["MT-1", "g"]))
-    stored.write_h5ad(path)
-    run("stats", path, "--qc", "mito=MT-", "--out", out)
-    with h5py.File(out) as file:
-        columns: list[Any] = []
-        file.visititems(lambda _, item: columns.append(item[()].tolist()) if isinstance(item, h5py.Dataset) else None)
-    assert [b"a", b"b", b"c"] in columns
-    refused = click.testing.CliRunner().invoke(cli.group, ["stats", str(path), "--qc", "mito=mt-"])
-    assert isinstance(refused.exception, InputError)
-    assert "'mt-'" in str(refused.exception)
+def test_options_of_open_reach_every_command(folder: Path) -> None:
+    joined = [folder / "plain.h5ad", folder / "gzip.h5ad", "--join", "outer", "--label", "plate", "--keys", "a,b"]
+    assert run_json("info", *joined, "--seconds", 0)["n_vars"] == GENES
+    assert "plate" in [column["name"] for column in run_json("info", *joined, "--seconds", 0)["obs"]]
+    assert [one["name"] for one in run_json("check", *joined, "--label-key", "plate")["classes"]] == ["a", "b"]
+    assert "fetch_factor" in run_json("suggest", *joined, "--fill_value", "0", "--index-unique", "-")
+
+
+def test_modalities_take_no_options_of_open(cite: Path) -> None:
+    assert [one["name"] for one in run_json("info", cite, "--seconds", 0)["modalities"]] == ["rna", "prot"]
+    run_json("check", cite, "--label-key", "rna:cell_type")
+    assert "label" in run_command("check", cite, "--label", "x", exit_code=1).stderr
+    assert "rna" in run_command("suggest", cite, exit_code=1).stderr
 
 
 def test_an_anndata_in_memory_is_described_too() -> None:

@@ -16,14 +16,13 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 import zarr
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc import cli
 from dasksc.conversion import converting, staging
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.output import shards
+from tests.support.commands import run_command
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 
@@ -599,9 +598,7 @@ def test_the_command_converts_and_reports_as_json(tmp_path):
     source = few_columns(60, 17)
     path = write_store(source, tmp_path, "h5ad")
     target = tmp_path / "out.zarr"
-    result = CliRunner().invoke(cli.group, ["convert", str(path), str(target), "--verify", "--json", "--no-progress"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(run_command("convert", path, target, "--verify", "--json", "--no-progress").stdout)
     assert (report["n_obs"], report["n_vars"], report["is_verified"]) == (60, 17, True)
     assert report["n_bytes"] == sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     same(read(target), source)

@@ -6,11 +6,11 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-from click.testing import CliRunner
 
 import dasksc
-from dasksc import InputError, cli
+from dasksc import InputError
 from dasksc.datasets import demo_data, synthetic, synthetic_screen
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.core
 
@@ -129,14 +129,13 @@ def test_a_screen_has_the_names_it_was_given(tmp_path):
 
 
 def test_the_command_writes_the_files_of_the_guides(tmp_path):
-    done = CliRunner().invoke(cli.group, ["demo-data", str(tmp_path / "demo")])
-    assert done.exit_code == 0, (done.output, done.exception)
+    done = run_command("demo-data", tmp_path / "demo")
     folder = tmp_path / "demo"
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    assert [line.split()[0] for line in done.output.splitlines()] == [
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
         *("atlas.h5ad", "plates/1.h5ad", "plates/2.h5ad", "cite.h5mu", "filtered_feature_bc_matrix.h5", "screen.h5ad")
     ]
-    assert written == {line.split()[0] for line in done.output.splitlines()}
+    assert written == {line.split()[0] for line in done.stdout.splitlines()}
     atlas = dasksc.open(folder / "atlas.h5ad")
     assert atlas.shape == dasksc.open(folder / "atlas.h5ad", raw=True).shape == (2_000, 300)
     assert atlas.obs["donor"].nunique() == 12

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dasksc.train.config import Fsdp, Training
-from dasksc.train.parallel import RankContext, distribute, strategy_of
+from dasksc.train.parallel import Ranks, distribute, strategy_of
+from dasksc.train.sections import Fsdp, Training
 
 pytestmark = pytest.mark.core
 
-PLACE = RankContext(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
+PLACE = Ranks(rank=0, world_size=4, local_world_size=4, device=torch.device("cpu"), strategy="fsdp")
 
 
 class Model(nn.Module):
@@ -46,7 +46,7 @@ def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Mod
     training = Training(fsdp=Fsdp(sharding_strategy=sharding_strategy, min_num_params=1000, **options))
     model = Model()
     context = dataclasses.replace(PLACE, strategy=strategy_of(training, 4))
-    return model, distribute(model, training, context).whole
+    return model, distribute(model, training, context)
 
 
 @pytest.mark.parametrize(

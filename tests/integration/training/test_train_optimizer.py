@@ -1,9 +1,7 @@
-"""Branches of a resumed training run, and the state of its optimizer."""
+"""State and arguments of the optimizer of a resumed training run."""
 
 from __future__ import annotations
 
-import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dasksc.train import checkpoint, load_model
-from tests.support.training import checkpoints, losses, rows_of, saved, six_steps, train
+from tests.support.training import rows_of, saved, six_steps, train
 
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
 
@@ -25,35 +23,6 @@ def folder(tmp_path) -> Path:
 @pytest.fixture
 def raw(training_atlas, folder) -> dict[str, Any]:
     return six_steps(training_atlas, folder)
-
-
-def test_auto_goes_on_with_the_branch_that_was_trained_last(raw, folder, tmp_path, caplog):
-    train(raw)
-    shutil.copytree(folder, tmp_path / "before")
-    other = {"training__optimizer": {"lr": 1e-2}}
-    train(raw, training__resume_from=str(folder / "step-00000002"), training__max_steps=5, **other)
-    assert checkpoints(folder) == [2, 4, 5]
-    assert checkpoints(folder / "abandoned-1") == [4, 6]
-    (warning,) = [record for record in caplog.records if "abandoned-1" in record.getMessage()]
-    assert warning.levelno == logging.WARNING
-    assert "step-00000004, step-00000006" in warning.getMessage()
-    report = train(raw, training__resume_from="auto", training__max_steps=8, **other)
-    assert (report.n_steps, checkpoints(folder)) == (8, [2, 4, 5, 6, 8])
-    named = str(tmp_path / "before" / "step-00000002")
-    unbroken = {"training__checkpoint_dir": str(tmp_path / "unbroken"), "training__resume_from": named}
-    train(raw, training__max_steps=8, **unbroken, **other)
-    assert losses(folder)[2:] == losses(tmp_path / "unbroken")
-
-
-def test_a_branch_that_was_set_aside_is_complete_and_can_be_resumed(raw, folder, tmp_path):
-    train(raw)
-    whole = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("step-00000006/*") if path.is_file()}
-    train(raw, training__resume_from=str(folder / "step-00000004"))
-    aside = folder / "abandoned-1"
-    assert {path: (aside / path).read_bytes() for path in whole} == whole
-    train(raw, training__resume_from=str(aside / "step-00000006"), training__max_steps=7)
-    assert checkpoints(folder) == [7]
-    assert checkpoints(folder / "abandoned-2") == [2, 4, 6]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+"""Commands that read or write atlases: a function each, which adds the options and returns what to do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import dasksc
+from dasksc.cli.atlases import (
+    add_paths,
+    check_paths,
+    data_of,
+    genes_of,
+    given_to_open,
+    opened,
+    show,
+    shows_progress,
+    title_of,
+)
+from dasksc.errors import InputError
+from dasksc.options import Parser, arguments_of, parameters_of
+
+__all__ = ["Run", "check", "convert", "demo_data", "embed", "info", "suggest"]
+
+Run: TypeAlias = Callable[[Mapping[str, Any]], int | None]
+"""Execution of a command with the parsed options, which returns the exit code (None: 0)."""
+
+_SET_BY_CHECK = ("data_collection", "label_key", "rank", "world_size")
+_WITHOUT_EFFECT = ("device", "mmap", "pin_memory", "prefetch", "progress", "return_index", "scheduler")
+
+
+def info(parser: Parser) -> Run:
+    """Describe the content, storage and reading speed of an atlas.
+
+    The description covers cells, obs, chunks, codecs, measured speeds, and recommendations. Several atlases are joined.
+    For an .h5mu file or Zarr store of a MuData, the modalities are listed. With --seconds 0, no matrix is read.
+
+    For example:
+      dasksc info atlas.h5ad
+      dasksc info 'plates/*.h5ad' --join outer --seconds 0
+      dasksc info atlas.zarr --json | jq .rates
+    """
+    add_paths(parser)
+    parser.add_options("describe", skip=["data", *(one.name for one in parameters_of("open"))])
+
+    def run(options: Mapping[str, Any]) -> None:
+        check_paths(options["paths"])
+        named = arguments_of("describe", options)
+        if given_to_open(options).keys() <= named.keys():
+            found = dasksc.describe(data_of(options["paths"]), **named)
+        else:
+            found = dasksc.describe(opened(options), seconds=options["seconds"])
+            found["name"] = title_of(options["paths"])
+        show(found, as_json=options["json"])
+
+    return run
+
+
+def check(parser: Parser) -> Run:
+    """Summarize an epoch without reading X.
+
+    The summary gives the rows and batches of each rank, the mix of classes, memory, and warnings. `shuffle` draws
+    blocks in random order, `stream` reads rows as they are stored, `balance` draws the classes of --label-key evenly.
+    For several modalities, columns are named with their modality (rna:cell_type).
+
+    For example:
+      dasksc check atlas.h5ad --label-key cell_type --world-size 8
+      dasksc check atlas.h5ad --strategy balance --label-key cell_type
+      dasksc check atlas.h5ad --filter "n_genes > 500" --json
+      dasksc check atlas.zarr --fetch-factor null --memory-limit 8GiB --strict
+    """
+    parser.add_options("check", skip=("data",), world_size=1)
+    parser.add_options("BlockShuffling", skip=("drop_last", "indices"))
+    parser.add_options("scDataset", skip=_SET_BY_CHECK + _WITHOUT_EFFECT, seed=0)
+    parser.add_argument("--strict", action="store_true", help="Exit with code 1 if there is a warning")
+    add_paths(parser)
+
+    def run(options: Mapping[str, Any]) -> int:
+        adata = opened(options)
+        from dasksc.sampling.named import is_balanced, strategy_named
+
+        label_key = options["label_key"] if is_balanced(options["strategy"]) else None
+        named = arguments_of("scDataset", options)
+        named["strategy"] = strategy_named(options["strategy"], label_key=label_key, block_size=options["block_size"])
+        named |= {"genes": genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
+        dataset = dasksc.scDataset(adata, **named)
+        found = dasksc.check(dataset, **arguments_of("check", options))
+        found["name"] = f"{title_of(options['paths'])} by {type(dataset.strategy).__name__}"
+        show(found, as_json=options["json"])
+        return int(options["strict"] and bool(found.warnings))
+
+    return run
+
+
+def suggest(parser: Parser) -> Run:
+    """Suggest fetch_factor and block_size for an atlas on this machine.
+
+    With --labels, the speed and the mix of classes of each block size are measured.
+
+    For example:
+      dasksc suggest atlas.h5ad --batch-size 256
+      dasksc suggest atlas.h5ad --labels cell_type
+      dasksc suggest 'plates/*.h5ad' --join outer --json
+    """
+    skipped = ("data_collection", "max_workers", "min_workers", "verbose")
+    parser.add_options("suggest_parameters", skip=skipped, batch_size=64)
+    add_paths(parser)
+
+    def run(options: Mapping[str, Any]) -> None:
+        adata, named = opened(options), arguments_of("suggest_parameters", options)
+        if isinstance(adata, dasksc.Modalities):
+            raise InputError(
+                f"a suggestion is for a single matrix, but this path contains several modalities ({', '.join(adata)}). "
+                "Try values yourself: dasksc check prints the memory that they need"
+            )
+        show(dasksc.suggest_parameters(adata, **named, verbose=False), as_json=options["json"])
+
+    return run
+
+
+def convert(parser: Parser) -> Run:
+    """Write atlases to one shuffled Zarr store that is fast to load.
+
+    Several inputs are joined. The store appears when it is complete. After Ctrl-C, a crash or a full disk, the same
+    command resumes the conversion.
+
+    For example:
+      dasksc convert atlas.h5ad atlas.zarr --verify
+      dasksc convert 'plates/*.h5ad' all.zarr --join outer --label plate
+      dasksc convert atlas.h5ad by-type.zarr --group-by cell_type
+      dasksc convert atlas.h5ad t.zarr --filter "cell_type == 'T cell'"
+      dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
+    """
+    parser.add_options("convert", skip=("data", "target"), progress=None)
+    add_paths(parser, with_open=False)
+    parser.add_argument("target", metavar="OUT.zarr", help="Store to write")
+
+    def run(options: Mapping[str, Any]) -> None:
+        check_paths(options["paths"])
+        named = arguments_of("convert", options) | {"data": data_of(options["paths"])}
+        named |= {"genes": genes_of(options["genes"]), "progress": shows_progress(options["progress"])}
+        show(dasksc.convert(**named), as_json=options["json"])
+
+    return run
+
+
+def embed(parser: Parser) -> Run:
+    """Run a model on every cell of an atlas, and write the results.
+
+    MODEL is a model.pt that `dasksc train` wrote, or the import path (package.module:name) of a function or
+    torch.nn.Module instance, which is called with batches. The results appear when all cells are done. After Ctrl-C, a
+    crash or a full disk, the same command resumes the work, on any number of ranks. Models are not compared: after
+    changing the model, give --overwrite, or another --key or --out.
+
+    For example:
+      dasksc embed atlas.h5ad --model run/model.pt --out emb.zarr
+      dasksc embed a.zarr --model run/model.pt --method predict --out a.zarr
+      dasksc embed atlas.h5ad --model mypackage.models:embed --out emb.zarr
+      torchrun --nproc-per-node 8 -m dasksc embed a.zarr --model m.pt --out e.zarr
+    """
+    parser.add_argument("--model", required=True, metavar="MODEL", help="File model.pt, or an import path")
+    parser.add_argument("--method", metavar="NAME", help="Method to call [default: embed if it exists, or the model]")
+    parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="Cells in a batch [default: 1024]")
+    missing = "Refuse genes of the model that the atlas lacks, or read them as zeros [default: error]"
+    parser.add_argument("--genes-missing", choices=("error", "zero"), default="error", help=missing)
+    parser.add_options("predict", skip=("model", "dataset", "categories", "in_place"), progress=None)
+    add_paths(parser)
+
+    def run(options: Mapping[str, Any]) -> None:
+        paths = options["paths"]
+        check_paths(paths)
+        data = opened(options, names=True) if len(paths) > 1 or given_to_open(options) else paths[0]
+        called, dataset, categories = _prepared(data, options)
+        rank = dasksc.World.detect().rank
+        named = arguments_of("predict", options) | {"dataset": dataset, "categories": categories}
+        named |= {"device": _device(options["device"], rank)}
+        named |= {"progress": shows_progress(options["progress"]) and rank == 0}
+        show(dasksc.predict(called, **named), as_json=options["json"])
+
+    return run
+
+
+def _prepared(data: Any, options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
+    """Return the function to call, the data set, and the labels of codes."""
+    from dasksc.train import predicting, saved_models
+
+    model, method, batch_size = options["model"], options["method"], options["batch_size"]
+    if ":" in model and not Path(model).exists():
+        called = predicting.imported_model(model)
+        called = called if method is None else predicting.method_of(called, method)
+        return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
+    trained = saved_models.load_model(model)
+    recorded, categories = predicting.read_model(Path(model))
+    dataset = predicting.dataset_for(recorded, data, batch_size=batch_size, genes_missing=options["genes_missing"])
+    return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)
+
+
+def _device(given: Any, rank: int) -> Any:
+    """Return the given device if this machine has it, by default a GPU of this rank if there is one."""
+    import torch
+
+    n_gpus = torch.cuda.device_count()
+    if given is None:
+        return f"cuda:{rank % n_gpus}" if n_gpus else None
+    try:
+        torch.empty(0, device=given)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise InputError(f"device={given!r} is not available; this machine has cpu and {n_gpus} of cuda") from error
+    return given
+
+
+def demo_data(parser: Parser) -> Run:
+    """Write the example files of the guides to a folder.
+
+    The files are small atlases of raw counts, about 5 MB in total, the same on every call.
+
+    For example:
+      dasksc demo-data demo
+      dasksc demo-data . --overwrite
+    """
+    parser.add_argument("folder", metavar="FOLDER", help="Folder to write to")
+    parser.add_options("dasksc.datasets:demo_data", skip=("folder",))
+
+    def run(options: Mapping[str, Any]) -> None:
+        contents = dasksc.datasets.demo_data(options["folder"], overwrite=options["overwrite"])
+        width = max(map(len, contents))
+        print("\n".join(f"{name:<{width}}  {what}" for name, what in contents.items()))
+
+    return run
+
+
+def train(parser: Parser) -> Run:
+    """Train a model on an atlas from a YAML file.
+
+    Each key of the file is also an option. Each process that torchrun, srun or mpirun starts is a rank of the run.
+    --print_config checks the options, and prints them with all defaults.
+
+    For example:
+      dasksc train --config classifier.yaml --training.max_steps 100
+      dasksc train --config classifier.yaml --data.batch_size 128 --print_config
+      torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
+    """
+    from dasksc.cli import train as command
+
+    command.add_arguments(parser)
+    return command.run

@@ -1,0 +1,258 @@
+"""Sections of a training configuration that have no function of `dasksc` behind them.
+
+The options are declared here and in the signatures of the functions that `dasksc.train.config` names, and nowhere else.
+This module imports neither torch nor NumPy, because the command checks its options before it imports them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dasksc.errors import InputError
+
+__all__ = [
+    "MODELS",
+    "OPTIMIZERS",
+    "STRATEGIES",
+    "TOKENIZERS",
+    "Data",
+    "Fsdp",
+    "Predict",
+    "Scheduler",
+    "Training",
+    "Validation",
+]
+
+MODELS = {
+    "mlp_classifier": "MLPClassifier",
+    "autoencoder": "Autoencoder",
+    "transformer_encoder": "TokenTransformer",
+}
+"""Classes of `dasksc.train.models` by the names of models; ``vae`` is the variational autoencoder."""
+
+STRATEGIES = {"shuffle": "BlockShuffling", "stream": "Streaming", "balance": "ClassBalancedSampling"} | {
+    name: cls
+    for snake_case, cls in {
+        "streaming": "Streaming",
+        "block_shuffling": "BlockShuffling",
+        "block_weighted_sampling": "BlockWeightedSampling",
+        "class_balanced_sampling": "ClassBalancedSampling",
+        "cell_sets": "CellSets",
+    }.items()
+    for name in (snake_case, cls)
+}
+"""Classes of `dasksc` by the names of sampling strategies."""
+
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+"""Classes of ``torch.optim`` by the names of optimizers."""
+
+TOKENIZERS = {"rank_value": "RankTokens", "value_bins": "ValueBins"}
+"""Classes of `dasksc.transforms.tokens` by the names of tokenizers."""
+
+_Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Section ``data``, in addition to the arguments of `dasksc.scDataset`.
+
+    Parameters
+    ----------
+    path
+        Path of the atlas; a list, dict, pattern or directory for several atlases.
+    equal_ranks
+        Yield the same number of batches on every rank, which training requires.
+    pin_memory
+        Gather batches into pinned memory; null: on a GPU.
+    """
+
+    path: str | list[str] | dict[str, str]
+    equal_ranks: Literal[True] = True
+    pin_memory: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Section ``data.validation``, in addition to the arguments of `dasksc.split`.
+
+    Parameters
+    ----------
+    share
+        Share of the rows to hold out; with `by`, of its values; with `conditions`, of those of each context.
+    path
+        Path of another atlas to validate on, instead of held-out rows.
+    """
+
+    share: float = 0.1
+    path: str | list[str] | dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """Schedule of the learning rate: the rate of a step is that of the optimizer times a factor.
+
+    Parameters
+    ----------
+    name
+        Shape after the warm-up: constant, cosine decay or linear decay.
+    warmup_steps
+        Number of steps over which the rate increases linearly.
+    total_steps
+        Step at which the factor reaches `final`; null: the last step of the run.
+    final
+        Factor at the end of the schedule.
+    """
+
+    name: Literal["constant", "cosine_warmup", "linear_warmup"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp:
+    """Sharding of parameters. The presence of this section selects FSDP, unless `Training.strategy` is set.
+
+    Parameters
+    ----------
+    sharding_strategy
+        What is sharded; SHARD_GRAD_OP keeps parameters gathered between forward and backward pass, HYBRID_SHARD shards
+        within groups of `shard_size` ranks and replicates across groups, NO_SHARD is DDP.
+    cpu_offload
+        Keep parameters, gradients and optimizer state in host memory.
+    min_num_params
+        Modules with at least this many parameters are gathered separately, the others together.
+    shard_size
+        Number of ranks that share one copy of the parameters; null: the ranks of a node.
+    activation_checkpointing
+        As in `Training`; either enables it.
+    """
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = "FULL_SHARD"
+    cpu_offload: bool = False
+    min_num_params: int = 1_000_000
+    shard_size: int | None = None
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Section ``training``.
+
+    Parameters
+    ----------
+    strategy
+        Parallelism; null: fsdp if there is a section `fsdp`, else ddp on several ranks and single on one.
+    precision
+        Precision; 16-mixed uses a gradient scaler.
+    gradient_accumulation
+        Number of batches per rank in an optimizer step; the last step of an epoch may have fewer.
+    gradient_clip
+        Maximum norm of the gradient, over all ranks.
+    max_epochs
+        Maximum number of epochs.
+    max_steps
+        Maximum number of optimizer steps. Without `max_epochs` and `max_steps`, a run lasts one epoch.
+    optimizer
+        Name of an optimizer and its arguments: ``{name: adamw, lr: 1e-3}``.
+    scheduler
+        Name of a schedule of the learning rate, or a section `Scheduler`.
+    scale_lr
+        Multiply the learning rate by the number of ranks.
+    seed
+        Seed of the model, of dropout and, unless `data.seed` is given, of the order of the cells.
+    activation_checkpointing
+        Recompute the activations of each block in the backward pass instead of storing them.
+    fsdp
+        Sharding of parameters, a section `Fsdp`; ``{}`` selects FSDP with its defaults.
+    num_gpus
+        Expected number of ranks on all nodes; a run with a different number is an error.
+    checkpoint_dir
+        Directory of checkpoints, metrics.csv and model.pt, which all ranks see.
+    save_every
+        Number of steps between checkpoints; null: one at the end of each epoch.
+    save_top_k
+        Number of best checkpoints to keep in addition to the latest; -1 keeps all.
+    monitor
+        Metric by which checkpoints are compared; null: validation_loss, or loss without validation.
+    monitor_mode
+        Direction of `monitor`; null: max for accuracies, else min.
+    resume_from
+        Path of a checkpoint, or auto for the latest one in `checkpoint_dir`, if any.
+    validate_every
+        Number of epochs between validations.
+    logger
+        Loggers, one or a list of stdout, csv, tensorboard and wandb; metrics.csv is always written.
+    wandb_project
+        Project of Weights & Biases.
+    log_every_n_steps
+        Number of steps between log lines.
+    find_unused_parameters
+        Option of DDP for models that do not use all of their parameters in each step.
+    timeout_s
+        Time after which a rank that waits for another raises an error, in seconds.
+    """
+
+    strategy: Literal["single", "ddp", "fsdp"] | None = None
+    precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
+    gradient_accumulation: int = 1
+    gradient_clip: float | None = None
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adamw"})
+    scheduler: Scheduler = Scheduler()
+    scale_lr: bool = False
+    seed: int = 0
+    activation_checkpointing: bool = False
+    fsdp: Fsdp | None = None
+    num_gpus: int | None = None
+    checkpoint_dir: str = "checkpoints"
+    save_every: int | None = None
+    save_top_k: int = 1
+    monitor: str | None = None
+    monitor_mode: Literal["min", "max"] | None = None
+    resume_from: str | None = None
+    validate_every: int = 1
+    logger: _Logger | list[_Logger] = "stdout"
+    wandb_project: str | None = None
+    log_every_n_steps: int = 50
+    find_unused_parameters: bool = False
+    timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "gradient_accumulation",
+            "max_epochs",
+            "max_steps",
+            "save_every",
+            "validate_every",
+            "log_every_n_steps",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"training.{name}={value} must be at least 1")
+
+    @property
+    def loggers(self) -> list[str]:
+        """Names of the loggers."""
+        return [self.logger] if isinstance(self.logger, str) else list(self.logger)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Section ``predict``, in addition to the arguments of `dasksc.predict`.
+
+    Parameters
+    ----------
+    path
+        Path of the atlas to read; null: `data.path`. Predictions are made for all of its cells.
+    method
+        Method of the model; null: embed if it has one, otherwise the model itself.
+    batch_size
+        Rows of a batch, per rank; null: `data.batch_size`.
+    """
+
+    path: str | list[str] | dict[str, str] | None = None
+    method: str | None = None
+    batch_size: int | None = None
