@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dasksc.executor.cluster.started_cluster import StartedCluster
     from dasksc.executor.cluster.starting import start_cluster
     from dasksc.inference import PredictionReport, predict
+    from dasksc.inspection.checking import check, diversity
     from dasksc.inspection.describing import describe
-    from dasksc.inspection.dryrun import check, diversity
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
     from dasksc.loader import scDataset
     from dasksc.loader.genes import GeneMatch
@@ -75,10 +75,10 @@ _MODULE_OF = {
     "World": "dasksc.planning.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",
     "bionemo_to_tensor": "dasksc.transforms.hooks",
-    "check": "dasksc.inspection.dryrun",
+    "check": "dasksc.inspection.checking",
     "convert": "dasksc.conversion",
     "describe": "dasksc.inspection.describing",
-    "diversity": "dasksc.inspection.dryrun",
+    "diversity": "dasksc.inspection.checking",
     "estimate_sample_size": "dasksc.inspection.suggestions",
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",

@@ -28,22 +28,29 @@ COMMANDS = {
     "suggest": commands.suggest,
     "train": commands.train,
 }
+_OVERVIEW = """usage: dasksc COMMAND ...
+
+Feed single-cell atlases on disk to PyTorch.
+
+Commands:
+{commands}
+
+dasksc COMMAND --help shows the options of a command, and examples."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command line, and return the exit code. An error of dasksc is printed as one line."""
     name, *others = (sys.argv[1:] if args is None else args) or ["--help"]
+    if name in COMMANDS:
+        return _run(name, others)
     if name in ("-h", "--help"):
-        print(_overview())
+        summaries = (f"  {one:<10} {(inspect.getdoc(run) or '').splitlines()[0]}" for one, run in COMMANDS.items())
+        print(_OVERVIEW.format(commands="\n".join(summaries)))
     elif name == "--version":
         print(f"dasksc, version {dasksc.__version__}")
-    elif name not in COMMANDS:
-        print(
-            f"dasksc: there is no command {name}{nearest(name, COMMANDS)}\nAll commands: dasksc --help", file=sys.stderr
-        )
-        return 2
     else:
-        return _run(name, others)
+        print(f"dasksc: there is no command {name}{nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -68,20 +75,3 @@ def _run(name: str, args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
     return code or 0
-
-
-def _overview() -> str:
-    summaries = [f"  {name:<10} {(inspect.getdoc(one) or '').splitlines()[0]}" for name, one in COMMANDS.items()]
-    return "\n".join(
-        [
-            *(
-                "usage: dasksc COMMAND ...",
-                "",
-                "Feed single-cell atlases on disk to PyTorch.",
-                "",
-                "Commands:",
-                *summaries,
-            ),
-            *("", "dasksc COMMAND --help shows the options of a command, and examples."),
-        ]
-    )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import glob
 import json
 import logging
 import os
-import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,16 +99,9 @@ def shows_progress(given: bool | None) -> bool:
     return sys.stderr.isatty() and find_spec("tqdm") is not None if given is None else given
 
 
-def show(report: Any, *, as_json: bool, **more: Any) -> None:
-    """Print a report, as text in the width of the terminal or as one line of JSON with further fields."""
+def show(report: Any, *, as_json: bool) -> None:
+    """Print a report as text or as one line of JSON."""
     if as_json:
-        fields = report if isinstance(report, Mapping) else dataclasses.asdict(report)
-        print(json.dumps({**fields, **more}, default=lambda one: one.item() if hasattr(one, "item") else str(one)))
-        return
-    width = shutil.get_terminal_size().columns - 1
-    for line in str(report).splitlines():
-        lead = re.match(r" +(?:\S+ {2,}|  )?", line)
-        indent = " " * max(len(lead[0] if lead else ""), 4)
-        # textwrap would join the spaces that align columns.
-        folded = textwrap.wrap(line.replace("  ", "\0\0"), width, subsequent_indent=indent, break_on_hyphens=False)
-        print("\n".join(folded).replace("\0", " ") if lead else line)
+        print(report.to_json() if hasattr(report, "to_json") else json.dumps(report.as_dict()))
+    else:
+        print(report)

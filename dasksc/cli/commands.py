@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,7 +51,7 @@ def info(parser: Parser) -> Run:
             found = dasksc.describe(data_of(options["paths"]), **named)
         else:
             found = dasksc.describe(opened(options), seconds=options["seconds"])
-            found = dataclasses.replace(found, name=title_of(options["paths"]))
+            found["name"] = title_of(options["paths"])
         show(found, as_json=options["json"])
 
     return run
@@ -87,8 +86,8 @@ def check(parser: Parser) -> Run:
         named |= {"genes": genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))
-        found = dataclasses.replace(found, name=f"{title_of(options['paths'])} by {type(dataset.strategy).__name__}")
-        show(found, as_json=options["json"], world_size=found.world_size, rank_bytes=found.rank_bytes)
+        found["name"] = f"{title_of(options['paths'])} by {type(dataset.strategy).__name__}"
+        show(found, as_json=options["json"])
         return int(options["strict"] and bool(found.warnings))
 
     return run
@@ -115,9 +114,7 @@ def suggest(parser: Parser) -> Run:
                 f"a suggestion is for a single matrix, but this path contains several modalities ({', '.join(adata)}). "
                 "Try values yourself: dasksc check prints the memory that they need"
             )
-        found = dasksc.suggest_parameters(adata, **named, verbose=not options["json"])
-        if options["json"]:
-            show(found, as_json=True)
+        show(dasksc.suggest_parameters(adata, **named, verbose=False), as_json=options["json"])
 
     return run
 

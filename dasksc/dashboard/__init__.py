@@ -7,8 +7,7 @@ There are three ways to add the page:
 - ``dasksc.dashboard`` in Dask's configuration, under ``distributed.scheduler.http.routes``.
 
 Ranks that fetch through the scheduler report to the page about once a second (`dasksc.executor.reporting`).
-The reports of a rank are dropped when its Client disconnects. The scheduler also exports the reported numbers to
-Prometheus at ``/metrics``.
+The reports of a rank are dropped when its Client disconnects.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ def install(target: Any) -> str | None:
     ...     print(dasksc.dashboard.install(cluster))
     http://127.0.0.1:.../loader
     """
-    target = _client_of(target)
+    client = getattr(target, "client", None)  # of a StartedCluster
+    target = client if isinstance(client, distributed.Client) else target
     if isinstance(target, distributed.Client):
         if target.asynchronous:
             raise InputError(
@@ -75,12 +75,6 @@ def install(target: Any) -> str | None:
     return with_host(link.removesuffix("status") + "loader", listens_at) if link else None
 
 
-def _client_of(target: Any) -> Any:
-    """Return the Client of a `StartedCluster`, and anything else unchanged."""
-    client = getattr(target, "client", None)
-    return client if isinstance(client, distributed.Client) else target
-
-
 def dask_setup(scheduler: Any) -> None:
     """Install the page on a starting scheduler; called by ``dask scheduler --preload``."""
     _install_here(scheduler)
@@ -88,23 +82,13 @@ def dask_setup(scheduler: Any) -> None:
 
 def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
     """Add the page to a scheduler in this process; return the host and port of its dashboard."""
+    # The dashboard may be served under any prefix.
+    handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
     try:
         page_of(dask_scheduler)
-        _add_page(dask_scheduler)
+        add_pages(dask_scheduler, handlers)
+        if "loader" not in (pages := page_names(dask_scheduler)):
+            pages.append("loader")  # in the navigation bar of the other pages
     except UnsupportedVersionError as error:  # The scheduler must start even without the page.
         warn_once(error, without="there is no loader page")
     return http_address(dask_scheduler)
-
-
-def _add_page(dask_scheduler: Any) -> None:
-    # The dashboard may be served under any prefix.
-    handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
-    add_pages(dask_scheduler, handlers)
-    _add_tab(dask_scheduler)
-
-
-def _add_tab(scheduler: Any) -> None:
-    """Add the page to the navigation bar of Dask's dashboard."""
-    pages = page_names(scheduler)
-    if "loader" not in pages:
-        pages.append("loader")

@@ -1,4 +1,4 @@
-"""Storage of the ranks' reports on the scheduler, and the page that shows them."""
+"""Reports of the ranks on the scheduler, and the page that shows them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import Any
 
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dasksc._compat.distributed import RequestHandler, add_operation, add_to_progress_panel, announce
-from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
-from dasksc.dashboard import prometheus
+from dasksc._compat.distributed import RequestHandler, add_operation, announce
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
 
-__all__ = ["FiguresHandler", "LoaderReports", "LoaderPage", "PageHandler", "page_of"]
+__all__ = ["FiguresHandler", "LoaderPage", "PageHandler", "page_of"]
 
 _NAME = "dasksc-loader-page"
 _N_KEPT = 90  # reports of each loader, for the plots
@@ -27,27 +25,15 @@ _SHORT_S = 0.01  # shortest interval for which a rate is computed
 _N_LOADERS = 32  # loaders kept per Client; beyond that, the one with the oldest report is dropped
 
 
-@dataclass(slots=True, kw_only=True)
-class LoaderReports:
-    """Reports of one data set of one rank.
-
-    Parameters
-    ----------
-    figures
-        Latest report: the figures of `dasksc.scDataset.stats`, and the identity of the loader.
-    at
-        Time of its arrival, by the scheduler's monotonic clock, in seconds.
-    recent
-        For each pair of consecutive reports, in order of arrival: cells per second, fraction of time waited, and time
-        of arrival of the later report.
-    """
+@dataclass(slots=True)
+class _Loader:
+    """Latest report of a data set of a rank, the time of its arrival, and recent (cells per second, wait, time)."""
 
     figures: Mapping[str, Any]
-    at: float
+    at: float = 0.0
     recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=_N_KEPT))
 
     def update(self, figures: Mapping[str, Any], at: float) -> None:
-        """Store the next report."""
         before = self.figures
         is_other = (figures["epoch"], figures["n_batches_before"]) != (before["epoch"], before["n_batches_before"])
         # The same epoch may be read again.
@@ -58,126 +44,68 @@ class LoaderReports:
             self.recent.append((rows / clock_s, min(1.0, max(0.0, waited_s / clock_s)), at))
         self.figures, self.at = figures, at
 
-    @property
-    def wait_share(self) -> float:
-        """Fraction of time that training spent waiting for data.
-
-        While an epoch runs, the fraction is that of the latest reports; afterwards, it is that of the whole epoch.
-        """
-        latest = list(self.recent)[-_N_LATEST:]
-        if self.figures["has_ended"] or not latest:
-            return float(self.figures["wait_share"])
-        return sum(wait for _, wait, _ in latest) / len(latest)
-
-    @property
-    def diagnosis(self) -> str:
-        """Sentence about the bottleneck of this loader."""
-        return diagnosis({**self.figures, "wait_share": self.wait_share})
+    def shown(self, now: float) -> dict[str, Any]:
+        """Return the figures of the page; while an epoch runs, waiting is that of the latest reports."""
+        waits = [wait for _, wait, _ in self.recent][-_N_LATEST:]
+        is_over = self.figures["has_ended"] or not waits
+        wait_share = float(self.figures["wait_share"]) if is_over else sum(waits) / len(waits)
+        return {
+            **self.figures,
+            "age_s": now - self.at,
+            "recent": [(rate, wait, now - at) for rate, wait, at in self.recent],
+            "wait_share_now": wait_share,
+            "diagnosis": diagnosis({**self.figures, "wait_share": wait_share}),
+        }
 
 
 class LoaderPage(SchedulerPlugin):
-    """Reports of all ranks that fetch through a scheduler.
-
-    Parameters
-    ----------
-    scheduler
-        Scheduler to which the handler that receives the reports is added.
-    """
+    """Reports of all ranks that fetch through a scheduler."""
 
     name = _NAME
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
-        self._loaders: dict[tuple[str, str, Any], LoaderReports] = {}
-        self._panel: dict[str, tuple[int, int]] = {}
+        self._loaders: dict[tuple[str, str, Any], _Loader] = {}
         add_operation(scheduler, OPERATION, self.report)
         announce(scheduler, PAGE_METADATA_KEY)
-        prometheus.show(self)
-
-    @property
-    def loaders(self) -> list[LoaderReports]:
-        """Known loaders, sorted by name, rank and worker."""
-        return sorted(self._loaders.values(), key=lambda loader: _order(loader.figures))
 
     def report(self, client: str, figures: Mapping[str, Any]) -> bool:
         """Store the report of a Client; return True unless the Client has disconnected."""
-        if client not in self._scheduler.clients:  # The Client has disconnected.
+        if client not in self._scheduler.clients:
             return False
         key = (client, figures["key"], figures["worker"])
-        loader = self._loaders.get(key)
-        if loader is None:
-            of_client = [loader_key for loader_key in self._loaders if loader_key[0] == client]
+        if key not in self._loaders:
+            of_client = [other for other in self._loaders if other[0] == client]
             if len(of_client) >= _N_LOADERS:
-                del self._loaders[min(of_client, key=lambda loader_key: self._loaders[loader_key].at)]
-            loader = self._loaders[key] = LoaderReports(figures=dict.fromkeys(figures, 0), at=monotonic())
-        loader.update(figures, monotonic())
-        self._update_panel()
+                del self._loaders[min(of_client, key=lambda other: self._loaders[other].at)]
+            self._loaders[key] = _Loader(dict.fromkeys(figures, 0))
+        self._loaders[key].update(figures, monotonic())
         return True
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Drop the reports of a Client."""
-        for key in [key for key in self._loaders if key[0] == client]:
-            del self._loaders[key]
-        self._update_panel()
-
-    def _update_panel(self) -> None:
-        """Make the progress panel of Dask's dashboard count the tasks of whole epochs.
-
-        By default, the panel counts only the tasks that the scheduler knows: the running fetches. The scheduler forgets
-        a fetch when the rank has received its result, and does not know the fetches that the rank has yet to submit.
-        """
-        epochs: dict[str, tuple[int, int]] = dict.fromkeys(self._panel, (0, 0))
-        for figures in (loader.figures for loader in self._loaders.values()):
-            if not figures["has_ended"]:
-                n_finished = figures["n_fetched"] + figures["n_ready"]
-                n_later = max(0, figures["n_fetches"] - n_finished - figures["n_fetching"])
-                n_released, n_waiting = epochs.get(figures["tasks"], (0, 0))
-                epochs[figures["tasks"]] = n_released + n_finished, n_waiting + n_later
-        try:
-            for prefix, (n_released, n_waiting) in epochs.items():
-                had_released, had_waiting = self._panel.get(prefix, (0, 0))
-                change = {"n_released": n_released - had_released, "n_waiting": n_waiting - had_waiting}
-                if add_to_progress_panel(self._scheduler, prefix, **change):
-                    self._panel[prefix] = n_released, n_waiting
-        except UnsupportedVersionError as error:
-            warn_once(error, without="the progress panel of Dask counts only the fetches in flight")
-        self._panel = {prefix: counts for prefix, counts in self._panel.items() if any(counts)}
+        self._loaders = {key: loader for key, loader in self._loaders.items() if key[0] != client}
 
     def figures(self) -> dict[str, Any]:
-        """Return the data that the page displays."""
+        """Return the data that the page displays; loaders are sorted by name, rank and worker."""
         now = monotonic()
-        return {
-            "loaders": [
-                {
-                    **loader.figures,
-                    "age_s": now - loader.at,
-                    "recent": [(rate, wait, now - at) for rate, wait, at in loader.recent],
-                    "wait_share_now": loader.wait_share,
-                    "diagnosis": loader.diagnosis,
-                }
-                for loader in self.loaders
-            ],
-            "n_workers": len(self._scheduler.workers),
-            "address": self._scheduler.address,
-        }
-
-
-def _order(figures: Mapping[str, Any]) -> tuple[Any, ...]:
-    worker = figures["worker"]
-    return figures["name"], figures["rank"], -1 if worker is None else worker, figures["key"]
+        loaders = [loader.shown(now) for loader in self._loaders.values()]
+        loaders.sort(
+            key=lambda one: (one["name"], one["rank"], -1 if one["worker"] is None else one["worker"], one["key"])
+        )
+        return {"loaders": loaders, "n_workers": len(self._scheduler.workers), "address": self._scheduler.address}
 
 
 def page_of(scheduler: Any) -> LoaderPage:
     """Return the page of a scheduler, created on the first call."""
-    page = scheduler.plugins.get(_NAME)
-    if page is None:
-        page = LoaderPage(scheduler)
-        scheduler.add_plugin(page, name=_NAME)
-    return page  # type: ignore[no-any-return]
+    if _NAME not in scheduler.plugins:
+        scheduler.add_plugin(LoaderPage(scheduler), name=_NAME)
+    page: LoaderPage = scheduler.plugins[_NAME]
+    return page
 
 
 class FiguresHandler(RequestHandler):
-    """Request handler that serves the figures."""
+    """Request handler that serves the figures as JSON."""
 
     def get(self) -> None:
         """Respond with JSON."""

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal
 
+import anndata
 import numpy as np
 import pandas as pd
+import scipy.sparse as sp
+from numpy.typing import NDArray
 
-from dasksc.checks import check_flags
-from dasksc.datasets.design import Sizes, design, names
-from dasksc.datasets.writing import Chunk, partial_path, write_atlas
+from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import synthetic as kernels
 
-__all__ = ["synthetic"]
+__all__ = ["names", "partial_path", "synthetic"]
 
+# Alias tables of `dasksc.kernels.synthetic`, two arrays of shape (n_profiles, n_vars).
+_Tables = tuple[NDArray[np.uint32], NDArray[np.int32]]
 _CELLS_PER_CHUNK = 2_048
+_GENES_SEEN = 0.0725  # share of the genes that a cell of typical depth expresses: 1,450 of 20,000
+_MARKER_FOLD = 6.0
+_MAX_TABLE_BYTES = 4 << 30
 
 
 def synthetic(
@@ -90,10 +104,8 @@ def synthetic(
     -----
     The same arguments give the same atlas on any number of cores. For each cell, the number of genes that it expresses
     is drawn first. Molecules are then drawn from the profile of its type, donor and batch until that many genes occur.
-    Profiles are log-normal over genes.
-
-    Memory is 8 bytes for each gene of each profile, about 20 bytes for each cell, and a few chunks of 2,048
-    cells. Two cores write about 150,000 cells of 2,000 genes per second.
+    Profiles are log-normal over genes. Memory is 8 bytes for each gene of each profile, and about 150 bytes for each
+    cell. X is drawn into a temporary file in the folder of `path`, as large as X, from which AnnData writes it.
 
     Examples
     --------
@@ -103,53 +115,213 @@ def synthetic(
     """
     check_flags(dense=dense, progress=progress)
     path = Path(path)
-    is_zarr = path.suffix == ".zarr"
-    if compression is not None and (is_zarr or compression not in ("gzip", "lzf")):
+    sizes = {"n_obs": (n_obs, 1), "n_vars": (n_vars, 1), "n_types": (n_types, 1)}
+    sizes |= {"n_donors": (n_donors, 0), "n_batches": (n_batches, 0), "n_markers": (n_markers, 0)}
+    for name, (number, low) in sizes.items():
+        whole_number(name, number, low)
+    whole_number("seed", seed, 0, 2**64)
+    for name, effect in (("donor_effect", donor_effect), ("batch_effect", batch_effect)):
+        if not 0 <= effect < 10:
+            raise InputError(f"{name} must be a number in [0, 10); got {effect}")
+    n_profiles = n_types * (n_donors if donor_effect and n_donors else 1)
+    n_profiles *= n_batches if batch_effect and n_batches else 1
+    if n_profiles * n_vars * 8 > _MAX_TABLE_BYTES:
+        raise InputError(
+            f"{n_profiles:,} expression profiles of {n_vars:,} genes need {n_profiles * n_vars * 8 / 1e9:.1f} GB of "
+            "memory. Lower n_types, n_donors, n_batches or n_vars, or set donor_effect=0 and batch_effect=0"
+        )
+    if compression is not None and (path.suffix == ".zarr" or compression not in ("gzip", "lzf")):
         raise InputError(
             f'compression={compression!r} is not possible for {path.name}: "gzip" and "lzf" are for h5ad files; '
             "a Zarr store uses AnnData's default compression"
         )
     if n_batches and batch_key in ("cell_type", "donor", "n_counts", "_index", ""):
         raise InputError(f'batch_key={batch_key!r} is the name of another column; give another name, such as "batch"')
-    sizes = Sizes(
-        n_obs=n_obs,
-        n_vars=n_vars,
-        n_types=n_types,
-        n_donors=n_donors,
-        n_batches=n_batches,
-        n_markers=n_markers,
-        donor_effect=donor_effect,
-        batch_effect=batch_effect,
-        seed=seed,
-    )
+    if progress and find_spec("tqdm") is None:
+        raise InputError("progress=True needs tqdm: pip install tqdm")
+
     with partial_path(path, overwrite=overwrite) as partial:
-        cells = design(sizes)
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
+        types = _types(n_obs, n_types)
+        labels = {"cell_type": pd.Categorical.from_codes(types, names("type", n_types))}
+        batches = rng.integers(n_batches, size=n_obs, dtype=np.min_scalar_type(-n_batches - 1)) if n_batches else None
+        depths = _depths(rng, batches, n_obs, n_vars)
+        profiles = _type_profiles(rng, n_types, n_vars, n_markers)
+
+        # Separate random streams: an atlas without donors has the same cells as one whose donors have no effect.
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(2,)))
+        groups, folds = types, np.ones((1, n_vars))
+        if n_donors:
+            donors = _donors(rng, types, n_types, n_donors)
+            labels["donor"] = pd.Categorical.from_codes(donors, names("donor", n_donors))
+            if donor_effect:
+                folds = np.exp(rng.normal(0, donor_effect, (n_donors, n_vars)))
+                groups = groups * n_donors + donors
+        if batches is not None:
+            labels[batch_key] = pd.Categorical.from_codes(batches, names(batch_key, n_batches))
+            if batch_effect:
+                of_batch = np.exp(rng.normal(0, batch_effect, (n_batches, n_vars)))
+                folds = (folds[:, None] * of_batch).reshape(-1, n_vars)
+                groups = groups * n_batches + batches
+        tables = _alias_tables(profiles, folds)
         key = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0]
 
-        def make(start: int) -> Chunk:
-            rows = slice(start, min(start + _CELLS_PER_CHUNK, n_obs))
-            depths = cells.depths[rows]
-            nnz = int(depths.sum())
-            indices, data = np.empty(nnz + 1, dtype=np.int32), np.empty(nnz + 1, dtype=np.float32)
-            total = np.empty(len(depths), dtype=np.float32)
-            kernels.draw_cells(key, start, cells.groups[rows], depths, *cells.tables, indices, data, total)
-            return Chunk(rows=rows, indices=indices[:nnz], data=data[:nnz], total=total)
-
-        labels = {"cell_type": pd.Categorical.from_codes(cells.types, names("type", n_types))}
-        if cells.donors is not None:
-            labels["donor"] = pd.Categorical.from_codes(cells.donors, names("donor", n_donors))
-        if cells.batches is not None:
-            labels[batch_key] = pd.Categorical.from_codes(cells.batches, names(batch_key, n_batches))
-        write_atlas(
-            partial,
-            make,
-            range(0, n_obs, _CELLS_PER_CHUNK),
-            is_zarr=is_zarr,
-            depths=cells.depths,
-            n_vars=n_vars,
-            labels=labels,
-            dense=dense,
-            filters={} if compression is None else {"compression": compression},
-            progress=progress,
-        )
+        with _drawn(path, key, groups, depths, tables, is_dense=dense, progress=progress) as (x, n_counts):
+            obs = pd.DataFrame({**labels, "n_counts": n_counts}, index=names("cell", n_obs))
+            atlas = anndata.AnnData(x, obs, pd.DataFrame(index=names("gene", n_vars)))
+            if path.suffix != ".zarr":
+                atlas.write_h5ad(partial, compression=compression)
+            else:
+                sharded = bool(anndata.settings.auto_shard_zarr_v3)  # AnnData warns unless this has an explicit value
+                with (
+                    warnings.catch_warnings(action="ignore", category=UserWarning),
+                    anndata.settings.override(zarr_write_format=3, auto_shard_zarr_v3=sharded),
+                ):
+                    atlas.write_zarr(partial)
     return path
+
+
+def names(prefix: str, n: int) -> list[str]:
+    """Return ``prefix_0``, ..., ``prefix_{n - 1}``, with zero-padded numbers."""
+    width = len(str(n - 1))
+    return [f"{prefix}_{i:0{width}}" for i in range(n)]
+
+
+@contextlib.contextmanager
+def partial_path(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary path next to `path`, which is renamed to `path` when the block succeeds."""
+    check_flags(overwrite=overwrite)
+    if path.exists() and not overwrite:
+        raise InputError(f"{path} exists. Give another path, or overwrite=True (--overwrite).")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    _remove(partial)
+    try:
+        yield partial
+        _remove(path)
+        os.replace(partial, path)
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _drawn(
+    path: Path,
+    key: np.uint64,
+    groups: NDArray[np.int32],
+    depths: NDArray[np.int32],
+    tables: _Tables,
+    *,
+    is_dense: bool,
+    progress: bool,
+) -> Iterator[tuple[Any, NDArray[np.float32]]]:
+    """Draw X on all cores; yield it, mapped from temporary files, and the number of molecules of each cell."""
+    shape = len(depths), tables[0].shape[1]
+    n_counts = np.empty(shape[0], dtype=np.float32)
+    indptr = np.zeros(shape[0] + 1, dtype=np.int64)
+    np.cumsum(depths, out=indptr[1:])
+    writing = threading.Lock()
+
+    def draw(start: int) -> None:
+        rows = slice(start, start + _CELLS_PER_CHUNK)
+        nnz = int(depths[rows].sum())
+        indices, data = np.empty(nnz + 1, dtype=np.int32), np.empty(nnz + 1, dtype=np.float32)
+        kernels.draw_cells(key, start, groups[rows], depths[rows], *tables, indices, data, n_counts[rows])
+        indices, data = indices[:nnz], data[:nnz]
+        if is_dense:
+            block = np.zeros((len(depths[rows]), shape[1]), dtype=np.float32)
+            block[np.repeat(np.arange(len(block)), depths[rows]), indices] = data
+            store(data_file, start * shape[1], block)
+        else:
+            store(data_file, int(indptr[start]), data)
+            store(indices_file, int(indptr[start]), indices)
+
+    def store(file: IO[bytes], start: int, values: NDArray[Any]) -> None:
+        with writing:
+            file.seek(start * values.itemsize)
+            file.write(values.data)
+
+    # Files rather than arrays, so that memory does not grow with X; mapped, because AnnData writes arrays only.
+    with tempfile.TemporaryFile(dir=path.parent) as indices_file, tempfile.TemporaryFile(dir=path.parent) as data_file:
+        with ThreadPoolExecutor() as pool:
+            starts = range(0, shape[0], _CELLS_PER_CHUNK)
+            chunks = pool.map(draw, starts)
+            if progress:
+                from tqdm import tqdm
+
+                bar = {"desc": f"writing {path.name}", "unit": " cells", "unit_scale": _CELLS_PER_CHUNK}
+                chunks = tqdm(chunks, total=len(starts), **bar)
+            for _ in chunks:
+                pass
+        indices_file.flush()
+        data_file.flush()
+        data = np.asarray(np.memmap(data_file, np.float32, "r"))
+        if is_dense:
+            yield data.reshape(shape), n_counts
+            return
+        x = sp.csr_matrix(shape, dtype=np.float32)
+        # The constructor would copy the indices to the dtype of indptr.
+        x.data, x.indices = data, np.asarray(np.memmap(indices_file, np.int32, "r"))
+        x.indptr = indptr if indptr[-1] > np.iinfo(np.int32).max else indptr.astype(np.int32)
+        yield x, n_counts
+
+
+def _types(n_obs: int, n_types: int) -> NDArray[np.int32]:
+    """Return the type of each cell, sorted: type k has a share proportional to 1 / (k + 1)."""
+    share = 1 / np.arange(1, n_types + 1)
+    ends = np.rint(np.cumsum(share / share.sum()) * n_obs).astype(np.int64)
+    return np.repeat(np.arange(n_types, dtype=np.int32), np.diff(ends, prepend=0))
+
+
+def _donors(rng: np.random.Generator, types: NDArray[Any], n_types: int, n_donors: int) -> NDArray[np.int32]:
+    """Return the donor of each cell; donors differ in their shares of the cell types."""
+    donors = np.empty(len(types), dtype=np.int32)
+    ends = np.searchsorted(types, np.arange(n_types), side="right")
+    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        shares = rng.dirichlet(np.full(n_donors, 8.0))
+        donors[start:stop] = rng.choice(n_donors, size=stop - start, p=shares)
+    return donors
+
+
+def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, n_vars: int) -> NDArray[np.int32]:
+    """Return the number of genes expressed in each cell; its mean differs slightly between batches."""
+    codes = np.zeros(n_obs, dtype=np.int8) if batches is None else batches
+    of_batch = rng.normal(0, 0.1, codes.max() + 1)
+    of_batch -= of_batch.mean()
+    depths = np.empty(n_obs, dtype=np.int32)
+    for start in range(0, n_obs, 1 << 20):
+        part = slice(start, start + (1 << 20))
+        log = rng.normal(-0.035, 0.25, len(depths[part])) + of_batch[codes[part]]
+        depths[part] = np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars))
+    return depths
+
+
+def _type_profiles(rng: np.random.Generator, n_types: int, n_vars: int, n_markers: int) -> NDArray[np.float64]:
+    """Return the expected share of each gene in each type, shape (n_types, n_vars)."""
+    base = np.exp(rng.normal(0, 2, n_vars))
+    profiles = np.tile(base, (n_types, 1))
+    candidates = np.flatnonzero(base >= np.median(base))
+    for profile in profiles:
+        profile[rng.choice(candidates, min(len(candidates), n_markers), replace=False)] *= _MARKER_FOLD
+    shares: NDArray[np.float64] = profiles / profiles.sum(axis=1, keepdims=True)
+    return shares
+
+
+def _alias_tables(profiles: NDArray[np.float64], folds: NDArray[np.float64]) -> _Tables:
+    """Multiply each profile by each row of fold changes, and return the alias tables of the products."""
+    shape = (len(profiles) * len(folds), profiles.shape[1])
+    keep, other = np.empty(shape, dtype=np.uint32), np.empty(shape, dtype=np.int32)
+    for i in range(shape[0]):
+        profile = profiles[i // len(folds)]
+        if len(folds) > 1:
+            profile = profile * folds[i % len(folds)]
+            profile /= profile.sum()
+        kernels.fill_alias_table(profile * shape[1], keep[i], other[i])
+    return keep, other

@@ -1,9 +1,10 @@
-"""Example files for the guides of the documentation."""
+"""Example files for the guides of the documentation, and synthetic perturbation screens whose effects are known."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import anndata
@@ -15,12 +16,10 @@ from anndata import AnnData
 from anndata.io import write_elem
 
 from dasksc.checks import check_flags
-from dasksc.datasets.atlas import synthetic
-from dasksc.datasets.design import names
-from dasksc.datasets.screen import synthetic_screen
+from dasksc.datasets.atlas import names, partial_path, synthetic
 from dasksc.errors import InputError, StorageError
 
-__all__ = ["demo_data"]
+__all__ = ["demo_data", "synthetic_screen"]
 
 _TYPES = ("T cell", "B cell", "monocyte", "NK cell", "dendritic cell", "platelet")
 _PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
@@ -29,7 +28,8 @@ _PROTEINS = ("CD3", "CD4", "CD8a", "CD14", "CD19")
 def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, str]:
     """Write the example files that the guides of the documentation use, about 5 MB, in a few seconds.
 
-    All matrices hold raw counts. The files are the same on every call.
+    The files are small atlases of raw counts, the same on every call. Cells have types, donors and batches in obs, and
+    genes are named ``gene_000`` to ``gene_299``. Donors of different files differ.
 
     Parameters
     ----------
@@ -50,15 +50,6 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     StorageError
         If the folder cannot be created.
 
-    Notes
-    -----
-    ``atlas.h5ad`` has 2,000 cells and 300 genes, ``gene_000`` to ``gene_299``. Its obs has ``cell_type`` (6 types),
-    ``donor`` (12 donors), ``batch``, ``n_counts`` and ``n_genes``; ``raw`` holds the same counts. ``plates/1.h5ad`` and
-    ``plates/2.h5ad`` have 300 cells and 200 genes each; 100 genes are in both. Each of these two files has two donors
-    that occur in no other file. ``cite.h5mu`` is a MuData of 600 cells with the modalities ``rna`` and ``prot``, whose
-    cells are in different orders. ``filtered_feature_bc_matrix.h5`` holds the same genes and proteins in the format of
-    Cell Ranger 3. ``screen.h5ad`` is a `synthetic_screen` of 4,000 cells, 2 cell lines and 5 perturbations.
-
     Examples
     --------
     >>> contents = dasksc.datasets.demo_data("demo")
@@ -74,8 +65,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
         "filtered_feature_bc_matrix.h5": "600 cells, 300 genes and 5 antibodies, in the format of Cell Ranger",
         "screen.h5ad": "4,000 cells, 200 genes, 2 cell lines, 5 perturbations and controls",
     }
-    existing = [file for file in contents if (folder / file).exists()]
     check_flags(overwrite=overwrite)
+    existing = [file for file in contents if (folder / file).exists()]
     if existing and not overwrite:
         raise InputError(
             f"{folder} already has {', '.join(existing)}. Give another folder, or overwrite=True (--overwrite)."
@@ -91,13 +82,8 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     _cells(folder / "plates" / "2.h5ad", 300, range(100, 300), donors=range(14, 16), seed=2)
     rna, proteins = _modalities(folder / "cite.h5mu", seed=3)
     _cell_ranger(folder / "filtered_feature_bc_matrix.h5", rna, proteins)
-    synthetic_screen(
-        folder / "screen.h5ad",
-        4_000,
-        lines=["K562", "RPE1"],
-        perturbations=["GATA1", "KLF1", "MYC", "SPI1", "TP53"],
-        overwrite=overwrite,
-    )
+    lines, perturbations = ["K562", "RPE1"], ["GATA1", "KLF1", "MYC", "SPI1", "TP53"]
+    synthetic_screen(folder / "screen.h5ad", 4_000, lines=lines, perturbations=perturbations, overwrite=overwrite)
     return contents
 
 
@@ -163,3 +149,94 @@ def _cell_ranger(path: Path, rna: AnnData, proteins: AnnData) -> None:
         table["_all_tag_keys"] = np.array(["genome"], dtype="S")
         for name, column in features.items():
             table[name] = np.array(column, dtype="S")
+
+
+def synthetic_screen(
+    path: str | os.PathLike[str],
+    n_obs: int = 40_000,
+    n_vars: int = 200,
+    *,
+    lines: int | Sequence[str] = 6,
+    perturbations: int | Sequence[str] = 40,
+    control: str = "non-targeting",
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Path:
+    """Write a synthetic perturbation screen of raw counts to an h5ad file.
+
+    A perturbation changes a fixed set of genes, and each gene changes only in cell lines that express it. The effect of
+    an unseen combination of perturbation and cell line can therefore be predicted. Cells are sorted by cell line and
+    perturbation; a tenth of them are controls. obs has the columns ``cell_line`` and ``gene`` (the perturbed gene, or
+    `control`).
+
+    Parameters
+    ----------
+    path
+        Path of the h5ad file. It appears when the screen is complete.
+    n_obs, n_vars
+        Number of cells and genes. Memory is about 24 bytes for each gene of each cell.
+    lines
+        Names of the cell lines, or their number.
+    perturbations
+        Names of the perturbations, or their number.
+    control
+        Name of the control cells in ``gene``.
+    seed
+        Random seed, an integer in [0, 2**64). The same arguments give the same screen.
+    overwrite
+        Replace an existing file at `path`.
+
+    Returns
+    -------
+    Path
+        `path`.
+
+    Raises
+    ------
+    InputError
+        If a number is not positive, a name repeats, or `path` exists and `overwrite` is False.
+
+    Examples
+    --------
+    >>> path = dasksc.datasets.synthetic_screen("lines.h5ad", n_obs=2_000, lines=["K562", "RPE1"])
+    >>> dasksc.open(path).obs["cell_line"].cat.categories.to_list()
+    ['K562', 'RPE1']
+    """
+    path = Path(path)
+    line_names = _names("lines", lines, "line{}")
+    perturbed = _names("perturbations", perturbations, "P{:02d}", first=1)
+    if min(n_obs, n_vars) < 1:
+        raise InputError(f"n_obs and n_vars must be at least 1; got {n_obs} and {n_vars}")
+    if control in perturbed:
+        raise InputError(f"control={control!r} is one of the perturbations; give it another name")
+    n_lines, n_perturbations = len(line_names), len(perturbed)
+    with partial_path(path, overwrite=overwrite) as partial:
+        rng = np.random.default_rng(seed)
+        expressed = rng.random((n_lines, n_vars)) < 0.5
+        baseline = np.where(expressed, rng.normal(1.5, 0.5, (n_lines, n_vars)), -2.0)
+        effect = rng.normal(0, 1.5, (n_perturbations + 1, n_vars)) * (rng.random((n_perturbations + 1, n_vars)) < 0.2)
+        effect[0] = 0
+        share = np.full(n_perturbations + 1, 0.9 / n_perturbations)
+        share[0] = 0.1
+        line = np.sort(rng.integers(0, n_lines, n_obs))
+        gene = rng.choice(n_perturbations + 1, n_obs, p=share)
+        order = np.lexsort((gene, line))
+        line, gene = line[order], gene[order]
+        log_rate = baseline[line] + effect[gene] * expressed[line] + rng.normal(0, 0.3, (n_obs, n_vars))
+        obs = pd.DataFrame(
+            {
+                "cell_line": pd.Categorical(np.array(line_names)[line]),
+                "gene": pd.Categorical(np.array([control, *perturbed])[gene]),
+            },
+            index=[f"cell{i}" for i in range(n_obs)],
+        )
+        counts = sp.csr_matrix(rng.poisson(np.exp(log_rate)).astype(np.float32))
+        anndata.AnnData(counts, obs).write_h5ad(partial)
+    return path
+
+
+def _names(argument: str, given: int | Sequence[str], pattern: str, *, first: int = 0) -> list[str]:
+    names = [pattern.format(first + i) for i in range(given)] if isinstance(given, int) else list(given)
+    if not names or len(set(names)) < len(names):
+        raise InputError(f"{argument} must be a number, or a non-empty list of distinct names; got {given!r}")
+    return names

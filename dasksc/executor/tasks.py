@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.executor import fetch_totals
 from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.planning.plan import EpochPlan
 from dasksc.storage import Matrix, RowBuffer, mapping, mapping_of
@@ -58,16 +56,13 @@ class FetchMatrices:
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, from every matrix."""
-        start = perf_counter()
         unmapped = () if self.reading is None else self.reading.unmapped
         parts = {}
         with Clock() as spent, mapping(True, unmapped=unmapped):
             for name, matrix in self.matrices.items():
                 with mapping_of(matrix.label):
                     parts[name] = matrix.fetch(rows)
-        fetched = FetchedMatrices(parts, spent)
-        fetch_totals.count(n_rows=len(rows), n_bytes=fetched.nbytes, fetch_s=perf_counter() - start, spent=spent)
-        return fetched
+        return FetchedMatrices(parts, spent)
 
 
 def fetch_name(source: str, plan: EpochPlan) -> str:

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
+import h5py
 import numpy as np
 import pandas as pd
+import zarr
 from anndata import AnnData
 
 from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
+from dasksc.atlas.inputs import atlas_inputs
 from dasksc.atlas.modalities import Modalities, is_modalities
 from dasksc.atlas.options import OpenOptions, names_given, refuse_feature_choice
+from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices
+from dasksc.atlas.stores import root_of, where_of
 from dasksc.displays import first_of
-from dasksc.errors import InputError
-from dasksc.inspection.description import PROBED_BLOCKS, Column, Description, Modality, Rate, StoredMatrix
-from dasksc.inspection.stored_matrices import merge_alike, stored_part
-from dasksc.storage import is_url, redact_url
+from dasksc.errors import InputError, StorageError
+from dasksc.inspection.report import Report
+from dasksc.storage import Layout, is_url, redact_url
+from dasksc.storage.safety.zarr_codecs import codecs_within
 
-__all__ = ["describe"]
+__all__ = ["codec_of", "describe"]
 
-# Maximum number of files inspected.
 _MAX_FILES = 64
-# Advice is given if single rows are read at less than this fraction of the rate of long blocks.
+_PROBED_BLOCK = 64
+# Advice is given if single rows are read at less than this fraction of the rate of blocks.
 _SLOW_BLOCKS = 0.5
+_HDF5_FILTERS = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}
 
 
 def describe(
@@ -34,9 +42,10 @@ def describe(
     *,
     join: Join = "inner",
     seconds: float = 1.0,
+    storage_options: Mapping[str, Any] | None = None,
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
-) -> Description:
+) -> Report:
     """Describe the contents, storage and reading rate of an atlas on this machine, and give advice.
 
     Parameters
@@ -49,13 +58,19 @@ def describe(
     seconds
         Duration of each of four probes in seconds; 0 skips them. The probes read dense and CSR batches of X, each from
         blocks of 64 rows and from single rows.
+    storage_options
+        Options for URLs, as for `dasksc.open`.
     feature_types, genome
         Features of 10x ``.h5`` files, as for `dasksc.open`.
 
     Returns
     -------
-    Description
-        Description of the atlas; ``print(dasksc.describe("atlas.h5ad"))`` prints a report.
+    Report
+        Facts by name, also as attributes: ``n_files``, ``n_obs`` and ``n_vars``; the ``conversion`` that
+        `dasksc.convert` has recorded in a store; a row for each of the ``modalities`` of a MuData, of the columns in
+        ``obs``, of the stored ``matrices`` and of the measured ``rates``; and ``advice``. A matrix that several files
+        store in the same way is one row. ``stored_bytes`` is None for a Zarr store on a web server, which cannot list
+        its contents. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
 
     Raises
     ------
@@ -64,52 +79,54 @@ def describe(
 
     Examples
     --------
-    >>> description = dasksc.describe("atlas.h5ad", seconds=0)
-    >>> print(description)
-    atlas.h5ad: 2,000 cells x 300 genes
-      obs  cell_type (6 classes), donor (12 classes), batch (3 classes), n_counts (float32), n_genes (int32)
-      X      csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
-      raw/X  csr float32, columns int32; chunks of 2,650, uncompressed; 339.07 kiB
+    >>> report = dasksc.describe("atlas.h5ad", seconds=0)
+    >>> report.n_obs, report.matrices[0].encoding
+    (2000, 'csr')
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 to skip the speed tests")
-    if is_modalities(data) or isinstance(data, AnnData):
-        chosen = OpenOptions(
-            feature_types=names_given("feature_types", feature_types), genomes=names_given("genome", genome)
-        )
-        refuse_feature_choice(chosen, "an AnnData" if isinstance(data, AnnData) else "an input with several modalities")
-    several = None if is_modalities(data) else opening.several_of(data)
-    parts = [data] if several is None else several[0]
+    chosen = OpenOptions(
+        feature_types=names_given("feature_types", feature_types),
+        genomes=names_given("genome", genome),
+        storage_options=dict(storage_options or {}),
+    )
     opened: AnnData | Modalities
+    parts: list[Any] = [data]
     if is_modalities(data):
-        opened = data if isinstance(data, Modalities) else Modalities(data)
-        modalities = tuple(Modality(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items())
-        has_x = all(part.X is not None for part in opened.mod.values())
+        refuse_feature_choice(chosen, "an input with several modalities")
+        opened = data if isinstance(data, Modalities) else Modalities(data, storage_options=storage_options)
+        modalities = [Report(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items()]
+        n_vars, has_x = sum(one.n_vars for one in modalities), all(part.X is not None for part in opened.mod.values())
     else:
-        opened = (
-            data
-            if isinstance(data, AnnData)
-            else opening.open(data, names=False, join=join, feature_types=feature_types, genome=genome)
-        )
-        modalities, has_x = (), opened.X is not None
-    stored = [stored_part(part) for part in parts[:_MAX_FILES]]
-    matrices = merge_alike([matrix for one in stored for matrix in one.matrices])
-    rates: tuple[Rate, ...] = ()
-    if seconds and has_x and opened.n_obs:
-        from dasksc.inspection.reading_rates import read_rates  # needs torch
-
-        rates = tuple(read_rates(opened, seconds))
-    return Description(
-        name=_shown(data) if isinstance(data, str | os.PathLike) else _names(parts),
+        if isinstance(data, AnnData):
+            refuse_feature_choice(chosen, "an AnnData")
+            opened = data
+        else:
+            several = atlas_inputs(data, chosen.storage_options)
+            parts = parts if several is None else [part.data for part in several]
+            features: Any = {"feature_types": feature_types, "genome": genome}
+            opened = opening.open(data, names=False, join=join, storage_options=storage_options, **features)
+        modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
+    stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
+    matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))
+    rates = list(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else []
+    conversion = stored[0][1] if len(parts) == 1 else None  # cells are not shuffled across files
+    # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
+    is_shuffled = conversion is not None and (conversion.get("order"), conversion.get("group_by")) == ("shuffle", None)
+    advice = [*_advice_on_storage(matrices), *_advice_on_blocks(rates, is_shuffled=is_shuffled)]
+    if not has_x:
+        advice.insert(0, "X is not stored, so there are no batches until adata.X is set, for example from a layer")
+    return Report(
+        name=_shown(data) if isinstance(data, str | os.PathLike) else first_of([_short(part) for part in parts]),
         n_files=len(parts),
         n_obs=int(opened.n_obs),
-        n_vars=int(opened.n_vars) if isinstance(opened, AnnData) else sum(one.n_vars for one in modalities),
+        n_vars=n_vars,
+        conversion=conversion,
         modalities=modalities,
-        obs=tuple(_columns(opened.obs)),
-        matrices=tuple(matrices),
+        obs=list(_columns(opened.obs)),
+        matrices=matrices,
         rates=rates,
-        # Cells are not shuffled across files, even if each file is shuffled.
-        advice=tuple(_advice(matrices, rates, is_shuffled=len(parts) == 1 and stored[0].is_shuffled)),
+        advice=advice,
     )
 
 
@@ -118,24 +135,36 @@ def _shown(path: str | os.PathLike[str]) -> str:
     return redact_url(text) if is_url(text) else text
 
 
-def _names(parts: Sequence[Any]) -> str:
-    return first_of(
-        [Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__ for part in parts]
-    )
+def _short(part: Any) -> str:
+    return Path(_shown(part)).name if isinstance(part, str | os.PathLike) else type(part).__name__
 
 
-def _columns(obs: pd.DataFrame) -> Iterator[Column]:
+def _columns(obs: pd.DataFrame) -> Iterator[Report]:
     for name, column in obs.items():
-        is_category = isinstance(column.dtype, pd.CategoricalDtype)
-        yield Column(
-            name=str(name),
-            dtype=str(column.dtype),
-            n_classes=len(column.cat.categories) if is_category else None,
-            n_missing=int(column.isna().sum()),
+        n_classes = len(column.cat.categories) if isinstance(column.dtype, pd.CategoricalDtype) else None
+        n_missing = int(column.isna().sum())
+        yield Report(name=str(name), dtype=str(column.dtype), n_classes=n_classes, n_missing=n_missing)
+
+
+def _rates(data: AnnData | Modalities, seconds: float) -> Iterator[Report]:
+    from dasksc.inspection.suggestions import rows_per_s  # needs torch
+    from dasksc.loader import scDataset
+    from dasksc.sampling.strategies import BlockShuffling
+
+    layouts: tuple[Layout, ...] = ("dense", "csr")
+    for layout, block_size in product(layouts, (_PROBED_BLOCK, 1)):
+        strategy, batch_size = BlockShuffling(block_size), min(64, data.n_obs)
+        dataset = scDataset(data, strategy, batch_size, 64, layout=layout, rank=0, world_size=1, seed=0)
+        yield Report(
+            layout=layout,
+            block_size=block_size,
+            rows_per_s=rows_per_s(dataset, seconds),
+            memory_bytes=dataset.projected_bytes,
+            page_bytes=dataset.projected_pages,
         )
 
 
-def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuffled: bool) -> Iterator[str]:
+def _advice_on_storage(matrices: Sequence[Report]) -> Iterator[str]:
     for one in matrices:
         if one.encoding == "csc":
             yield (
@@ -148,17 +177,110 @@ def _advice(matrices: Sequence[StoredMatrix], rates: Sequence[Rate], *, is_shuff
             "chunks of X hold more rows than a fetch, and each is decoded for only a few of its rows; dasksc convert "
             "writes smaller chunks"
         )
+
+
+def _advice_on_blocks(rates: Sequence[Report], *, is_shuffled: bool) -> Iterator[str]:
     speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
     for layout in ("dense", "csr"):
-        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, PROBED_BLOCKS[0]), 0.0):
-            times = speed[layout, PROBED_BLOCKS[0]] / speed[layout, 1]
+        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, _PROBED_BLOCK), 0.0):
             otherwise = (
                 "; the cells were shuffled on conversion, so block_size does not affect how well batches are mixed"
                 if is_shuffled
                 else ", or dasksc convert, which shuffles cells once"
             )
             yield (
-                f"single rows are read {times:.1f} times slower than blocks of {PROBED_BLOCKS[0]} ({layout}): use "
-                f"BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
+                f"single rows are read {speed[layout, _PROBED_BLOCK] / speed[layout, 1]:.1f} times slower than blocks "
+                f"of {_PROBED_BLOCK} ({layout}): use BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
             )
-            break
+            return
+
+
+def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | None]:
+    """Return the matrices of a file or store, and how `dasksc.convert` has ordered its cells."""
+    if not isinstance(source, str | os.PathLike):
+        return [], None
+    with root_of(where_of(os.fspath(source), options), options) as root:
+        how = root.attrs.get("dasksc")
+        return list(_matrices_of(root)), Report(how) if isinstance(how, Mapping) else None
+
+
+def _matrices_of(root: Any, prefix: str = "") -> Iterator[Report]:
+    if "mod" in root:
+        for name in root["mod"]:
+            yield from _matrices_of(root["mod"][name], f"{name}/")
+        return
+    keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
+    elements = [("X", root[name]) for name in cell_ranger_matrices(root)]
+    for key, element in elements + [(key, root[key]) for key in keys if key in root]:
+        if isinstance(element, h5py.Dataset | zarr.Array):
+            if len(element.shape) == 2:
+                yield _matrix(prefix + key, "dense", [element])
+        elif "data" in element and "indices" in element:
+            encoding = str(element.attrs.get("encoding-type", element.attrs.get("h5sparse_format", "csr")))
+            arrays = [element[name] for name in ("data", "indices", "indptr")]
+            yield _matrix(prefix + key, encoding.removesuffix("_matrix"), arrays)
+
+
+def _matrix(key: str, encoding: str, arrays: Sequence[Any]) -> Report:
+    values = arrays[0]
+    return Report(
+        key=key,
+        n_files=1,
+        encoding=encoding,
+        dtype=str(values.dtype),
+        indices_dtype=str(arrays[1].dtype) if len(arrays) > 1 else None,
+        chunks=values.chunks,
+        shards=getattr(values, "shards", None),
+        codec=codec_of(values),
+        nbytes=sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays),
+        stored_bytes=_sum([_stored_bytes(array) for array in arrays]),
+    )
+
+
+def _stored_bytes(array: h5py.Dataset | zarr.Array[Any]) -> int | None:
+    if isinstance(array, h5py.Dataset):
+        return int(array.id.get_storage_size())
+    try:
+        return int(array.nbytes_stored())
+    except StorageError:  # A web server cannot list the contents of a store.
+        return None
+
+
+def _sum(sizes: Sequence[int | None]) -> int | None:
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def codec_of(array: h5py.Dataset | zarr.Array[Any]) -> str | None:
+    """Return the names of the filters and compressors of an array's chunks; None if there are none."""
+    if isinstance(array, h5py.Dataset):
+        pipeline = array.id.get_create_plist()
+        filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
+        names = [_HDF5_FILTERS.get(number, text.decode() or f"filter {number}") for number, _, _, text in filters]
+    else:
+        codecs = [one for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)]
+        names = [_codec_name(codec) for codec in codecs]
+    return ", ".join(names) or None
+
+
+def _codec_name(codec: Any) -> str:
+    cname = getattr(codec, "cname", None)
+    name = getattr(codec, "codec_id", None) or type(codec).__name__.removesuffix("Codec").lower()
+    return str(name) if cname is None else f"{name} {getattr(cname, 'value', cname)}"
+
+
+def _merged(matrices: Sequence[Report]) -> Iterator[Report]:
+    """Yield one row for the matrices that several files store in the same way."""
+    groups: dict[tuple[Any, ...], list[Report]] = {}
+    for one in matrices:
+        # Chunk shapes are not compared, since the chunks of a short array are only as long as the array.
+        kind = one.key, one.encoding, one.dtype, one.indices_dtype, one.codec, one.shards is None, one.chunks is None
+        groups.setdefault(kind, []).append(one)
+    for same in groups.values():
+        joined = {
+            "n_files": len(same),
+            "chunks": mode(one.chunks for one in same),
+            "shards": mode(one.shards for one in same),
+            "nbytes": sum(one.nbytes for one in same),
+            "stored_bytes": _sum([one.stored_bytes for one in same]),
+        }
+        yield Report(same[0] | joined)

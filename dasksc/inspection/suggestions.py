@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ from dask.sizeof import sizeof
 
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
+from dasksc.inspection.report import Report
 from dasksc.loader import components_of, scDataset
 from dasksc.loader.source import Hooks
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.sampling.strategies import BlockShuffling
 
-__all__ = ["estimate_sample_size", "suggest_parameters"]
+__all__ = ["estimate_sample_size", "rows_per_s", "suggest_parameters"]
 
 Hook = Callable[..., Any]
 
@@ -101,7 +103,7 @@ def suggest_parameters(
     batch_transform: Hook | None = None,
     *,
     labels: Any = None,
-) -> dict[str, Any]:
+) -> Report:
     """Suggest parameters from the memory of this machine, the size of a row, and measured mixing and speed.
 
     Parameters
@@ -126,11 +128,11 @@ def suggest_parameters(
 
     Returns
     -------
-    dict
-        ``num_workers`` and ``prefetch_factor`` for the DataLoader (None without workers, as PyTorch requires),
-        ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
+    Report
+        A dict with ``num_workers`` and ``prefetch_factor`` for the DataLoader (None without workers, as PyTorch
+        requires), ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
-        ``estimated_total_memory_mb`` and ``system_info``. With `labels`, it also has ``measured``, with the
+        ``estimated_total_memory_mb``, ``system_info`` and ``advice``. With `labels`, it also has ``measured``, with the
         ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then reach at
         least 99%, 95% and 80% of the ideal diversity. Each is chosen from the sizes that reach the required diversity,
         as the smallest whose rate is within 10% of the highest rate.
@@ -147,24 +149,21 @@ def suggest_parameters(
     (0, True)
     """
     check_flags(verbose=verbose)
-    for name, number, low in (
-        ("batch_size", batch_size, 1),
-        ("max_workers", max_workers, 0),
-        ("min_workers", min_workers, 0),
-    ):
-        whole_number(name, number, low)
+    whole_number("batch_size", batch_size)
+    whole_number("max_workers", max_workers, 0)
+    whole_number("min_workers", min_workers, 0)
     share: Any = target_ram_fraction
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise InputError(f"target_ram_fraction={target_ram_fraction!r} must be a share of the memory, in (0, 1]")
     data_collection = _opened(data_collection)
     available_bytes, total_bytes = _memory_of_machine()
-    sample_bytes = estimate_sample_size(
-        data_collection,
-        fetch_callback=fetch_callback,
-        fetch_transform=fetch_transform,
-        batch_callback=batch_callback,
-        batch_transform=batch_transform,
-    )
+    hooks: dict[str, Any] = {
+        "fetch_callback": fetch_callback,
+        "fetch_transform": fetch_transform,
+        "batch_callback": batch_callback,
+        "batch_transform": batch_transform,
+    }
+    sample_bytes = estimate_sample_size(data_collection, **hooks)
     num_workers = min(min_workers, max_workers)
     readers = max(num_workers, 1)
     budget_bytes = target_ram_fraction * available_bytes / (readers * _FETCHES_IN_FLIGHT)
@@ -176,34 +175,32 @@ def suggest_parameters(
     fetch_factor = max(fetch_factor, 1)
     fetch_bytes = batch_size * fetch_factor * sample_bytes
 
-    result: dict[str, Any] = {
-        "num_workers": num_workers,
-        "fetch_factor": fetch_factor,
-        "block_size_conservative": max(1, fetch_factor // 2),
-        "block_size_balanced": fetch_factor,
-        "block_size_aggressive": fetch_factor * 2,
-        "prefetch_factor": fetch_factor + 1 if num_workers else None,
-        "estimated_memory_per_fetch_mb": fetch_bytes / _MIB,
-        "estimated_total_memory_mb": fetch_bytes * readers * _FETCHES_IN_FLIGHT / _MIB,
-        "system_info": {
-            "available_ram_gb": available_bytes / _GIB,
-            "total_ram_gb": total_bytes / _GIB,
-            "cpu_count": os.cpu_count() or 1,
-            "estimated_sample_size_bytes": sample_bytes,
-        },
-    }
+    result = Report(
+        num_workers=num_workers,
+        prefetch_factor=fetch_factor + 1 if num_workers else None,
+        fetch_factor=fetch_factor,
+        block_size_conservative=max(1, fetch_factor // 2),
+        block_size_balanced=fetch_factor,
+        block_size_aggressive=fetch_factor * 2,
+        estimated_memory_per_fetch_mb=fetch_bytes / _MIB,
+        estimated_total_memory_mb=fetch_bytes * readers * _FETCHES_IN_FLIGHT / _MIB,
+        system_info=Report(
+            available_ram_gb=available_bytes / _GIB,
+            total_ram_gb=total_bytes / _GIB,
+            cpu_count=os.cpu_count() or 1,
+            estimated_sample_size_bytes=sample_bytes,
+        ),
+    )
     if labels is not None:
-        hooks = {
-            "fetch_callback": fetch_callback,
-            "fetch_transform": fetch_transform,
-            "batch_callback": batch_callback,
-            "batch_transform": batch_transform,
-        }
         measured = _measure_blocks(data_collection, batch_size, fetch_factor, labels, hooks)
         result |= {f"block_size_{name}": _best_block(measured, least) for name, least in _LEAST_DIVERSITY.items()}
         result["measured"] = measured
+    result["advice"] = [
+        "the order of an epoch depends on fetch_factor: use the same value on all ranks and in all runs",
+        "num_workers=0 is recommended: the threads of the rank read ahead",
+    ]
     if verbose:
-        print(_explain(result, target_ram_fraction))
+        print(result)
     return result
 
 
@@ -218,7 +215,7 @@ def _opened(data_collection: Any) -> Any:
 
 def _measure_blocks(
     data: Any, batch_size: int, fetch_factor: int, labels: Any, hooks: Mapping[str, Any]
-) -> list[dict[str, float]]:
+) -> list[Report]:
     """Return the diversity and the rows per second of each block size."""
     measured = []
     for block_size in _BLOCK_SIZES:
@@ -229,27 +226,22 @@ def _measure_blocks(
         of_rows = source.labels_of(labels) if isinstance(labels, str) else labels
         if count_rows(of_rows) != source.n_obs:
             raise InputError(f"labels has {count_rows(of_rows):,} labels, but the collection has {source.n_obs:,} rows")
-        measured.append(
-            {
-                "block_size": block_size,
-                "diversity": dataset.plan().diversity(of_rows).share,
-                "rows_per_s": _rows_per_s(dataset, batch_size, n_batches=2 * fetch_factor),
-            }
-        )
+        share = dataset.plan().diversity(of_rows).share
+        measured.append(Report(block_size=block_size, diversity=share, rows_per_s=rows_per_s(dataset)))
     return measured
 
 
-def _rows_per_s(dataset: scDataset, batch_size: int, *, n_batches: int) -> float:
-    """Measure the rate of the first batches of an epoch, after one uncounted batch that compiles kernels."""
+def rows_per_s(dataset: scDataset, seconds: float = 0.0) -> float:
+    """Measure the rate of epochs from their start, over two fetches and at least `seconds`, with compiled kernels."""
     for _ in dataset:
         break
-    n_read = 0
-    start = time.perf_counter()
-    for _ in dataset:
-        n_read += 1
-        if n_read == n_batches:
+    n_batches, elapsed_s, start = 0, 0.0, time.perf_counter()
+    for _ in chain.from_iterable(repeat(dataset)) if len(dataset) else ():
+        n_batches += 1
+        elapsed_s = time.perf_counter() - start
+        if elapsed_s >= seconds and n_batches >= min(2 * dataset.fetch_factor, len(dataset)):
             break
-    return n_read * batch_size / (time.perf_counter() - start)
+    return n_batches * dataset.plan().n_rank_rows / len(dataset) / elapsed_s if n_batches else 0.0
 
 
 def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
@@ -284,33 +276,3 @@ def _memory_of_machine() -> tuple[int, int]:
     """Return the available and the total memory in bytes, taking cgroup limits into account."""
     limit = memory_limit()
     return limit.n_bytes - limit.held, limit.n_bytes
-
-
-def _explain(suggestion: Mapping[str, Any], target_ram_fraction: float) -> str:
-    system = suggestion["system_info"]
-    num_workers = suggestion["num_workers"]
-    workers = (
-        "threads of the rank read ahead"
-        if num_workers == 0
-        else "as requested by min_workers; 0 is recommended, since the rank's own threads read ahead"
-    )
-    lines = [
-        "Suggested parameters",
-        f"  num_workers      {num_workers}  ({workers})",
-        f"  prefetch_factor  {suggestion['prefetch_factor']}",
-        f"  fetch_factor     {suggestion['fetch_factor']}",
-        f"  block_size       {suggestion['block_size_balanced']}",
-        f"    more random    {suggestion['block_size_conservative']}",
-        f"    faster         {suggestion['block_size_aggressive']}  (mainly on compressed files)",
-        *(
-            f"    {one['block_size']:>14,}  mixing {one['diversity']:.1%} of ideal, {one['rows_per_s']:,.0f} rows/s"
-            for one in suggestion.get("measured", ())
-        ),
-        "Memory",
-        f"  per row          {system['estimated_sample_size_bytes']:,} bytes",
-        f"  per fetch        {suggestion['estimated_memory_per_fetch_mb']:.1f} MiB",
-        f"  total            {suggestion['estimated_total_memory_mb']:.1f} MiB; the limit is"
-        f" {target_ram_fraction:.0%} of the {system['available_ram_gb']:.1f} GiB available",
-        "The order of an epoch depends on fetch_factor: use the same value on all ranks and in all runs.",
-    ]
-    return "\n".join(lines)

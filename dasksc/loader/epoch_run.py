@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from dask.utils import key_split
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
@@ -289,7 +288,7 @@ class EpochRun:
                 del fetched
 
         _ = source.recycling
-        loader = self._loader_properties(n_parts)
+        loader = self._loader_properties()
         window, plans = self._window(task, reading)
         # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
         # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
@@ -325,14 +324,12 @@ class EpochRun:
                     yield self._placement(batch)
                 del data
 
-    def _loader_properties(self, n_parts: int) -> dict[str, str | int | None]:
+    def _loader_properties(self) -> dict[str, str | int | None]:
         """Return the properties that identify this loader on the loader page."""
         worker = get_worker_info()
         return {
             "key": self._key,
             "name": self._source.name,
-            "tasks": key_split(fetch_name(self._source.name, self._plan)),
-            "n_fetches": len(self._ks) * n_parts,
             "worker": None if worker is None else worker.id,
             "host": socket.gethostname(),
             "pid": os.getpid(),

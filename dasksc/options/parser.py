@@ -40,19 +40,17 @@ class Parser(jsonargparse.ArgumentParser):
             if one.name not in skip:
                 _add(place, one._replace(default=defaults.get(one.name, one.default)), prefix)
 
-    def parse_args(self, args: Sequence[str]) -> jsonargparse.Namespace:  # type: ignore[override]
+    def parse_args(self, args: Sequence[str]) -> Any:  # type: ignore[override]
         """Parse a command line; hyphens and underscores in the names of options are the same."""
-        parsed: jsonargparse.Namespace = super().parse_args(list(map(_spelled, args)))
-        return parsed
+        return super().parse_args(list(map(_spelled, args)))
 
-    def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> jsonargparse.Namespace:
+    def parse_path(self, path: str | os.PathLike[str], *others: Any, **named: Any) -> Any:
         """Parse a YAML file; errors name it."""
         self._file = os.fspath(path)
         try:
-            parsed: jsonargparse.Namespace = super().parse_path(path, *others, **named)
-        except UnicodeDecodeError:
-            self.error("this is no text file; give a YAML file")
-        return parsed
+            return super().parse_path(path, *others, **named)
+        except UnicodeDecodeError as error:
+            self.error(f"Not a YAML file: {error}")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print an error, and exit with code 2."""
@@ -62,7 +60,7 @@ class Parser(jsonargparse.ArgumentParser):
         message = re.sub(r'^(?:argument |Parser key "?)([^\s":]+)"?:', r"\1:", message)
         if found := re.match(r"(?:unrecognized arguments: |Option ')([^\s']+)", message):
             named = known if found[1].startswith("-") else [flag.lstrip("-") for flag in known]
-            message = f"there is no option {found[1]}{nearest(found[1], named)}"
+            message = f"{found[1]} is not expected{nearest(found[1], named)}"
         self.exit(2, f"{self.prog}: {place}{message}\nAll options: {self.prog} --help\n")
 
 

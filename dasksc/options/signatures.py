@@ -132,7 +132,7 @@ def _types(node: ast.AST | None, module: str) -> Iterator[Any]:
 def _descriptions(docstring: str) -> dict[str, str]:
     """Return the first clause of the description of each parameter, without markup."""
     section = re.split(r"\n\n\S+\n---", docstring.partition("\nParameters\n----------\n")[2])[0]
-    found = {}
+    found: dict[str, str] = {}
     for names, text in re.findall(r"^(\S.*)\n((?: .*\n?|\n)*)", section, re.MULTILINE):
         clause = re.match(r"(?:If True, )?((?:``.*?``|[.:;](?=\S)|[^.:;])*)", " ".join(text.split()))
         plain = clause[1].replace("`", "") if clause else ""

@@ -28,7 +28,6 @@ CONDA_NAMES = {
     "torch": ["pytorch"],
     "matplotlib": ["matplotlib-base"],
     "dask": ["dask", "distributed"],
-    "prometheus-client": ["prometheus_client"],
     "build": ["python-build"],
 }
 

@@ -13,7 +13,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
 
 import dasksc
-from dasksc.inspection.stored_matrices import _codec
+from dasksc.inspection.describing import codec_of
 from dasksc.storage.safety.zarr_codecs import bounded_metadata, codecs_within
 from dasksc.storage.safety.zarr_metadata import GuardedLocalStore
 
@@ -101,7 +101,7 @@ def test_arrays_with_bounded_codecs_are_those_without(
             np.testing.assert_array_equal(found[3:6], expected[3:6])
         assert found.dtype == expected.dtype
         assert found.fill_value == expected.fill_value
-        assert _codec(found) == _codec(expected)
+        assert codec_of(found) == codec_of(expected)
 
 
 @pytest.mark.parametrize("format", [2, 3])

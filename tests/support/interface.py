@@ -138,4 +138,5 @@ def _of_source(module_name: str) -> Iterator[str]:
 def _commands() -> Iterator[str]:
     for name in COMMANDS:
         for one in prepared(name)[0]._actions:
-            yield f"{name} {'/'.join(one.option_strings) or one.dest}"
+            if one.dest != "help":
+                yield f"{name} {'/'.join(one.option_strings) or one.dest}"

@@ -15,7 +15,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin, WorkerPlugin
 
 from dasksc._compat.distributed import task_plugin_of, unregister_plugin, worker_plugin_names
 from dasksc.errors import StorageError
-from dasksc.executor import fetch_totals
 from dasksc.executor.cluster import file_visibility
 from dasksc.executor.cluster import transport as transport  # registers the serializers of results
 from dasksc.executor.local import Timed
@@ -45,10 +44,6 @@ class TaskPlugin(WorkerPlugin):
         self._task = task
         self._lock = threading.Lock()
         self._n_running = 0
-
-    def setup(self, worker: object) -> None:
-        """Export the totals of the worker's fetches at its ``/metrics``."""
-        fetch_totals.export()
 
     def run(self, argument: Any) -> Timed:
         """Run one fetch; return its duration in seconds and its result."""

@@ -89,8 +89,10 @@ def test_genes_are_matched_by_name(atlas, tmp_path):
     model, adata = load_model(report.model), read(atlas)
     other = tmp_path / "other.h5ad"
     adata[:50, ["gene5", "gene1", "gene11", "gene3"]].copy().write_h5ad(other)
-    embed(other, "--model", report.model, "--in-place", "--key", "X_mine")
-    np.testing.assert_allclose(read(other).obsm["X_mine"], by_hand(model, adata[:50], genes), rtol=1e-5, atol=1e-6)
+    embed(other, "--model", report.model, "--out", tmp_path / "other.zarr", "--key", "X_mine")
+    np.testing.assert_allclose(
+        read(tmp_path / "other.zarr").obsm["X_mine"], by_hand(model, adata[:50], genes), rtol=1e-5, atol=1e-6
+    )
     few = tmp_path / "few.h5ad"
     adata[:50, ["gene5", "gene11"]].copy().write_h5ad(few)
     with pytest.raises(InputError, match="gene3"):

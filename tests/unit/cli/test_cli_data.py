@@ -14,6 +14,7 @@ import pytest
 import scipy.sparse as sp
 from anndata import AnnData
 from anndata.io import write_elem
+from dask.utils import format_bytes
 
 import dasksc
 from tests.support.cell_ranger import make_counts, write_v2
@@ -77,10 +78,7 @@ def test_info_tells_what_is_in_a_file_and_how_it_is_stored(folder: Path) -> None
     assert (found["X"]["encoding"], found["X"]["dtype"], found["X"]["codec"]) == ("csr", "float32", None)
     assert found["obsm/pca"]["encoding"] == "dense"
     text = run_command("info", folder / "plain.h5ad", "--seconds", 0).stdout
-    assert text.startswith(f"{folder / 'plain.h5ad'}: 300 cells x 30 genes\n")
-    assert "cell_type (2 classes, 5 missing), n_genes (int64)" in text
-    assert "csr float32, columns int32" in text
-    assert "uncompressed" in text
+    assert ["cell_type", "category", "2", "5"] in [line.split() for line in text.splitlines()]
 
 
 def test_check_is_what_dasksc_check_says(folder: Path) -> None:
@@ -93,13 +91,14 @@ def test_check_is_what_dasksc_check_says(folder: Path) -> None:
     assert {one["name"]: one["stored"] for one in report["classes"]} == {
         one.name: one.stored for one in expected.classes
     }
-    assert "ranks 0 to 2" in run_command("check", folder / "plain.h5ad", *options).stdout
+    request = f"request_bytes      {format_bytes(report['request_bytes'])}\n"
+    assert request in run_command("check", folder / "plain.h5ad", *options).stdout
 
 
 def test_check_exits_with_a_status(folder: Path) -> None:
     path = folder / "plain.h5ad"
     dropping = ["check", path, "--batch-size", 250, "--drop-last"]
-    assert "warning: " in run_command(*dropping).stdout
+    assert "\nwarnings\n  - " in run_command(*dropping).stdout
     run_command(*dropping, "--strict", exit_code=1)
     run_command("check", path, "--batch-size", 30, "--strict", "--block-size", 1)
     assert "label_key" in run_command("check", path, "--strategy", "balance", exit_code=1).stderr
@@ -124,7 +123,7 @@ def test_suggest_prints_or_dumps_the_suggestions(folder: Path) -> None:
     assert "measured" not in report
     measured = run_json("suggest", path, folder / "gzip.h5ad", "--batch-size", 8, "--labels", "cell_type")
     assert [one["block_size"] for one in measured["measured"]] == [1, 4, 16, 64, 256, 1024]
-    assert "Suggested parameters" in run_command("suggest", path).stdout
+    assert "block_size_balanced" in run_command("suggest", path).stdout
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def test_modalities_take_no_options_of_open(cite: Path) -> None:
 
 def test_an_anndata_in_memory_is_described_too() -> None:
     found = dasksc.describe(atlas(0), seconds=0.01)
-    assert "cells/s" in repr(found)
-    assert (found.n_obs, found.matrices, len(found.rates)) == (N, (), 4)
+    assert (found.n_obs, found.matrices, len(found.rates)) == (N, [], 4)
+    assert all(rate.rows_per_s > 0 for rate in found.rates)
     with pytest.raises(dasksc.InputError, match="negative"):
         dasksc.describe(atlas(0), seconds=-1)

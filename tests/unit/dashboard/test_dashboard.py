@@ -1,4 +1,4 @@
-"""Loader page of the dashboard, reports that ranks send to it, and metrics for Prometheus."""
+"""Loader page of the dashboard, and reports that ranks send to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dasksc.executor import reporting
 pytestmark = pytest.mark.programs
 
 WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
-LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
+LABELS = {"key", "name", "worker", "host", "pid"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 ON_LOOPBACK = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
 
@@ -192,38 +192,3 @@ def test_names_cannot_end_the_script_of_the_page(cluster, client, atlas, tmp_pat
     next(iter(dataset(named, client)))
     assert eventually(lambda: loaders(cluster))
     assert "<b><!--" not in served(address(cluster, "loader"))
-
-
-def metrics(text: str) -> dict[str, float]:
-    """Return the value of each metric, summed over its labels."""
-    sums: dict[str, float] = {}
-    for line in text.splitlines():
-        if line.startswith("dasksc_"):
-            name, value = re.match(r"(\w+)(?:{.*})? (\S+)$", line).groups()
-            sums[name] = sums.get(name, 0.0) + float(value)
-    return sums
-
-
-def test_the_scheduler_serves_the_reports_to_prometheus(cluster, client, atlas):
-    pytest.importorskip("prometheus_client")
-    dashboard.install(client)
-    data = dataset(atlas, client)
-    list(data)
-    found, stats = metrics(served(address(cluster, "metrics"))), data.stats()
-    assert found["dasksc_loader_rows_per_second"] == pytest.approx(stats["rows_per_s"])
-    assert found["dasksc_loader_wait_share"] == pytest.approx(stats["wait_share"])
-    assert found["dasksc_loader_batches"] == len(data)
-    assert found["dasksc_loader_fetches"] == stats["n_fetched"]
-
-
-def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_client):
-    pytest.importorskip("prometheus_client")
-    workers = two_process_client.scheduler_info()["workers"].values()
-
-    def total(name: str) -> float:
-        pages = [served(f"http://127.0.0.1:{one['services']['dashboard']}/metrics") for one in workers]
-        return sum(metrics(page).get(name, 0) for page in pages)
-
-    before, data = total("dasksc_fetched_rows_total"), dataset(atlas, two_process_client)
-    list(data)
-    assert total("dasksc_fetched_rows_total") - before == 2_000

@@ -12,7 +12,7 @@ import pytest
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.inspection.dryrun_warnings import used_share
+from dasksc.inspection.checking import used_share
 from dasksc.kernels import sets as kernels
 from dasksc.loader import components_of
 
@@ -37,7 +37,7 @@ def dataset(adata: Any = None, set_size: int = 8, batch_size: int = 32, **option
 def test_cells_without_a_label_are_counted() -> None:
     (warning,) = dasksc.check(dataset(screen(unlabelled=70))).warnings
     assert warning.startswith("70 cells have no label in gene and are never drawn")
-    assert dasksc.check(dataset()).warnings == ()
+    assert dasksc.check(dataset()).warnings == []
 
 
 @pytest.mark.parametrize("n_controls", [1, 3])
@@ -51,7 +51,7 @@ def test_classes_are_counted_in_few_sets_and_without_controls(n_controls: int) -
         fill(*args)
 
     with (
-        mock.patch("dasksc.inspection.dryrun._MAX_COUNTED_ROWS", 1000),
+        mock.patch("dasksc.inspection.checking._MAX_COUNTED_ROWS", 1000),
         mock.patch.object(kernels, "fill_sets", counted),
         mock.patch.object(kernels, "fill_controls", side_effect=AssertionError("controls are drawn")),
     ):
@@ -97,9 +97,9 @@ def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
 
 
 def test_the_report_counts_sets_and_no_blocks() -> None:
-    report = str(dasksc.check(dataset(n_sets=100)))
-    assert "  rows     800 drawn (atlas: 4,000)\n" in report
-    assert "  sets     100, of 8 cells each, from 2 groups" in report
+    report = dasksc.check(dataset(n_sets=100))
+    assert (report.n_rows, report.n_obs, report.n_blocks) == (800, 4000, None)
+    assert (report.sets.n_sets, report.sets.set_size, report.sets.n_groups) == (100, 8, 2)
 
 
 def test_hooks_refuse_controls_and_say_what_takes_them() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from dask.utils import format_bytes
 from torch.utils.data import DataLoader
 
 import dasksc
@@ -112,12 +109,11 @@ def test_memory_counts_workers_and_the_batches_they_prefetch(path):
     assert few.prefetched_bytes >= 2 * 2 * batch_bytes
     assert more.prefetched_bytes == 25 * few.prefetched_bytes
     assert few.rank_bytes == 2 * one.projected_bytes + few.prefetched_bytes
-    assert "2 workers x" in repr(few)
-    assert f"(50 each); in addition, {format_bytes(2 * one.projected_pages)} of page cache" in repr(more)
+    assert (more.pages_bytes, more.request_bytes >= more.job_bytes) == (one.projected_pages, True)
 
 
 def test_a_good_configuration_is_not_warned_of(path):
-    assert dasksc.check(dataset(path, obs=["cell_type"]), world_size=4).warnings == ()
+    assert dasksc.check(dataset(path, obs=["cell_type"]), world_size=4).warnings == []
 
 
 def sorted_atlas(n_obs=4000) -> ad.AnnData:
@@ -130,7 +126,7 @@ def test_sorted_labels_with_a_small_buffer_are_warned_of():
     (warning,) = dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=4)).warnings
     assert "label diversity of random batches (plate)" in warning
     assert "a fetch mixes only 2 blocks" in warning
-    assert dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=128)).warnings == ()
+    assert dasksc.check(dataset(adata, BlockShuffling(16), obs=["plate"], fetch_factor=128)).warnings == []
 
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
@@ -143,7 +139,7 @@ def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     assert 100 < chunk_rows < 3000
     (warning,) = dasksc.check(dataset(path)).warnings
     assert f"a fetch (32 rows) is smaller than a storage chunk of X (about {chunk_rows:,.0f} rows)" in warning
-    assert dasksc.check(dataset(path, fetch_factor=512)).warnings == ()
+    assert dasksc.check(dataset(path, fetch_factor=512)).warnings == []
 
 
 def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
@@ -173,4 +169,5 @@ def test_a_world_without_ranks_is_refused(path):
 def test_an_atlas_without_x_is_described_as_such(tmp_path):
     adata = ad.AnnData(obs=pd.DataFrame(index=["a", "b"]), var=pd.DataFrame(index=["x"]))
     adata.write_h5ad(tmp_path / "atlas.h5ad")
-    assert re.search(r"^ +X +not stored", repr(dasksc.describe(tmp_path / "atlas.h5ad", seconds=0)), re.MULTILINE)
+    (advice,) = dasksc.describe(tmp_path / "atlas.h5ad", seconds=0).advice
+    assert "X is not stored" in advice

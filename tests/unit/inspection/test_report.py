@@ -1,0 +1,51 @@
+"""Reports as text, as HTML and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from dasksc.inspection.report import Report
+
+pytestmark = pytest.mark.core
+
+
+def report(n_ranks: int = 2) -> Report:
+    return Report(
+        name="<atlas>",
+        n_rows=12_345,
+        limit_bytes=None,
+        chunks=(1_000, 20),
+        nbytes=2_048,
+        system=Report(cpu_count=2),
+        ranks=[Report(rank=rank, n_rows=np.int64(7), codec=None) for rank in range(n_ranks)],
+        warnings=["Lower " + "batch_size " * 20],
+        genes=[],
+    )
+
+
+def test_text_has_the_values_and_then_a_section_for_each_table() -> None:
+    lines = str(report()).splitlines()
+    assert lines[:4] == ["name    <atlas>", "n_rows  12,345", "chunks  1,000 x 20", "nbytes  2.00 kiB"]
+    assert lines[4:10] == ["system", "  cpu_count  2", "ranks", "  rank  n_rows", "  0     7", "  1     7"]
+    assert lines[10:12] == ["warnings", "  - Lower " + " ".join(["batch_size"] * 7)]
+    assert max(map(len, lines)) < 100
+    assert "  - and 88 more" in str(report(100)).splitlines()
+
+
+def test_html_has_the_same_cells_and_no_markup_of_names() -> None:
+    html = report()._repr_html_()
+    assert "&lt;atlas&gt;" in html
+    assert "<atlas>" not in html
+    assert html.count("<table>") == html.count("</table>") == 4
+
+
+def test_json_has_all_facts_which_are_attributes_too() -> None:
+    facts = json.loads(report().to_json())
+    assert list(facts) == list(report())
+    assert facts["ranks"] == [{"rank": 0, "n_rows": 7, "codec": None}, {"rank": 1, "n_rows": 7, "codec": None}]
+    assert (report().ranks[1].rank, report().limit_bytes) == (1, None)
+    with pytest.raises(AttributeError, match="n_row'"):
+        report().n_row  # noqa: B018
