@@ -1,6 +1,7 @@
-"""Sphinx directive that shows the usage and the options of a subcommand of `dasksc`, from its parser.
+"""Sphinx directives that show the options of `dasksc`: of a subcommand, and of a section of a training configuration.
 
-A page has an empty block: ``{command}`` with the name of the subcommand as its argument.
+A page has an empty block: ``{command}`` with the name of the subcommand as its argument, or ``{keys}`` with the names
+of the signatures that declare the section.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import yaml
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from dasksc.cli import prepared
+from dasksc.options import REQUIRED
+from dasksc.train.config import keys_of
 
-__all__ = ["CommandHelp", "help_of"]
+__all__ = ["CommandHelp", "SectionKeys", "help_of", "table_of"]
 
 
 def help_of(name: str) -> str:
@@ -28,6 +32,15 @@ def help_of(name: str) -> str:
         if flags:
             lines.append(f"| {flags} | {_text((action.help or '').replace('%%', '%'))} |")
     return "\n".join(lines)
+
+
+def table_of(signatures: list[str]) -> str:
+    """Return the keys of a section of a configuration, with their defaults and meanings, in Markdown."""
+    rows = ["| key | default | meaning |", "| --- | --- | --- |"]
+    for one in keys_of(*signatures).values():
+        default = "required" if one.default is REQUIRED else f"`{yaml.safe_dump(one.default).splitlines()[0]}`"
+        rows.append(f"| `{one.name}` | {default} | {_text(one.help)} |")
+    return "\n".join(rows)
 
 
 def _text(text: str) -> str:
@@ -47,7 +60,19 @@ class CommandHelp(SphinxDirective):
         return self.parse_text_to_nodes(help_of(self.arguments[0]))
 
 
+class SectionKeys(SphinxDirective):
+    """Keys of a section of a training configuration."""
+
+    required_arguments = 1
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the parsed table."""
+        return self.parse_text_to_nodes(table_of(self.arguments))
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Register the directive."""
     app.add_directive("command", CommandHelp)
+    app.add_directive("keys", SectionKeys)
     return {"parallel_read_safe": True}

@@ -164,7 +164,7 @@ def embed(parser: Parser) -> Run:
     parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="Cells in a batch [default: 1024]")
     missing = "Refuse genes of the model that the atlas lacks, or read them as zeros [default: error]"
     parser.add_argument("--genes-missing", choices=("error", "zero"), default="error", help=missing)
-    parser.add_options("predict", skip=("model", "dataset", "categories", "in_place"), progress=None)
+    parser.add_options("predict", skip=("model", "dataset", "categories"), progress=None)
     add_paths(parser)
 
     def run(options: Mapping[str, Any]) -> None:

@@ -21,10 +21,10 @@ import yaml
 from jsonargparse import ActionConfigFile
 
 from dasksc.errors import InputError, MissingPathError
-from dasksc.options import REQUIRED, InvalidValue, Parser, nearest, parameters_of, parse
+from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, nearest, parameters_of, parse
 from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
 
-__all__ = ["Config", "add_sections"]
+__all__ = ["Config", "add_sections", "keys_of"]
 
 _OWN = "dasksc.train.sections"
 # Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
@@ -225,12 +225,15 @@ def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[
     return {"name": name, **_checked(key, section, signature)}
 
 
+def keys_of(*signatures: str) -> dict[str, Parameter]:
+    """Return the keys of a section of a configuration, which are parameters of one or more signatures."""
+    hidden = _OF_RUN - {"label_key"}
+    return {one.name: one for name in signatures for one in parameters_of(name) if one.name not in hidden}
+
+
 def _checked(key: str, given: Mapping[str, Any], *signatures: str) -> dict[str, Any]:
     """Return the options of a section with the types of the parameters of signatures."""
-    known = {
-        one.name: one for name in signatures for one in parameters_of(name) if one.name not in _OF_RUN - {"label_key"}
-    }
-    checked = {}
+    known, checked = keys_of(*signatures), {}
     for name, value in given.items():
         if name not in known:
             raise InputError(

@@ -12,8 +12,6 @@ from tests.support.commands import run_command
 from tests.support.guides import comparable
 from tests.support.programs import ROOT, blocks, run
 
-pytest.importorskip("pydantic")
-
 pytestmark = pytest.mark.programs
 
 PAGE = ROOT / "docs" / "reference" / "cli.md"

@@ -31,7 +31,7 @@ MODULES = (
         "dasksc.experimental",
         "dasksc.dashboard",
     ),
-    *("dasksc.train", "dasksc.train.config", "dasksc.train.models", "dasksc.integrations.data_module"),
+    *("dasksc.train", "dasksc.train.sections", "dasksc.train.models", "dasksc.integrations.data_module"),
 )
 # Importing these modules imports a trainer, which takes longer than all other imports.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")
@@ -75,7 +75,7 @@ def _of_class(name: str, thing: type) -> Iterator[str]:
     theirs = {direct for base in ours for direct in base.__bases__} - {object}  # without bases of third-party classes
     bases = [base.__name__ for base in thing.__mro__[1:] if base in theirs and not base.__name__.startswith("_")]
     is_made_by_us = any("__init__" in vars(base) for base in ours)
-    yield f"class {name}({', '.join(bases)}): {_fields(thing) or (_signature(thing) if is_made_by_us else '')}".rstrip()
+    yield f"class {name}({', '.join(bases)}): {_signature(thing) if is_made_by_us else ''}".rstrip()
     for member in sorted({member for base in ours for member in vars(base)}):
         if member.startswith("_") and member not in SPECIAL:
             continue
@@ -86,18 +86,6 @@ def _of_class(name: str, thing: type) -> Iterator[str]:
             yield f"{name}.{member}{_signature(value)}"
         else:
             yield f"{name}.{member}"
-
-
-def _fields(thing: type) -> str:
-    """Return the arguments of a pydantic model, whose signature differs between versions of pydantic."""
-    if not hasattr(thing, "model_fields"):
-        return ""
-    arguments = []
-    for name, one in thing.model_fields.items():
-        arguments.append(
-            f"{name}" if one.is_required() else f"{name}={_value(one.get_default(call_default_factory=True))}"
-        )
-    return f"({', '.join(arguments)})"
 
 
 def _signature(thing: Any) -> str:
