@@ -39,16 +39,12 @@ class DataModule:
         Rows per batch, per device.
     train, validate, test, predict
         Sampling strategy of each stage, or its name. A stage without a strategy has no data set.
-    drop_last, equal_ranks
-        As for `dasksc.scDataset`, in training.
-    label_key
-        As for `dasksc.scDataset`, in stages with the strategy ``"balance"``.
-    fetch_factor, fetch_callback, fetch_transform, batch_callback, batch_transform, transform, seed, obs, layers, obsm
-        As for `dasksc.scDataset`, in all stages.
-    genes, genes_missing, genes_key, genes_repeated, filter, layout, dtype, return_index
-        As for `dasksc.scDataset`, in all stages.
-    scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress, group
-        As for `dasksc.scDataset`, in all stages.
+    fetch_factor, drop_last, fetch_callback, fetch_transform, batch_callback, batch_transform, seed, obs, layers, obsm
+        As for `dasksc.scDataset`, in all stages; `drop_last` only in training.
+    genes, filter, layout, dtype, equal_ranks, scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress
+        As for `dasksc.scDataset`, in all stages; `equal_ranks` only in training.
+    group, transform, genes_missing, genes_key, genes_repeated, label_key, return_index
+        As for `dasksc.scDataset`, in all stages; `label_key` only in those with the strategy ``"balance"``.
 
     Attributes
     ----------

@@ -13,7 +13,7 @@ from tests.support import examples
 pytestmark = pytest.mark.programs
 
 CLASSES = {
-    "lightning": ("dasksc.integrations.lightning", "Writer"),
+    "lightning": ("dasksc.integrations.lightning", "scDataModule"),
     "scvi": ("dasksc.integrations.scvi", "SCVIDataModule"),
     "transformers": ("dasksc.integrations.transformers", "scTrainer"),
 }
