@@ -34,7 +34,7 @@ from dasksc.errors import InputError
 from dasksc.inference.model import Outputs, Predictor, check_categories, check_name, nan_rows
 from dasksc.inference.publishing import target_path
 from dasksc.inference.ranks import Ranks
-from dasksc.inference.store import COMPLETE, PredictionStore, ShardWriter
+from dasksc.inference.store import COMPLETE, NEW, PredictionStore, ShardWriter
 from dasksc.loader.dataset import components_of, scDataset, titled
 from dasksc.loader.row_range import over_range, world_of
 from dasksc.loader.source import MatrixSource
@@ -229,10 +229,8 @@ def predict(
         path = target_path(out)
         dataset = _dataset_of(dataset, options)
         store = _store_of(dataset, outputs, path)
-        # The value is not empty, which the store of the process group requires.
-        state = ranks.gather("state", f"state {store.start(overwrite=overwrite) if ranks.is_first else ''}")[0]
-        run = state.removeprefix("state ")
-        if run and not overwrite and world.rank == 0:
+        run = ranks.gather("run", store.start(overwrite=overwrite) if ranks.is_first else NEW)[0]
+        if run != NEW and not overwrite and world.rank == 0:
             logger.warning(
                 "%s predictions with these options that an earlier call wrote to %s. If the model has changed since, "
                 "predict all cells again with overwrite=True",

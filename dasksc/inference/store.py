@@ -31,9 +31,9 @@ from dasksc.inference.publishing import Names, complete_store, extend_store, is_
 from dasksc.output.elements import as_anndata_writes
 from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
 
-__all__ = ["COMPLETE", "Element", "PredictionStore", "ShardWriter"]
+__all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 
-COMPLETE = "complete"
+COMPLETE, NEW = "complete", "new"
 # Attributes of each array: the options of the call with the name of its run, and the rows with NaN.
 _ATTRIBUTE, _NAN = "dasksc-predicted", "dasksc-nan"
 _ARRAY = {"encoding-type": "array", "encoding-version": "0.2.0"}
@@ -92,7 +92,7 @@ class PredictionStore(WorkFolder):
     # --- Beginning --------------------------------------------------------------------------------------
 
     def start(self, *, overwrite: bool) -> str:
-        """Return `COMPLETE` if there is nothing to do, and otherwise the name of the run for `join`; create nothing."""
+        """Return the name of the run for `join`, or `NEW`, or `COMPLETE` if there is nothing to do; create nothing."""
         begun = self.read_plan()
         if not overwrite:
             if begun is not None and not self._is_same(begun):
@@ -107,15 +107,15 @@ class PredictionStore(WorkFolder):
         else:
             next(iter(self._names() or ()), None)  # unreadable names raise an error before anything is predicted
         if not overwrite:
-            return "" if begun is None else str(begun["run"])
+            return NEW if begun is None else str(begun["run"])
         if self.folder.exists():
             with self.locked(wait=True):
                 self.clear()
         return os.urandom(8).hex()
 
     def join(self, run: str) -> None:
-        """Continue a run, or begin one with this name; if it is empty, the rank that writes first names the run."""
-        self._run = run or None
+        """Continue a run, or begin one with this name; the rank that writes first names a `NEW` run."""
+        self._run = None if run == NEW else run
         begun = self.read_plan()
         if begun is not None and self._is_same(begun) and begun["run"] == self._run:
             self._is_begun = True
