@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
 from dasksc.errors import InputError, MissingPathError
 from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, nearest, parameters_of, parse

@@ -37,9 +37,9 @@ class DataSets(NamedTuple):
     split_table: pd.DataFrame | None
 
 
-def opened(path: Any, data: Any, columns: list[str] | None = None) -> Any:
-    """Open an atlas with the options of the section ``data``."""
-    names = data.open["index_unique"] is not None
+def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: bool = False) -> Any:
+    """Open an atlas with the options of the section ``data``; without names of cells, unless they are needed."""
+    names |= data.open["index_unique"] is not None
     return dasksc.open(path, obs=columns, mmap=data.mmap, names=names, **data.open)
 
 
