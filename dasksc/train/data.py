@@ -20,7 +20,7 @@ from dasksc.train.sections import STRATEGIES
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["DataSets", "make_datasets", "on_device", "opened"]
+__all__ = ["DataSets", "make_datasets", "opened"]
 
 logger = logging.getLogger(__name__)
 
@@ -203,16 +203,3 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, genes: Any) 
             raise InputError(f"model.label={label!r} is not categorical: obs[{label!r}] holds {adata.obs[label].dtype}")
         facts["n_labels"] = len(dataset.categories[label])
     return facts
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Copy every tensor of a batch to a device; copies from pinned memory are asynchronous."""
-    if device.type == "cpu":
-        return batch
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({name: on_device(value, device) for name, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        return type(batch)(on_device(value, device) for value in batch)
-    return batch
