@@ -84,8 +84,18 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        shown = {name: value for name, value in asdict(self).items() if name != "figures"} | self.figures
-        return "\n".join(f"{name:<20}  {text_of(name, value)}" for name, value in shown.items())
+        lines = {
+            "ranks": f"{self.world_size} x {self.device}, {self.strategy}",
+            "parameters": f"{self.n_parameters:,}",
+            "steps": f"{self.n_steps:,} in {self.n_epochs} epoch{'s' if self.n_epochs != 1 else ''}",
+            "cells": f"{self.n_cells:,} in {self.elapsed_s:.1f} s: {self.cells_per_s:,.0f} a second",
+            "waiting for data": f"{self.wait_share:.1%} of the time",
+            **{name.replace("_", " "): text_of(name, value) for name, value in self.figures.items()},
+            "checkpoint": self.checkpoint,
+            "model": self.model,
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:

@@ -90,9 +90,7 @@ class Pace:
 
 
 def text_of(name: str, value: Any) -> str:
-    """Format the value of a metric, or of a field of a report, as readable text."""
-    if isinstance(value, str):
-        return value
+    """Format the value of a metric as readable text."""
     if name.removeprefix("validation_") in ("accuracy", "wait_share"):
         return f"{value:.1%}"
     if name.endswith("_bytes"):
