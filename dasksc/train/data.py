@@ -50,9 +50,10 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     strategy = {name: value for name, value in data.strategy.items() if name != "name"}
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     in_sets = issubclass(strategy_class, dasksc.CellSets)
-    columns = _columns(obs, data, reads_all=in_sets)
+    weights = None if in_sets else strategy.get("weights")
+    columns = _columns(obs, data, weights)
     adata = opened(data.path, data, columns)
-    if isinstance(weights := strategy.get("weights"), str) and not in_sets:
+    if isinstance(weights, str):
         strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = table = None
     if split is not None and split.get("path") is None:
@@ -64,7 +65,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
         parts = _split(adata, split, rows)
         strategy["indices"], held_out = parts.values()
         table = getattr(parts, "table", None)
-        if isinstance(weights, str) and not in_sets:
+        if isinstance(weights, str):
             strategy["weights"] = strategy["weights"][strategy["indices"]]
 
     options = {name: value for name, value in vars(data).items() if name not in _OWN}
@@ -98,7 +99,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
 
     held = adata
     if split.get("path") is not None:
-        held = opened(split["path"], data, columns)
+        held = opened(split["path"], data, columns if in_sets or columns is None else obs)
         held_out = None if data.filter is None else dasksc.rows_where(held, data.filter)  # before labels change
         _adopt(held, training, adata, options, warns=rank == 0)
         options["filter"] = None
@@ -118,13 +119,15 @@ def _strategies() -> dict[str, Any]:
     return {name: getattr(dasksc, cls) for name, cls in STRATEGIES.items()}
 
 
-def _columns(obs: list[str], data: Any, *, reads_all: bool) -> list[str] | None:
-    """Return the columns of obs to read; None for all, since expressions and conditions may use any of them."""
-    split = data.validation or {}
-    if reads_all or data.filter is not None or split.get("conditions") is not None:
+def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:
+    """Return the columns of obs to read; None for all, since an expression may use any of them."""
+    strategy, split = data.strategy, data.validation or {}
+    conditions = [strategy.get("control"), split.get("control"), split.get("hold_out")]
+    if any(isinstance(one, str) for one in (data.filter, *conditions)):
         return None
-    given = [data.strategy.get("label_key"), data.strategy.get("weights")]
-    given += [split.get(name) for name in ("by", "groups", "stratify")]
+    given = [weights, *(strategy.get(name) for name in ("label_key", "by", "match"))]
+    given += [split.get(name) for name in ("by", "groups", "stratify", "conditions")]
+    given += [list(part) for one in conditions for part in (one if isinstance(one, list) else [one or {}])]
     needed = [name for one in given for name in (one if isinstance(one, list) else [one])]
     return list(dict.fromkeys([*obs, *(name for name in needed if isinstance(name, str))]))
 
