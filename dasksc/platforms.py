@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import IO, Any
 
-__all__ = ["after_fork", "cpus_of_process", "lock_file"]
+__all__ = ["after_fork", "lock_file"]
 
 # Offset of the lock on Windows. It is beyond the end of the file, because other processes cannot read a locked range.
 _LOCK_OFFSET = 2**30
@@ -17,13 +17,6 @@ def after_fork(call: Callable[[], None]) -> None:
     """Register a function that each forked child of this process calls first; do nothing on Windows."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
-
-
-def cpus_of_process() -> int:
-    """Return the number of CPUs that this process may run on, or of all CPUs on systems without affinity (macOS)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def lock_file(file: IO[Any], *, wait: bool) -> None:

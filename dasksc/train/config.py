@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
 from dasksc.errors import InputError, MissingPathError
 from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, nearest, parameters_of, parse
@@ -43,19 +43,19 @@ class Config:
     ----------
     data
         Data to read, with the keys of the section as attributes; `open` and `validation` are dicts.
-    model, tokenizer
-        Name and arguments of the model, and options of the tokenizer, if there is one.
+    model
+        Name and arguments of the model.
     training
         Options of the training loop.
-    predict
-        Prediction for all cells at the end of training, if given.
+    tokenizer, predict
+        Options of the tokenizer, and of the prediction for all cells at the end of training; None if not given.
 
     Examples
     --------
     >>> from dasksc.train import Config
     >>> config = Config.of({"data": {"path": "atlas.h5ad"}, "model": {"name": "vae", "latent_dim": 8}})
-    >>> config.data.batch_size, config.model
-    (64, {'name': 'vae', 'latent_dim': 8})
+    >>> config.data.batch_size, config.model["latent_dim"]
+    (64, 8)
     >>> config.training.optimizer, config.training.precision
     ({'name': 'adamw'}, '32-true')
     """

@@ -20,7 +20,7 @@ from dasksc.train.sections import STRATEGIES
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["DataSets", "make_datasets", "on_device", "opened"]
+__all__ = ["DataSets", "make_datasets", "opened"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ class DataSets(NamedTuple):
     split_table: pd.DataFrame | None
 
 
-def opened(path: Any, data: Any, columns: list[str] | None = None) -> Any:
-    """Open an atlas with the options of the section ``data``."""
-    names = data.open["index_unique"] is not None
+def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: bool = False) -> Any:
+    """Open an atlas with the options of the section ``data``; without names of cells, unless they are needed."""
+    names |= data.open["index_unique"] is not None
     return dasksc.open(path, obs=columns, mmap=data.mmap, names=names, **data.open)
 
 
@@ -50,9 +50,10 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     strategy = {name: value for name, value in data.strategy.items() if name != "name"}
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     in_sets = issubclass(strategy_class, dasksc.CellSets)
-    columns = _columns(obs, data, reads_all=in_sets)
+    weights = None if in_sets else strategy.get("weights")
+    columns = _columns(obs, data, weights)
     adata = opened(data.path, data, columns)
-    if isinstance(weights := strategy.get("weights"), str) and not in_sets:
+    if isinstance(weights, str):
         strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = table = None
     if split is not None and split.get("path") is None:
@@ -64,7 +65,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
         parts = _split(adata, split, rows)
         strategy["indices"], held_out = parts.values()
         table = getattr(parts, "table", None)
-        if isinstance(weights, str) and not in_sets:
+        if isinstance(weights, str):
             strategy["weights"] = strategy["weights"][strategy["indices"]]
 
     options = {name: value for name, value in vars(data).items() if name not in _OWN}
@@ -98,7 +99,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
 
     held = adata
     if split.get("path") is not None:
-        held = opened(split["path"], data, columns)
+        held = opened(split["path"], data, columns if in_sets or columns is None else obs)
         held_out = None if data.filter is None else dasksc.rows_where(held, data.filter)  # before labels change
         _adopt(held, training, adata, options, warns=rank == 0)
         options["filter"] = None
@@ -118,13 +119,15 @@ def _strategies() -> dict[str, Any]:
     return {name: getattr(dasksc, cls) for name, cls in STRATEGIES.items()}
 
 
-def _columns(obs: list[str], data: Any, *, reads_all: bool) -> list[str] | None:
-    """Return the columns of obs to read; None for all, since expressions and conditions may use any of them."""
-    split = data.validation or {}
-    if reads_all or data.filter is not None or split.get("conditions") is not None:
+def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:
+    """Return the columns of obs to read; None for all, since an expression may use any of them."""
+    strategy, split = data.strategy, data.validation or {}
+    conditions = [strategy.get("control"), split.get("control"), split.get("hold_out")]
+    if any(isinstance(one, str) for one in (data.filter, *conditions)):
         return None
-    given = [data.strategy.get("label_key"), data.strategy.get("weights")]
-    given += [split.get(name) for name in ("by", "groups", "stratify")]
+    given = [weights, *(strategy.get(name) for name in ("label_key", "by", "match"))]
+    given += [split.get(name) for name in ("by", "groups", "stratify", "conditions")]
+    given += [list(part) for one in conditions for part in (one if isinstance(one, list) else [one or {}])]
     needed = [name for one in given for name in (one if isinstance(one, list) else [one])]
     return list(dict.fromkeys([*obs, *(name for name in needed if isinstance(name, str))]))
 
@@ -203,16 +206,3 @@ def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, genes: Any) 
             raise InputError(f"model.label={label!r} is not categorical: obs[{label!r}] holds {adata.obs[label].dtype}")
         facts["n_labels"] = len(dataset.categories[label])
     return facts
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Copy every tensor of a batch to a device; copies from pinned memory are asynchronous."""
-    if device.type == "cpu":
-        return batch
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return type(batch)({name: on_device(value, device) for name, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, list | tuple):
-        return type(batch)(on_device(value, device) for value in batch)
-    return batch

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dasksc import InputError, TrainingError
 from dasksc.train.checkpoint import Checkpoints
 from dasksc.train.config import Config
-from dasksc.train.data import make_datasets, on_device
+from dasksc.train.data import make_datasets
 from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of, text_of
 from dasksc.train.models import BUILT_IN
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
@@ -84,8 +84,18 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        shown = {name: value for name, value in asdict(self).items() if name != "figures"} | self.figures
-        return "\n".join(f"{name:<20}  {text_of(name, value)}" for name, value in shown.items())
+        lines = {
+            "ranks": f"{self.world_size} x {self.device}, {self.strategy}",
+            "parameters": f"{self.n_parameters:,}",
+            "steps": f"{self.n_steps:,} in {self.n_epochs} epoch{'s' if self.n_epochs != 1 else ''}",
+            "cells": f"{self.n_cells:,} in {self.elapsed_s:.1f} s: {self.cells_per_s:,.0f} a second",
+            "waiting for data": f"{self.wait_share:.1%} of the time",
+            **{name.replace("_", " "): text_of(name, value) for name, value in self.figures.items()},
+            "checkpoint": self.checkpoint,
+            "model": self.model,
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
@@ -279,7 +289,7 @@ class _Run:
         for i, (batch, n_rows) in enumerate(zip(group, sizes, strict=True)):
             with self._accumulating(is_last=i == len(group) - 1):
                 with self._autocast():
-                    outputs = self.whole(on_device(batch, self.ranks.device))
+                    outputs = self.whole(batch.to(self.ranks.device, non_blocking=True))
                 n = outputs.get("n")
                 if n is None:
                     weight: torch.Tensor | float = n_rows / sum(sizes)
@@ -366,7 +376,7 @@ class _Run:
                 most = torch.tensor(n_calls, device=self.ranks.device)
                 n_calls = int(self.ranks.reduced(most, dist.ReduceOp.MAX))
             for batch in self.validation:
-                last = on_device(batch, self.ranks.device)
+                last = batch.to(self.ranks.device, non_blocking=True)
                 means.add(self.model(last), batch_length(last))
             for _ in range(n_calls - len(self.validation)):
                 self.model(last)
@@ -452,8 +462,6 @@ def grouped(items: Iterable[Any], n: int) -> Iterator[list[Any]]:
 
 def batch_length(batch: Any) -> int:
     """Return the number of rows of a batch: the length of its first tensor."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return next((n for n in map(batch_length, batch.values()) if n), 0)
-    if isinstance(batch, list | tuple):
-        return batch_length(batch[0])
     return int(batch.shape[0]) if hasattr(batch, "shape") else 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -57,7 +58,7 @@ class Pace:
         self.since = perf_counter()
         self._wait_s = self.total_s = self.total_wait_s = 0.0
 
-    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def timed(self, batches: Iterable[Any]) -> Generator[Any, None, None]:
         """Yield batches, and measure the time spent waiting for them."""
         iterator, none = iter(batches), object()
         while True:
@@ -89,9 +90,7 @@ class Pace:
 
 
 def text_of(name: str, value: Any) -> str:
-    """Format the value of a metric, or of a field of a report, as readable text."""
-    if isinstance(value, str):
-        return value
+    """Format the value of a metric as readable text."""
     if name.removeprefix("validation_") in ("accuracy", "wait_share"):
         return f"{value:.1%}"
     if name.endswith("_bytes"):
@@ -149,11 +148,20 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
         elif name == "tensorboard":
             writer = module.SummaryWriter(str(Path(config.training.checkpoint_dir) / name))
             closing.callback(writer.close)
-            yield lambda row, add=writer.add_scalar: [add(key, value, row["step"]) for key, value in row.items()]
+            yield partial(_to_tensorboard, writer)
         elif name == "wandb":
             run = module.init(project=config.training.wandb_project, config=config.to_dict())
             closing.callback(run.finish)
-            yield lambda row, log=run.log: log(dict(row), step=row["step"])
+            yield partial(_to_wandb, run)
+
+
+def _to_tensorboard(writer: Any, row: Row) -> None:
+    for name, value in row.items():
+        writer.add_scalar(name, value, row["step"])
+
+
+def _to_wandb(run: Any, row: Row) -> None:
+    run.log(dict(row), step=row["step"])
 
 
 def _line(row: Row) -> str:

@@ -203,24 +203,18 @@ def modules_to_shard(model: nn.Module, min_num_params: int) -> list[nn.Module]:
 
     Each has at least `min_num_params` parameters, not counting those of its submodules in the list.
     """
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    attentions = [one for one in model.modules() if isinstance(one, nn.MultiheadAttention)]
+    # MultiheadAttention uses the parameters of its submodules directly, without calling them.
+    uncalled = {model, *(part for one in attentions for part in one.modules() if part is not one)}
     found: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> set[nn.Parameter]:
-        """Return the parameters of `module` that no module in `found` contains."""
-        remaining = set(module.parameters(recurse=False))
-        # MultiheadAttention uses the parameters of its submodules directly, without calling them.
-        if isinstance(module, nn.MultiheadAttention):
-            remaining = set(module.parameters())
-        else:
-            for child in module.children():
-                remaining |= visit(child)
-        is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-        if module is not model and is_called and sum(p.numel() for p in remaining) >= min_num_params:
+    taken: set[nn.Parameter] = set()
+    for module in reversed(list(model.modules())):
+        own = set(module.parameters()) - taken
+        is_called = module not in uncalled and not isinstance(module, containers)
+        if is_called and sum(one.numel() for one in own) >= min_num_params:
             found.append(module)
-            return set()
-        return remaining
-
-    visit(model)
+            taken |= own
     return found
 
 

@@ -86,7 +86,11 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
     label = getattr(model, "label", None)
-    return {"predicted": list(categories[label])} if name == "predict" and label in categories else {}
+    return (
+        {"predicted": list(categories[label])}
+        if name == "predict" and isinstance(label, str) and label in categories
+        else {}
+    )
 
 
 def read_model(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,9 +104,10 @@ def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks:
     assert config.predict is not None
     options = dict(config.predict)
     path, method = options.pop("path", None) or config.data.path, options.pop("method", None)
+    is_plain = isinstance(path, str) and not any(one not in (None, False, "inner") for one in config.data.open.values())
     reading = dataset_for(
         reading_options(config, dataset),
-        opened(path, config.data),
+        path if is_plain else opened(path, config.data, names=True),  # from a path, names of cells are never in memory
         batch_size=options.pop("batch_size", None) or config.data.batch_size,
         fetch_factor=config.data.fetch_factor,
         memory_limit=config.data.memory_limit,

@@ -32,7 +32,7 @@ def test_the_commands_of_the_page_run(tmp_path):
     dasksc.convert(tmp_path / "demo" / "atlas.h5ad", tmp_path / "atlas.zarr")
     raw = small(tmp_path / "demo" / "atlas.h5ad", tmp_path / "run", training__max_steps=2)
     (section,) = (block[2] for block in blocks(PAGE, "yaml"))
-    assert Config.of(raw | yaml.safe_load(section)).predict.key == "X_emb"
+    assert Config.of(raw | yaml.safe_load(section)).predict["key"] == "X_emb"
     train(raw)
     (file,) = (block[2] for block in blocks(PAGE, "python") if block[2].startswith("# models.py\n"))
     (tmp_path / "models.py").write_text(file)

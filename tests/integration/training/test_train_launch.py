@@ -55,7 +55,10 @@ def test_a_killed_rank_restarts_and_losses_equal_those_of_an_uninterrupted_run(s
     raw["training"]["resume_from"] = "auto"
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(raw))
     ranks = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    report = json.loads(train([*ranks, "-m", "dasksc", "train", "--config", "c.yaml", "--json"], tmp_path))
+    # By default, all attempts share one store, and gloo connects to ranks of earlier attempts.
+    environment = {**os.environ, **NO_GPU, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*ranks, "-m", "dasksc", "train", "--config", "c.yaml", "--json"]
+    report = json.loads(train(command, tmp_path, environment))
     assert mark.exists()
     assert (report["world_size"], report["strategy"]) == (2, "fsdp")
     assert_same(tmp_path / "run", alone(small, 2), "loss", "validation_loss")
