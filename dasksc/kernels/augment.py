@@ -1,4 +1,4 @@
-"""Augmentation of CSR rows: thinned and sampled counts, and masked values.
+"""Augmentation of a batch: thinned and sampled counts, and masked values.
 
 Random numbers are keyed by the row and the column, or by the row and the index of a molecule in the row. Dense and CSR
 rows therefore get the same values.
@@ -18,10 +18,15 @@ otherwise from the removed ones. The result is multivariate hypergeometric.
 
 Common parameters
 -----------------
-keys
-    Random key of each row, shape (n_rows,), uint64; see `keys_of_rows`.
+key, number
+    Key of all random numbers, uint64, and number of the batch.
+rows
+    Row numbers of the batch, shape (n_rows,), int64.
 indptr, columns, values
     CSR rows of the batch: shapes (n_rows + 1,), (nnz,) and (nnz,). Values are changed in place, and zeros stay stored.
+dense
+    C-contiguous dense rows of the batch, shape (n_rows, n_vars). Their nonzeros are changed in place, a few rows at a
+    time, so that they stay in the L1 cache of a core.
 """
 
 from __future__ import annotations
@@ -31,10 +36,11 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
+from dasksc.kernels.csr import put, squeeze
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
 
-__all__ = ["downsample", "keys_of_rows", "mask", "sample", "tables_of"]
+__all__ = ["downsample", "downsample_dense", "mask", "mask_dense", "sample", "sample_dense", "tables_of"]
 
 # Largest count that is drawn by one word, and largest count that is drawn in such parts or by single bits.
 _N_TABLE, _N_PARTS = 16, 64
@@ -54,12 +60,15 @@ _SHIFT_1, _SHIFT_2, _SHIFT_3, _SHIFT_4 = np.uint32(17), np.uint32(11), np.uint32
 _FACTOR_1, _FACTOR_2, _FACTOR_3 = np.uint32(0xED5AD4BB), np.uint32(0xAC4C1B51), np.uint32(0x31848BAB)
 # The number of a column's random stream is the column number. These are the numbers of the other streams of a row.
 _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2), np.uint64(2**63)
-# Largest total of a row for which `sample` rounds the probability of thinning to `_SHARE_BITS` bits.
-_MOST_IN_ROW = 2**17
+# Largest count that a vectorized loop of `sample` checks, and largest total of a row for which `sample` rounds the
+# probability of thinning to `_SHARE_BITS` bits.
+_MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS
-# Largest difference for which `_reach` draws molecules one by one.
+# Largest difference for which `_sample_many` draws molecules one by one.
 _FEW = 8
+# Number of elements of dense rows to change at a time. A larger row is changed as a whole.
+_AT_ONCE = 2**14
 # Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
 _STIRLING = np.array(
     [
@@ -78,11 +87,27 @@ _STIRLING = np.array(
 
 
 @kernel
-def keys_of_rows(key, number, rows):
-    """Return the keys of the rows of a batch: `key` is that of all random numbers, `number` that of the batch."""
+def _keys_of(key, number, rows):
     keys = np.empty(len(rows), np.uint64)
     row_keys(stream(key, number), rows, keys)
     return keys
+
+
+@kernel
+def _scratch(dense):
+    # Return the number of dense rows that are changed at a time, and arrays for their nonzeros as CSR.
+    n_at_once = max(1, _AT_ONCE // max(1, dense.shape[1]))
+    size = n_at_once * dense.shape[1]
+    return n_at_once, np.empty(n_at_once + 1, np.int64), np.empty(size, np.int32), np.empty(size, dense.dtype)
+
+
+@kernel
+def _flat_position(first, n_vars, indptr, columns, bad):
+    # Return the position in dense rows of the value at position `bad` of the CSR rows that begin at row `first`.
+    row = 0
+    while indptr[row + 1] <= bad:
+        row += 1
+    return (first + row) * n_vars + columns[bad]
 
 
 @kernel
@@ -120,9 +145,10 @@ def _write_steps(p, steps):
 
 @kernel
 def _stepped(steps, count, word):
-    found = np.int64(0)
-    for k in range(_N_TABLE):
-        found += word >= steps[count, k]
+    # Unsigned indices avoid numba's check for negative values, so the loop is vectorized.
+    found, own = np.int64(0), steps[np.uint64(count)]
+    for k in range(np.uint64(_N_TABLE)):
+        found += word >= own[k]
     return found
 
 
@@ -242,22 +268,46 @@ def _thinned(row_key, column, count, p, steps):
 
 
 @kernel
-def downsample(keys, indptr, columns, values, p, steps, lookup):
+def downsample(key, number, rows, indptr, columns, values, p, steps, lookup):
     """Keep each molecule counted in CSR rows with probability `p`.
 
     `steps` and `lookup` are those of `tables_of`. Return the position in `values` of the first value that is not a
     whole number from 0 to 2**53 (2**24 for float32), or -1. If there is one, other values may have been changed.
     """
+    return _downsample(_keys_of(key, number, rows), indptr, columns, values, p, steps, lookup)
+
+
+@kernel
+def downsample_dense(key, number, rows, dense, p, steps, lookup):
+    """Downsample dense rows as `downsample` does; return the flat position in `dense` of the first bad value, or -1."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _scratch(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        n = squeeze(some, indptr, columns, values)
+        bad = _downsample(keys[first : first + n_at_once], indptr, columns, values[:n], p, steps, lookup)
+        if bad >= 0:
+            return _flat_position(first, dense.shape[1], indptr, columns, bad)
+        put(indptr, columns, values, some)
+    return np.int64(-1)
+
+
+@kernel
+def _look_up(row_key, columns, values, start, stop, places):
+    # Write the places of values in the lookup table. The loop has no branches, so it is vectorized.
+    for k in range(start, stop):
+        count = np.int32(values[k])
+        is_small = (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _SMALL)
+        place = np.uint32((np.uint32(count) << _LOOKUP_SHIFT) | (_head(row_key, columns[k]) >> _HEAD_SHIFT))
+        places[k] = place if is_small else _OTHERS
+
+
+@kernel
+def _downsample(keys, indptr, columns, values, p, steps, lookup):
     places = np.empty(len(values), np.uint32)
     for i in range(len(keys)):
-        # Unsigned indices avoid numba's check for negative values.
         row_key, start, stop = keys[i], np.uint64(indptr[i]), np.uint64(indptr[i + 1])
-        # A loop without branches is vectorized.
-        for k in range(start, stop):
-            count = np.int32(values[k])
-            is_small = (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _SMALL)
-            place = (np.uint32(count) << _LOOKUP_SHIFT) | (_head(row_key, columns[k]) >> _HEAD_SHIFT)
-            places[k] = place if is_small else _OTHERS
+        _look_up(row_key, columns, values, start, stop, places)
         for k in range(start, stop):
             kept = lookup[np.uint64(places[k])]
             if kept != _UNDECIDED:
@@ -285,7 +335,7 @@ def _take(key, counts, kept, n, n_more):
     # Draw `n_more` molecules without replacement from those that are not kept; or, if it is negative, discard as many
     # of those that are.
     ends, size = np.empty(n, np.int64), np.int64(0)
-    for k in range(n):
+    for k in range(np.uint64(n)):
         size += counts[k] - kept[k] if n_more > 0 else kept[k]
         ends[k] = size
     taken, counter = np.zeros(size, np.bool_), 0
@@ -293,8 +343,8 @@ def _take(key, counts, kept, n, n_more):
     while n_left:
         place = min(np.int64(uniform(key, counter) * size), size - 1)
         counter += 1
-        if not taken[place]:
-            taken[place] = True
+        if not taken[np.uint64(place)]:
+            taken[np.uint64(place)] = True
             kept[np.searchsorted(ends, place, side="right")] += step
             n_left -= 1
 
@@ -306,18 +356,23 @@ def _sample_few(row_key, columns, counts, kept, total, target):
     others = _N_SHARES - n_shares
     # Steps of the counts 1, 2 and 3 for the first 32 bits of a word. The third powers of `n_shares` and `others` have
     # 30 bits, so nothing is rounded.
-    steps = np.full((4, 3), _ONE << _U32, np.uint64)
-    steps[1, 0] = others << 22
-    steps[2, 0], steps[2, 1] = others**2 << 12, (2**20 - n_shares**2) << 12
-    steps[3, 0], steps[3, 1] = others**3 << 2, (others**3 + 3 * others**2 * n_shares) << 2
-    steps[3, 2] = (2**30 - n_shares**3) << 2
+    low_1, low_2, low_3 = np.uint64(others << 22), np.uint64(others**2 << 12), np.uint64(others**3 << 2)
+    middle_2, middle_3 = np.uint64((2**20 - n_shares**2) << 12), np.uint64((others**3 + 3 * others**2 * n_shares) << 2)
+    high_3, never = np.uint64((2**30 - n_shares**3) << 2), _ONE << _U32
+    # A loop without branches is vectorized. Its results for counts above 3 are replaced afterwards.
+    for k in range(np.uint64(len(columns))):
+        head, count = np.uint64(_head(row_key, columns[k])), counts[k]
+        low = low_3 if count == 3 else low_2 if count == 2 else low_1 if count == 1 else never
+        middle = middle_3 if count == 3 else middle_2 if count == 2 else never
+        high = high_3 if count == 3 else never
+        kept[k] = np.int64(head >= low) + np.int64(head >= middle) + np.int64(head >= high)
     single, n_single, n_drawn, n_kept = np.uint64(0), 0, 0, np.int64(0)
-    for k in range(len(columns)):
+    for k in range(np.uint64(len(columns))):
         count = counts[k]
         if count <= 3:
-            head = np.uint64(_head(row_key, columns[k]))
-            kept[k] = np.int64(head >= steps[count, 0]) + (head >= steps[count, 1]) + (head >= steps[count, 2])
-        elif count > _N_PARTS:
+            n_kept += kept[k]
+            continue
+        if count > _N_PARTS:
             kept[k] = _binomial(stream(row_key, columns[k]), count, n_shares / _N_SHARES)
         else:
             if count > n_single:
@@ -367,24 +422,52 @@ def _sample_many(row_key, columns, counts, kept, target):
 
 
 @kernel
-def sample(keys, indptr, columns, values, target):
+def sample(key, number, rows, indptr, columns, values, target):
     """Keep `target` molecules of each CSR row, or all if there are fewer.
 
     Return the position in `values` of the first value that `downsample` refuses, or that makes the sum of its row
     larger than 2**53; -1 if there is none. If there is one, the rows before it have been changed already.
     """
+    return _sample(_keys_of(key, number, rows), indptr, columns, values, target)
+
+
+@kernel
+def sample_dense(key, number, rows, dense, target):
+    """Sample dense rows as `sample` does; return the flat position in `dense` of the first bad value, or -1."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _scratch(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        squeeze(some, indptr, columns, values)
+        bad = _sample(keys[first : first + n_at_once], indptr, columns, values, target)
+        if bad >= 0:
+            return _flat_position(first, dense.shape[1], indptr, columns, bad)
+        put(indptr, columns, values, some)
+    return np.int64(-1)
+
+
+@kernel
+def _sample(keys, indptr, columns, values, target):
     longest = 0
     for i in range(len(keys)):
         longest = max(longest, indptr[i + 1] - indptr[i])
     counts, kept = np.empty(longest, np.int64), np.empty(longest, np.int64)
     for i in range(len(keys)):
         start, stop, total = np.uint64(indptr[i]), np.uint64(indptr[i + 1]), np.int64(0)
+        # A loop without branches is vectorized.
+        is_small = True
         for k in range(start, stop):
-            count = np.int64(values[k])
+            count = np.int32(values[k])
+            is_small &= (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _MOST)
             counts[k - start] = count
             total += count
-            if not _is_count(values[k]) or total > _LARGEST:
-                return np.int64(k)
+        if not is_small:
+            total = np.int64(0)
+            for k in range(start, stop):
+                counts[k - start] = np.int64(values[k])
+                total += counts[k - start]
+                if not _is_count(values[k]) or total > _LARGEST:
+                    return np.int64(k)
         if total <= target:
             continue
         if total <= _MOST_IN_ROW:
@@ -397,8 +480,25 @@ def sample(keys, indptr, columns, values, target):
 
 
 @kernel
-def mask(keys, indptr, columns, values, p):
+def mask(key, number, rows, indptr, columns, values, p):
     """Set each value of CSR rows to 0 with probability `p`."""
+    _mask(_keys_of(key, number, rows), indptr, columns, values, p)
+
+
+@kernel
+def mask_dense(key, number, rows, dense, p):
+    """Set each nonzero of dense rows to 0 with probability `p`, as `mask` does."""
+    keys = _keys_of(key, number, rows)
+    n_at_once, indptr, columns, values = _scratch(dense)
+    for first in range(0, len(dense), n_at_once):
+        some = dense[first : first + n_at_once]
+        squeeze(some, indptr, columns, values)
+        _mask(keys[first : first + n_at_once], indptr, columns, values, p)
+        put(indptr, columns, values, some)
+
+
+@kernel
+def _mask(keys, indptr, columns, values, p):
     step = np.uint64(p * _ONE_AS_WORD)
     nothing = values.dtype.type(0)
     for i in range(len(keys)):

@@ -51,9 +51,10 @@ def over_range(dataset: scDataset, start: int, stop: int, *, device: Any = None)
     one._token = secrets.token_hex(4)
     one._progress = False
     one._title = f"rows {start:,} to {stop:,}"
-    transforms = as_transforms(dataset.transform)
-    if transforms is not None:
-        one.transform = Transforms(transforms.steps, start // dataset.batch_size)
+    given = as_transforms(dataset.transform)
+    if given is not None:
+        numbered: Any = Transforms(given.steps, start // dataset.batch_size)
+        one.transform = numbered
     if device is not None:
         one._placement = DeviceTransfer(device, dataset._placement.pin_memory)
     return one

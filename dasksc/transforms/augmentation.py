@@ -19,13 +19,12 @@ from dasksc.batches.batch import Batch
 from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import augment as kernels
-from dasksc.kernels import csr
 from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["Augmentation", "Downsample", "MaskGenes"]
 
-# Approximate number of values of dense rows whose nonzeros are changed at a time, so that they stay in the L2 cache.
-_AT_ONCE = 2**18
+# Key of the random numbers, number of the batch and its row numbers.
+_Draws = tuple[np.uint64, int, NDArray[np.int64]]
 
 
 class Augmentation:
@@ -104,10 +103,9 @@ class Augmentation:
                 "single modality, before any tokenizer; it is not a hook"
             )
         made = Batch(batch)
-        rows = batch["index"].numpy()
-        keys = kernels.keys_of_rows(key, self._number, rows)
+        draws = key, self._number, batch["index"].numpy()
         if self.layer is None:
-            made["X"] = self._values(batch["X"], rows, keys)
+            made["X"] = self._changed(batch["X"], draws)
             return made
         layers = batch.get("layers") or {}
         if self.layer not in layers:
@@ -117,25 +115,31 @@ class Augmentation:
                 f"scDataset(layers=[{self.layer!r}])"
             )
         made["layers"] = copy.copy(layers)
-        made["layers"][self.layer] = self._values(layers[self.layer], rows, keys)
+        made["layers"][self.layer] = self._changed(layers[self.layer], draws)
         return made
 
-    def _values(self, given: torch.Tensor, rows: NDArray[np.int64], keys: NDArray[np.uint64]) -> torch.Tensor:
+    def _changed(self, given: torch.Tensor, draws: _Draws) -> torch.Tensor:
         """Return a matrix with changed values."""
-        given = given.detach()
+        if given.requires_grad:
+            given = given.detach()
         is_csr = given.layout == torch.sparse_csr
-        values = given.values() if is_csr else given.contiguous()
-        changed = values.to(self._kernel_dtype(values.dtype), copy=not self._in_place)
+        values = given.values() if is_csr else given
+        dtype = self._kernel_dtype(values.dtype)
+        changed = values
+        if not self._in_place or dtype != values.dtype:
+            changed = values.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if is_csr:
             # Kernels take the types of the loader's batches, since each combination of types takes seconds to compile.
             indptr = given.crow_indices().numpy().astype(np.int64)
             columns = given.col_indices().numpy().astype(np.int32, copy=False)
-            self._change(rows, keys, indptr, columns, changed.numpy())
+            self._change(draws, indptr, columns, changed.numpy())
         else:
-            self._change_dense(rows, keys, changed.numpy())
+            self._change_dense(draws, changed.numpy())
+        if changed is values:
+            return given
         made = changed.to(values.dtype)
         if made is not changed:
-            is_lost = (made.to(changed.dtype) != changed) & ~changed.isnan()
+            is_lost = (made.to(dtype) != changed) & ~changed.isnan()
             if is_lost.any():
                 raise InputError(
                     f"the transform drew {changed[is_lost][0].item()}, which {values.dtype} cannot represent. Request "
@@ -146,24 +150,16 @@ class Augmentation:
         parts = given.crow_indices(), given.col_indices(), made
         return torch.sparse_csr_tensor(*parts, size=given.shape, check_invariants=False)
 
-    def _change_dense(self, rows: NDArray[np.int64], keys: NDArray[np.uint64], dense: NDArray[Any]) -> None:
-        """Change the nonzeros of dense rows in place, a few rows at a time."""
-        n_at_once = max(1, _AT_ONCE // max(1, dense.shape[1]))
-        size = min(n_at_once, len(dense)) * dense.shape[1]
-        indptr = np.empty(n_at_once + 1, np.int64)
-        columns, values = np.empty(size, np.int32), np.empty(size, dense.dtype)
-        for first in range(0, len(dense), n_at_once):
-            some = slice(first, first + n_at_once)
-            n = csr.squeeze(dense[some], indptr, columns, values)
-            self._change(rows[some], keys[some], indptr, columns, values[:n])
-            csr.put(indptr, columns, values, dense[some])
-
     def _kernel_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the data type in which the kernels change values of `dtype`."""
         raise NotImplementedError
 
-    def _change(self, rows: NDArray[np.int64], keys: NDArray[np.uint64], *csr: NDArray[Any]) -> None:
+    def _change(self, draws: _Draws, *csr: NDArray[Any]) -> None:
         """Change the values of CSR rows in place; `csr` holds their row pointers, columns and values."""
+        raise NotImplementedError
+
+    def _change_dense(self, draws: _Draws, dense: NDArray[Any]) -> None:
+        """Change the values of dense rows in place."""
         raise NotImplementedError
 
 
@@ -195,8 +191,7 @@ class Downsample(Augmentation):
     position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
     keep their structure: a count that drops to 0 is a stored zero.
 
-    CSR batches take about 1.1 ns for each nonzero, or 1.5 ns with `target_counts`. Dense batches from a dense file
-    take another 0.17 ns for each value to find the nonzeros.
+    The cost is one pass over the nonzeros of a batch, and for dense batches another to find them.
 
     With `target_counts`, a cell is first thinned binomially to about the target. If more molecules than the target
     remain, the surplus is drawn from them without replacement and discarded. If fewer remain, the deficit is drawn
@@ -241,26 +236,35 @@ class Downsample(Augmentation):
     def _kernel_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32 if dtype in (torch.float16, torch.bfloat16, torch.float32) else torch.float64
 
-    def _change(self, rows: NDArray[np.int64], keys: NDArray[np.uint64], *csr: NDArray[Any]) -> None:
+    def _change(self, draws: _Draws, *csr: NDArray[Any]) -> None:
         if self.target_counts is not None:
-            bad = kernels.sample(keys, *csr, self.target_counts)
+            bad = kernels.sample(*draws, *csr, self.target_counts)
         else:
-            bad = kernels.downsample(keys, *csr, self.fraction, *self._tables)
-        if bad < 0:
-            return
-        indptr, columns, values = csr
+            bad = kernels.downsample(*draws, *csr, self.fraction, *self._tables)
+        if bad >= 0:
+            indptr, columns, values = csr
+            self._refuse(draws, values[bad], int(np.searchsorted(indptr, bad, side="right")) - 1, columns[bad])
+
+    def _change_dense(self, draws: _Draws, dense: NDArray[Any]) -> None:
+        if self.target_counts is not None:
+            bad = kernels.sample_dense(*draws, dense, self.target_counts)
+        else:
+            bad = kernels.downsample_dense(*draws, dense, self.fraction, *self._tables)
+        if bad >= 0:
+            self._refuse(draws, dense.flat[bad], *divmod(bad, dense.shape[1]))
+
+    def _refuse(self, draws: _Draws, value: Any, position: int, column: int) -> None:
         name = "X" if self.layer is None else f"layer {self.layer!r}"
-        largest, number = 2**24 if values.dtype == np.float32 else 2**53, values[bad].item()
+        largest, number = 2**24 if value.dtype == np.float32 else 2**53, value.item()
         remedy = (
             "Request scDataset(dtype='float64'), which represents larger counts"
             if largest < number <= 2**53
             else "Use the layer with raw counts: scDataset(..., layers=['counts'], "
             "transform=Downsample(..., layer='counts'))"
         )
-        row = rows[np.searchsorted(indptr[: len(rows) + 1], bad, side="right") - 1]
         raise InputError(
-            f"Downsample needs counts: whole numbers from 0 to {largest} in {values.dtype}, whose sum in a cell is at "
-            f"most 2**53; {name} has {number!r} in row {row}, column {columns[bad]}. {remedy}"
+            f"Downsample needs counts: whole numbers from 0 to {largest} in {value.dtype}, whose sum in a cell is at "
+            f"most 2**53; {name} has {number!r} in row {draws[2][position]}, column {column}. {remedy}"
         )
 
 
@@ -288,8 +292,7 @@ class MaskGenes(Augmentation):
     position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
     keep their structure: a masked value is a stored zero.
 
-    CSR batches take about 0.4 ns for each nonzero. Dense batches from a dense file take another 0.17 ns for each value
-    to find the nonzeros.
+    The cost is one pass over the nonzeros of a batch, and for dense batches another to find them.
 
     Examples
     --------
@@ -315,8 +318,11 @@ class MaskGenes(Augmentation):
         half = torch.float16, torch.bfloat16
         return torch.float32 if dtype in half else torch.uint8 if dtype == torch.bool else dtype
 
-    def _change(self, rows: NDArray[np.int64], keys: NDArray[np.uint64], *csr: NDArray[Any]) -> None:
-        kernels.mask(keys, *csr, self.p)
+    def _change(self, draws: _Draws, *csr: NDArray[Any]) -> None:
+        kernels.mask(*draws, *csr, self.p)
+
+    def _change_dense(self, draws: _Draws, dense: NDArray[Any]) -> None:
+        kernels.mask_dense(*draws, dense, self.p)
 
 
 def _is_number(value: Any) -> bool:

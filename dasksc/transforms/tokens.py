@@ -52,6 +52,10 @@ class _CellRows(NamedTuple):
     keys: NDArray[np.uint64]
 
 
+# Fates of the tokens, and the numbers that choose replacements; see `dasksc.kernels.tokens.mask_tokens`.
+_Chosen = tuple[NDArray[np.uint8], NDArray[np.float64]]
+
+
 class _Tokens:
     """Base class of tokenizing transforms."""
 
@@ -172,7 +176,7 @@ class _Tokens:
             draws = np.zeros(shape if self.random_replace_ratio > 0 else (0, 0))
             shares = self.mask_ratio, self.random_replace_ratio, self.keep_ratio
             kernels.mask_tokens(lengths, keys, *shares, first, fates, draws)
-            made["labels"] = torch.from_numpy(self._mask(fates, draws, ids, token_values))
+            made["labels"] = torch.from_numpy(self._mask((fates, draws), ids, token_values))
         made["input_ids"] = torch.from_numpy(ids)
         made["values"] = torch.from_numpy(token_values)
         made["attention_mask"] = torch.from_numpy(np.arange(shape[1]) < first + lengths[:, None])
@@ -182,14 +186,8 @@ class _Tokens:
         """Write the tokens of all rows."""
         raise NotImplementedError
 
-    def _mask(
-        self,
-        fates: NDArray[np.uint8],
-        draws: NDArray[np.float64],
-        ids: NDArray[np.int64],
-        values: NDArray[np.float32],
-    ) -> NDArray[np.int64]:
-        """Mask or replace the tokens to predict, and return the labels; see `dasksc.kernels.tokens.mask_tokens`."""
+    def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Mask or replace the tokens to predict, and return the labels."""
         raise NotImplementedError
 
 
@@ -302,13 +300,8 @@ class RankTokens(_Tokens):
             ranked = ranked / self.medians[columns]
         kernels.rank_tokens(indptr, columns, ranked, self._ids, counts, int(self.prepend_cls), ids, values)
 
-    def _mask(
-        self,
-        fates: NDArray[np.uint8],
-        draws: NDArray[np.float64],
-        ids: NDArray[np.int64],
-        values: NDArray[np.float32],
-    ) -> NDArray[np.int64]:
+    def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
+        fates, draws = chosen
         labels = np.where(fates > 0, ids, IGNORED)
         hidden, replaced = fates == kernels.HIDDEN, fates == kernels.REPLACED
         ids[hidden] = self.vocabulary.mask_id
@@ -413,13 +406,8 @@ class ValueBins(_Tokens):
         first = int(self.prepend_cls)
         kernels.bin_tokens(indptr, columns, binned, self._ids, counts, keys, self.n_bins, first, ids, values)
 
-    def _mask(
-        self,
-        fates: NDArray[np.uint8],
-        draws: NDArray[np.float64],
-        ids: NDArray[np.int64],
-        values: NDArray[np.float32],
-    ) -> NDArray[np.int64]:
+    def _mask(self, chosen: _Chosen, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[np.int64]:
+        fates, draws = chosen
         labels = np.where(fates > 0, values.astype(np.int64), IGNORED)
         replaced = fates == kernels.REPLACED
         values[fates == kernels.HIDDEN] = _MASKED_VALUE

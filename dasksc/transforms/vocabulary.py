@@ -236,13 +236,7 @@ def _unpickled(path: Path) -> dict[str, int]:
 
 
 def names_of(genes: Iterable[str]) -> list[str]:
-    """Return the names of genes as a list of strings.
-
-    Raises
-    ------
-    WrongTypeError
-        If `genes` is a single string, an AnnData or a table, rather than a list of names.
-    """
+    """Return the names of genes as a list of strings; raise an error for a single string, an AnnData or a table."""
     if isinstance(genes, str):
         raise WrongTypeError(f"genes={genes!r} is a string; give a list of names: genes=[{genes!r}]")
     if hasattr(genes, "var_names") or hasattr(genes, "columns"):

@@ -45,10 +45,9 @@ def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
 
 def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float, target: int) -> int:
     """Thin CSR rows or, if `p` is 0, sample them; return the position of the first invalid value, or -1."""
-    keys = augment.keys_of_rows(np.uint64(key), number, rows)
     if p == 0:
-        return augment.sample(keys, *csr, target)
-    return augment.downsample(keys, *csr, p, *augment.tables_of(p))
+        return augment.sample(np.uint64(key), number, rows, *csr, target)
+    return augment.downsample(np.uint64(key), number, rows, *csr, p, *augment.tables_of(p))
 
 
 def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, target: int) -> np.ndarray[Any, Any]:
@@ -154,7 +153,7 @@ def test_masked_values_are_those_of_the_twin(cells, key, p):
         for k, cell in zip(keys, dense.tolist(), strict=True)
     ]
     indptr, columns, values = as_csr(dense)
-    augment.mask(augment.keys_of_rows(np.uint64(key), 5, rows), indptr, columns, values, p)
+    augment.mask(np.uint64(key), 5, rows, indptr, columns, values, p)
     assert sp.csr_matrix((values, columns, indptr), dense.shape).toarray().tolist() == expected
 
 
