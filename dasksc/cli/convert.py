@@ -23,7 +23,6 @@ Examples:
   dasksc convert atlas.h5ad by-type.zarr --group-by cell_type
   dasksc convert atlas.h5ad t.zarr --filter "cell_type == 'T cell'"
   dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
-  dasksc convert atlas.h5ad atlas.zarr --scheduler tcp://node0:8786
 """
 
 
@@ -77,9 +76,9 @@ Examples:
     metavar="NUMBER",
     help="Fill missing genes.  [default: NaN; sparse: 0]",
 )
+@click.option("--layout", type=click.Choice(["csr"]), help="Write dense X and layers as CSR.")
 @click.option("--keep-types", is_flag=True, help="Do not narrow the types of values.")
 @click.option("--memory-limit", metavar="SIZE", help="Memory, except obs and var.  [default: 2GiB]")
-@click.option("--scheduler", metavar="ADDRESS", help="Dask scheduler.  [default: threads]")
 @feature_options
 @url_options
 @click.option("--overwrite", is_flag=True, help="Replace OUT.zarr, finished or unfinished.")
@@ -103,9 +102,9 @@ def command(
     index_unique: str | None,
     merge: str | None,
     fill_value: float | None,
+    layout: Any,
     keep_types: bool,
     memory_limit: str | None,
-    scheduler: str | None,
     features: Features,
     storage_options: StorageOptions,
     cache: str | None,
@@ -151,9 +150,9 @@ def command(
         index_unique=index_unique,
         merge=merge,
         fill_value=fill_value,
+        layout=layout,
         narrow=not keep_types,
         memory_limit=memory_limit,
-        scheduler=scheduler,
         overwrite=overwrite,
         verify=verify,
         **chosen,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -14,30 +13,16 @@ from dasksc.kernels.split import put_by_code
 from dasksc.sampling.block_order import BlockOrder
 from dasksc.sampling.groups import CodedColumn, combined_codes
 
-__all__ = ["Order", "row_order"]
-
-Order = Literal["shuffle", "keep"]
+__all__ = ["row_order"]
 
 _PART = 2**20
 
 
-def row_order(obs: pd.DataFrame, *, order: Order, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
-    """Compute the input row of each output row.
+def row_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
+    """Compute the input row of each output row; arguments as for `dasksc.convert`.
 
-    Parameters
-    ----------
-    obs
-        Table of the cells.
-    order
-        ``"shuffle"``: a keyed permutation of all rows; ``"keep"``: the order of the input.
-    group_by
-        Names of columns in `obs`. Rows with the same combination of categories are stored together; `order` applies
-        within each combination. Combinations are sorted by the first column, then by the next. Categorical columns keep
-        the order of their categories; the values of other columns are sorted. Rows with a missing category come last.
-    seed
-        Seed of the permutation, an integer in [0, 2**64).
-    out
-        Output: row numbers of the input, shape (n_obs,), int64.
+    Groups are sorted by the first column, then by the next. Categorical columns keep the order of their categories; the
+    values of other columns are sorted. Rows with a missing category come last.
     """
     n_obs = len(obs)
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)

@@ -27,18 +27,10 @@ __all__ = ["Subset", "subset_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subset:
-    """Subset of an atlas.
+    """Subset of an atlas, with lazy matrices that have not been read.
 
-    Parameters
-    ----------
-    adata
-        Selected cells and genes, with lazy matrices that have not been read.
-    rows
-        Rows of the selected cells, ascending; None for all cells.
-    match
-        Result of matching the names of genes; None if no names were given.
-    left_out
-        Keys of the elements of varm and varp if these are dropped because genes are missing or summed; otherwise empty.
+    `rows` are the rows of the selected cells, ascending, and `match` is the match of the names of genes; None if all
+    were selected. `left_out` has the keys of varm and varp if these are dropped because genes are missing or summed.
     """
 
     adata: AnnData
@@ -50,23 +42,7 @@ class Subset:
 def subset_of(adata: AnnData, expression: str | None, genes: GeneRequest, *, has_names: bool) -> Subset:
     """Return the cells for which an expression over obs holds, and the requested columns of X and of layers.
 
-    Parameters
-    ----------
-    adata
-        Result of `dasksc.open`, which is not modified.
-    expression
-        As for `dasksc.rows_where`; None for all cells.
-    genes
-        Genes to keep, as for `scDataset`. ``raw`` keeps its own genes.
-    has_names
-        True if the names of cells were read.
-
-    Raises
-    ------
-    InputError
-        If the expression matches no cell, or the request for genes is invalid; see `GeneRequest.columns_of`.
-    MissingKeyError
-        If obs lacks a column of the expression, or var lacks requested genes.
+    `has_names` is False if the names of cells were not read.
     """
     rows = None if expression is None else np.flatnonzero(holds(expression, adata.obs, of=adata))
     if rows is not None and not len(rows):
@@ -135,10 +111,7 @@ def _cells_of(element: Any, rows: NDArray[np.int64] | None) -> Any:
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
-    """Return var of the kept genes.
-
-    A gene summed from several columns has the row of the first of them; a missing gene has only its name.
-    """
+    """Return var of the kept genes; one that is summed has the row of its first column, a missing one only its name."""
     to = np.arange(len(columns)) if columns.to is None else columns.to
     first = np.full(len(columns), -1)
     # If several positions map to one column, the first is kept. NumPy keeps the last assignment, so the order is

@@ -160,7 +160,7 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
     def converted(path: str) -> Any:
         target = tmp_path / "atlas.zarr"
         data = path if n_files == 1 else [path] * n_files
-        return dasksc.convert(data, target, overwrite=True, scheduler="sync", **options)
+        return dasksc.convert(data, target, overwrite=True, **options)
 
     # A filter copies the columns.
     of_columns = (1 + 4) * (2 if "filter" in options else 1)
