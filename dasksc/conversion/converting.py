@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from anndata import AnnData
+from numpy.typing import NDArray
 
 from dasksc.checks import names_or_none
 from dasksc.conversion.names import StagedNames
-from dasksc.conversion.rows import row_order
 from dasksc.conversion.scanning import ROW, Pass, pieces, verify_rows
 from dasksc.conversion.tables import check_obs, write_tables
-from dasksc.conversion.writing import Copy, copy_of
+from dasksc.conversion.writing import Copy
 from dasksc.errors import CorruptDataError
 from dasksc.executor.schedulers import default_threads
+from dasksc.kernels.draw import count_codes
+from dasksc.kernels.split import put_by_code
 from dasksc.memory.limits import memory_limit
 from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
+from dasksc.sampling.block_order import BlockOrder
+from dasksc.sampling.groups import CodedColumn, combined_codes
 from dasksc.storage import Matrix, is_url, open_matrix
 
 __all__ = ["Conversion", "needs_runs"]
@@ -87,7 +91,7 @@ class Conversion:
         groups = names_or_none("group_by", how["group_by"])
         if not self._order.exists():
             with atomic_array(self._order, np.int64, n_obs) as out:
-                row_order(self._adata.obs, order=how["order"], group_by=groups, seed=how["seed"], out=out)
+                _fill_order(self._adata.obs, order=how["order"], group_by=groups, seed=how["seed"], out=out)
         with progress_bar(total=n_obs * len(self._matrices) * (2 + verify), shown=shown) as self._advance:
             for key, matrix in self._matrices.items():
                 self._convert(key, matrix)
@@ -132,9 +136,9 @@ class Conversion:
         else:
             self._advance(n_obs, f"reading {key}")
         if key in self._staged and copy.remaining_bytes:
-            staged, order = reading.staged()
+            copy.matrix, copy.order = reading.staged()
             # Each piece reads from every file, so longer pieces need fewer reads.
-            copy = replace(copy, matrix=staged, order=order, piece_values=max(1, self._budget // _VALUE_BYTES))
+            copy.piece_values = max(1, self._budget // _VALUE_BYTES)
         self._run(f"writing {key}", copy, copy.n_shards, copy.is_done)
         copy.finish()
         for folder in rows.parent.glob("parts-*"):
@@ -168,12 +172,12 @@ class Conversion:
 
     def _copy(self, key: str, matrix: Matrix) -> Copy:
         is_csr = matrix.layout == "csr"
-        self._copies[key] = copy = copy_of(
+        self._copies[key] = copy = Copy(
             matrix,
-            key,
-            self._rows(key),
             self._order,
-            self._work_folder.store,
+            rows=self._rows(key),
+            folder=self._work_folder.store / key,
+            is_expression=not key.startswith("obsm/"),
             narrow=self._plan["narrow"],
             piece_rows=max(1, int(self._budget // (3 * matrix.cost.row))) if is_csr else self._piece_rows(matrix),
             piece_values=max(1, min(_PIECE_VALUES, self._budget // _VALUE_BYTES)),
@@ -203,6 +207,31 @@ class Conversion:
                 # The disk holds the sorted copies of one matrix at a time.
                 largest = max(largest, size + n_obs * (8 + 8 * (not self._places.exists())))
         return int(total + largest)
+
+
+def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
+    """Compute the input row of each output row; arguments as for `dasksc.convert`.
+
+    Groups are sorted by the first column, then by the next. Categorical columns keep the order of their categories; the
+    values of other columns are sorted. Rows with a missing category come last.
+    """
+    n_obs = len(obs)
+    keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
+    if group_by:
+        grouped = {name: pd.Categorical(obs[name]) for name in group_by}
+        columns = [CodedColumn(name, np.asarray(one.codes), list(one.categories)) for name, one in grouped.items()]
+        codes, n_codes = combined_codes(columns, slice(None), n_obs)
+        counts = np.zeros(n_codes + 1, dtype=np.int64)
+        count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
+        # Missing categories have the code -1; their rows come last.
+        places = np.concatenate([[0], np.cumsum(counts[1:])])
+    for start in range(0, n_obs, _PIECE_ROWS):
+        stop = min(start + _PIECE_ROWS, n_obs)
+        rows = keyed.at(np.arange(start, stop, dtype=np.int64))
+        if not group_by:
+            out[start:stop] = rows
+        else:
+            put_by_code(rows, codes[rows].astype(np.int32), places, out)
 
 
 def needs_runs(matrix: Matrix) -> bool:

@@ -9,24 +9,20 @@ from typing import Any
 
 import h5py
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import digest
-from dasksc.kernels.csr import rows_ascend
 from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
 from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer, open_matrix
-from dasksc.storage.dtypes import holds_all, sum_dtype
-from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.arrays import memory_dtype
 
-__all__ = ["ROW", "Pass", "described", "exactly", "gather", "pieces", "summed", "verify_rows"]
+__all__ = ["ROW", "Pass", "described", "gather", "pieces", "verify_rows"]
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
 
-CSR = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]
-Block = CSR | NDArray[Any]
+Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]] | NDArray[Any]
 
 
 def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
@@ -36,64 +32,41 @@ def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
 
 
 def gather(fetched: RowBuffer, positions: NDArray[np.int64], dtype: np.dtype[Any]) -> Block:
-    """Copy rows: a dense block, or ``(indptr, indices, data)`` with columns as stored, perhaps unsorted or repeated."""
-    if isinstance(fetched, CSRRowBuffer):
-        return fetched.gather_stored(positions, dtype=dtype)
-    block = np.empty((len(positions), fetched.shape[1]), dtype=dtype)
-    fetched.gather(positions, out=block)
-    return block
-
-
-def summed(block: CSR, n_vars: int) -> CSR:
-    """Sort the columns of CSR rows and sum repeated ones; the sums of integers have 64 bits."""
-    indptr, indices, data = block
-    every = np.arange(len(indptr) - 1, dtype=np.int64)
-    starts = np.uint64(indices.ctypes.data) + np.uint64(indices.itemsize) * indptr[:-1].astype(np.uint64)
-    if rows_ascend(every, np.diff(indptr), starts, indices[:0]):
+    """Copy rows as a dense or CSR block, in 64-bit integers if sums of repeated columns exceed an integer `dtype`."""
+    if fetched.layout == "dense":
+        block = np.empty((len(positions), fetched.shape[1]), dtype=dtype)
+        fetched.gather(positions, out=block)
         return block
-    is_float = data.dtype.kind == "f"
-    wide = np.promote_types(data.dtype, np.float64) if is_float else sum_dtype(data.dtype)
-    matrix = sp.csr_matrix((data.astype(wide), indices, indptr), shape=(len(every), n_vars))
-    matrix.sum_duplicates()
-    sums = exactly(matrix.data, data.dtype, "a sum of duplicate entries") if is_float else matrix.data
-    return matrix.indptr.astype(np.int64), matrix.indices.astype(np.int32), sums
+    try:
+        return fetched.gather_csr(positions, dtype=dtype)
+    except (InputError, StorageError):
+        if dtype.kind == "f":
+            raise
+        return fetched.gather_csr(positions, dtype=np.dtype(np.uint64 if dtype == np.uint64 else np.int64))
 
 
-def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Convert values to another data type; raise `InputError` if the type cannot represent them exactly."""
-    if values.dtype == dtype:
-        return values
-    with np.errstate(all="ignore"):
-        result = values.astype(dtype)
-    if not holds_all(values, result):
-        raise InputError(
-            f"{what} cannot be represented in {dtype}, the data type of the input. Store the input in a wider type: "
-            "adata.X = adata.X.astype('float64')."
-        )
-    return result
+def exact_dtype(matrix: Matrix) -> np.dtype[Any]:
+    """Return a data type for exact copies of the stored values; booleans become integers, whose duplicates add up."""
+    return np.dtype(np.uint8) if matrix.stored_dtype.kind == "b" else memory_dtype(matrix.stored_dtype)
 
 
-def described(block: Block, n_vars: int) -> NDArray[Any]:
+def described(block: Block) -> NDArray[Any]:
     """Return the descriptions of the rows of a block, shape (n_rows,), of type `ROW`."""
-    indptr, indices, data = summed(block, n_vars) if isinstance(block, tuple) else (None, None, block)
-    n_rows = len(block) if indptr is None else len(indptr) - 1
-    sums, digests, largest = np.empty(n_rows), np.empty(n_rows, dtype=np.uint64), np.empty(n_rows)
-    # The kernels support neither of these types.
-    data = data.view(np.uint8) if data.dtype == bool else data.astype(np.float32) if data.dtype == np.float16 else data
-    rows = np.zeros(n_rows, dtype=ROW)
-    if indptr is None:
-        digest.digest_dense(data, sums, digests, largest)
+    lengths = np.diff(block[0]) if isinstance(block, tuple) else np.zeros(len(block), dtype=np.int64)
+    rows = np.empty(len(lengths), dtype=ROW)
+    out = [np.empty(len(rows), dtype=ROW[name]) for name in ("sum", "digest", "largest")]
+    if isinstance(block, tuple):
+        digest.digest_csr(*block, *out)
     else:
-        digest.digest_csr(indptr, indices, data, sums, digests, largest)
-        rows["length"] = np.diff(indptr)
-    rows["sum"], rows["digest"], rows["largest"] = sums, digests, largest
+        digest.digest_dense(block, *out)
+    rows["length"], rows["sum"], rows["digest"], rows["largest"] = lengths, *out
     return rows
 
 
 def described_range(matrix: Matrix, start: int, stop: int) -> NDArray[Any]:
     """Read and describe consecutive rows of a matrix."""
     rows = np.arange(start, stop, dtype=np.int64)
-    return described(gather(matrix.fetch(rows), rows - start, matrix.stored_dtype), matrix.shape[1])
+    return described(gather(matrix.fetch(rows), rows - start, exact_dtype(matrix)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +108,10 @@ class Pass:
         else:
             ranked = np.argsort(mapped_array(self.places)[start:stop])
             fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
-            block = gather(fetched, ranked, self.matrix.stored_dtype)
+            block = gather(fetched, ranked, exact_dtype(self.matrix))
             with atomic_path(self.folder / f"{k}.h5") as path, h5py.File(path, "w") as file:
                 _write_block(file, block, fetched.shape)
-            found[ranked] = described(block, fetched.shape[1])
+            found[ranked] = described(block)
         with atomic_array(self.folder / f"{k}.npy", ROW, len(found)) as out:
             out[:] = found
 
@@ -169,7 +142,6 @@ def _write_block(file: h5py.File, block: Block, shape: tuple[int, int]) -> None:
     group = file.create_group("X")
     group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
     group["indptr"] = indptr
-    # Repeated columns are summed when the copy is read, since their sums may need a wider type.
     group["indices"] = indices.astype(np.uint16) if shape[1] <= 2**16 else indices
     group["data"] = data
 

@@ -42,7 +42,9 @@ from zarr.codecs import BloscCodec
 
 from dasksc.output.work_folder import atomic_path
 
-__all__ = ["ShardWriter", "ShardedArray", "shard_writer"]
+__all__ = ["ShardWriter", "ShardedArray", "Shuffle", "shard_writer"]
+
+Shuffle = Literal["noshuffle", "shuffle"]
 
 # Index entry of a chunk that was not written.
 _ABSENT = 2**64 - 1
@@ -56,7 +58,7 @@ _USUAL_SHARDS = 16
 _SHARD_VALUES = 2**26
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ShardedArray:
     """Array of one or two dimensions whose chunks and shards are as wide as the array."""
 
@@ -64,7 +66,7 @@ class ShardedArray:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     chunk_rows: int
-    shuffle: Literal["noshuffle", "shuffle"] = "shuffle"
+    shuffle: Shuffle = "shuffle"
 
     @property
     def shard_rows(self) -> int:
@@ -76,6 +78,11 @@ class ShardedArray:
     def n_shards(self) -> int:
         """Number of shards."""
         return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
+
+    @property
+    def shard_bytes(self) -> int:
+        """Uncompressed size of a shard."""
+        return self.shard_rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, k: int) -> tuple[int, int]:
         """Return the range of the rows of shard `k`."""

@@ -116,7 +116,7 @@ def warm(source: str) -> None:
     matrix = matrices_of(dasksc.open(source))["X"]
     rows = np.arange(10)
     fetched = matrix.fetch(rows)
-    scanning.described(scanning.gather(fetched, rows, matrix.stored_dtype), matrix.shape[1])
+    scanning.described(scanning.gather(fetched, rows, matrix.stored_dtype))
     fetched.gather_csr(rows, dtype=np.dtype(np.uint16))
 
 
