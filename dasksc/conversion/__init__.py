@@ -16,18 +16,17 @@ from dasksc.atlas.opening import open, warn_of_repeated_names
 from dasksc.atlas.options import Openable, OpenOptions
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
+from dasksc.conversion.contents import contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
 from dasksc.conversion.inputs import (
     Order,
     SparseMatrix,
     check_targets,
-    matrices_of,
     plan_of,
     recipe_of,
     target_path,
 )
 from dasksc.conversion.names import StagedNames
-from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
 from dasksc.errors import DaskscError, StorageError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
@@ -206,7 +205,7 @@ def convert(
     """
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, verify=verify, progress=progress)
-    joining = {
+    joining: dict[str, Any] = {
         "join": join,
         "label": label,
         "keys": keys,
@@ -237,27 +236,25 @@ def convert(
             genome=genome,
             **joining,
         )
-    obsp = [f"obsp/{name}" for name in adata.obsp]
-    subset = subset_of(adata, filter, request, has_names=unread is None)
-    adata = subset.adata
+    contents = contents_of(adata, filter, request)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
     staged = work_folder.folder / "names"
-    names = None if unread is None else StagedNames(unread=unread, rows=subset.rows, folder=staged)
-    check_tables(adata, names)
-    matrices = matrices_of(adata)
-    check_targets(data, matrices.values(), work_folder.target)
-    plan = plan_of(adata, matrices, recipe)
+    names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
+    check_tables(contents, names)
+    check_targets(data, contents.matrices.values(), work_folder.target)
+    plan = plan_of(contents, recipe)
     if layout == "csr":
-        is_dense = {key: matrix.layout == "dense" and not key.startswith("obsm/") for key, matrix in matrices.items()}
-        matrices = {key: SparseMatrix(matrix) if is_dense[key] else matrix for key, matrix in matrices.items()}
-    job = Conversion(adata, matrices, work_folder, plan, names=names, limit=limit)
+        for key, matrix in contents.matrices.items():
+            if matrix.layout == "dense" and not key.startswith("obsm/"):
+                contents.matrices[key] = SparseMatrix(matrix)
+    job = Conversion(contents, work_folder, plan, names=names, limit=limit)
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
                 # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
                 # them again.
-                if names is not None and names.write(adata.n_obs):
+                if names is not None and names.write(contents.n_obs):
                     warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)
                 work_folder.publish(overwrite=overwrite)
@@ -276,12 +273,12 @@ def convert(
     written = open(work_folder.target, obs=[], names=False)
     return ConversionReport(
         path=str(work_folder.target),
-        n_obs=adata.n_obs,
-        n_vars=adata.n_vars,
+        n_obs=contents.n_obs,
+        n_vars=len(contents.others["var"]),
         n_bytes=sum(path.stat().st_size for path in work_folder.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
-        left_out=(*left_out, *obsp, *subset.left_out),
+        left_out=(*left_out, *contents.left_out),
         is_verified=verify,
-        genes=None if subset.match is None else str(subset.match),
+        genes=None if contents.match is None else str(contents.match),
     )

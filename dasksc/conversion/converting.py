@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.checks import names_or_none
+from dasksc.conversion.contents import Contents
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import ROW, Pass, pieces, verify_rows
 from dasksc.conversion.tables import check_obs, write_tables
@@ -50,28 +50,28 @@ class Conversion:
 
     Parameters
     ----------
-    adata, matrices
-        Input, and its matrices that have one row per cell, by their keys in the store.
+    contents
+        What to write.
     work_folder, plan
         Work folder of the target, and the plan of the conversion.
     names
-        Names of the cells if `adata` was opened without them, otherwise None.
+        Names of the cells if the input was opened without them, otherwise None.
     limit
         Memory to use, in bytes.
     """
 
     def __init__(
         self,
-        adata: AnnData,
-        matrices: Mapping[str, Matrix],
+        contents: Contents,
         work_folder: StoreWorkFolder,
         plan: Mapping[str, Any],
         *,
         names: StagedNames | None,
         limit: int,
     ) -> None:
-        self._adata = adata
-        self._matrices = matrices
+        self._contents = contents
+        self._matrices = contents.matrices
+        self._n_obs = contents.n_obs
         self._work_folder = work_folder
         self._plan = plan
         self._names = names
@@ -81,27 +81,27 @@ class Conversion:
         self._places = work_folder.folder / "places.npy"
         self._copies: dict[str, Copy] = {}
         in_order = plan["order"] == "keep" and not plan["group_by"]
-        self._staged = {key for key, matrix in matrices.items() if not in_order and needs_runs(matrix)}
+        self._staged = {key for key, matrix in contents.matrices.items() if not in_order and needs_runs(matrix)}
         self._advance: Callable[[float, str], None] = lambda n, what: None
 
     def run(self, *, verify: bool, shown: bool) -> None:
         """Run or resume the conversion until the store is complete."""
-        n_obs, store = self._adata.n_obs, self._work_folder.store
+        n_obs, store = self._n_obs, self._work_folder.store
         how = {name: self._plan[name] for name in ("order", "group_by", "seed")}
         groups = names_or_none("group_by", how["group_by"])
         if not self._order.exists():
             with atomic_array(self._order, np.int64, n_obs) as out:
-                _fill_order(self._adata.obs, order=how["order"], group_by=groups, seed=how["seed"], out=out)
+                _fill_order(self._contents.cells["obs"], order=how["order"], group_by=groups, seed=how["seed"], out=out)
         with progress_bar(total=n_obs * len(self._matrices) * (2 + verify), shown=shown) as self._advance:
             for key, matrix in self._matrices.items():
                 self._convert(key, matrix)
             order = mapped_array(self._order)
-            write_tables(self._adata, self._work_folder.folder / "tables", store, order, how, self._names)
+            write_tables(self._contents, self._work_folder.folder / "tables", store, order, how, self._names)
             if verify:
                 try:
                     for key in self._matrices:
                         self._verify(key)
-                    check_obs(self._adata, store, order, self._names)
+                    check_obs(self._contents.cells["obs"], store, order, self._names)
                 except CorruptDataError:
                     # Either the output or the scan of the input is wrong, so the conversion cannot resume from them.
                     self._work_folder.clear()
@@ -112,8 +112,8 @@ class Conversion:
     ) -> None:
         """Run a step that is split into tasks, except those that are done."""
         remaining = [k for k in range(n_tasks) if not is_done(k)]
-        share = self._adata.n_obs / max(1, n_tasks)
-        self._advance(self._adata.n_obs - share * len(remaining), what)
+        share = self._n_obs / max(1, n_tasks)
+        self._advance(self._n_obs - share * len(remaining), what)
         with ThreadPoolExecutor(self._n_threads) as threads:
             try:
                 for future in as_completed([threads.submit(task, k) for k in remaining]):
@@ -125,7 +125,7 @@ class Conversion:
 
     def _convert(self, key: str, matrix: Matrix) -> None:
         """Read a matrix in order to describe its rows, and write it."""
-        rows, n_obs = self._rows(key), self._adata.n_obs
+        rows, n_obs = self._rows(key), self._n_obs
         copy = self._copy(key, matrix) if rows.exists() else None
         if copy is None or (key in self._staged and copy.remaining_bytes):
             reading = self._pass(key, matrix)
@@ -193,8 +193,10 @@ class Conversion:
 
     def needed_bytes(self) -> int:
         """Estimate the bytes still to be written: uncompressed matrices, sorted copies, obs and row descriptions."""
-        n_obs = self._adata.n_obs
-        total = float(self._adata.obs.memory_usage(deep=True).sum()) + 8 * n_obs * (not self._order.exists())
+        n_obs = self._n_obs
+        total = float(self._contents.cells["obs"].memory_usage(deep=True).sum()) + 8 * n_obs * (
+            not self._order.exists()
+        )
         if self._names is not None:
             total += _NAME_BYTES * n_obs
         largest = 0.0

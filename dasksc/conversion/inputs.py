@@ -8,26 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import dask.array as da
 import numpy as np
 import pandas as pd
-from anndata import AnnData
 from dask.base import tokenize
 from numpy.typing import NDArray
 
 from dasksc.atlas.concat import MERGES, check_fill_value
 from dasksc.atlas.opening import several_of
 from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
+from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
 from dasksc.output.inputs import leaves_read, token_of
-from dasksc.pushdown import matrix_of
 from dasksc.storage import Matrix, RemoteLocation, is_url
 from dasksc.storage.arrays import memory_dtype
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["Order", "SparseMatrix", "check_targets", "matrices_of", "plan_of", "recipe_of", "target_path"]
+__all__ = ["Order", "SparseMatrix", "check_targets", "plan_of", "recipe_of", "target_path"]
 
 # Format version in every plan. A conversion with another version is not resumed.
 _FORMAT = 4
@@ -105,28 +103,14 @@ def _is_remote(one: Any) -> bool:
     return isinstance(one, str | os.PathLike) and is_url(os.fspath(one)) and not os.fspath(one).startswith("file:")
 
 
-def matrices_of(adata: AnnData) -> dict[str, Matrix]:
-    """Return the matrices of an AnnData object that have one row per cell, by their keys in a store."""
-    arrays: dict[str, Any] = {"X": adata.X}
-    # From AnnData 0.13 on, layers[None] is X.
-    arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
-    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
-    if adata.raw is not None:
-        arrays["raw/X"] = adata.raw.X
-    for key in arrays:
-        if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
-            raise InputError(f"{key!r} cannot be a key of a Zarr store; rename the element first")
-    return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
-
-
-def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the plan that identifies a conversion to `adata`: the state of the input files, and the arguments."""
-    groups = [pd.Categorical(adata.obs[name]) for name in names_or_none("group_by", recipe["group_by"])]
+def plan_of(contents: Contents, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan that identifies a conversion: the state of the input files, and the arguments."""
+    groups = [pd.Categorical(contents.cells["obs"][name]) for name in names_or_none("group_by", recipe["group_by"])]
     return {
         "format": _FORMAT,
-        "n_obs": adata.n_obs,
-        "genes": tokenize(list(adata.var_names)),
-        "inputs": {key: token_of(matrix) for key, matrix in matrices.items()},
+        "n_obs": contents.n_obs,
+        "genes": tokenize(list(contents.others["var"].index)),
+        "inputs": {key: token_of(matrix) for key, matrix in contents.matrices.items()},
         # The columns of obs to group by affect the order; the names of the cells do not.
         "groups": tokenize(*groups) if groups else None,
         **recipe,

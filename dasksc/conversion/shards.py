@@ -1,25 +1,8 @@
 """Sharded Zarr v3 arrays, written shard by shard in bounded memory; zarr-python writes their metadata.
 
-A shard is one file of separately compressed chunks, with an index of the chunks at its end.
-
-The codec was chosen by measurements on shuffled cells of an atlas with 20,000 genes and 1,447 values per cell. Each
-entry gives bits per value, microseconds per cell to decode runs of 64 cells, and millions of values encoded per second.
-Chunks were coded one by one, on one core of an AMD EPYC:
-
-=============================== ===================== ===================== =============================
-codec                           columns (uint16)      counts (uint16)       log-normalized (float32)
-=============================== ===================== ===================== =============================
-LZ4, level 5, bytes shuffled    10.1 bits, 1.02, 600  4.7 bits, 1.47, 340   18.6 bits, 4.72, 96
-LZ4HC, level 1, bytes shuffled  9.9 bits, 1.18, 90    3.4 bits, 0.91, 250   14.5 bits, 3.17, 61
-LZ4HC, level 4, bytes shuffled  8.9 bits, 0.96, 54    3.3 bits, 0.78, 50    13.3 bits, 2.50, 16
-LZ4HC, level 4                                                              6.0 bits, 2.20, 29
-LZ4HC, level 9, bytes shuffled  8.8 bits, 0.93, 35    2.8 bits, 0.64, 6
-=============================== ===================== ===================== =============================
-
-The output of LZ4HC is smaller, and faster to decode, because it consists of fewer pieces to copy; every epoch benefits.
-Bytes are not shuffled for floats whose exact values recur, such as the log-normalized values within a cell. Zstandard
-takes fewer bits for counts (2.4), but two to four times as long to decode. Chunks of fewer than 131,072 values are
-slower to decode. Larger chunks are hardly faster, and slow down readers that decode whole chunks.
+A shard is one file of separately compressed chunks, with an index of the chunks at its end. The
+codec and its options were chosen by the measurements in ``benchmarks/README.md``: the output of LZ4HC is smaller than
+that of LZ4, and faster to decode, because it consists of fewer pieces to copy; every epoch benefits.
 """
 
 from __future__ import annotations
@@ -48,7 +31,8 @@ Shuffle = Literal["noshuffle", "shuffle"]
 
 # Index entry of a chunk that was not written.
 _ABSENT = 2**64 - 1
-_CODEC, _LEVEL = "lz4hc", 4
+_CODEC: Literal["lz4hc"] = "lz4hc"
+_LEVEL = 4
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
 # Requested size of a Blosc block, the smallest unit of decoding. Runs of cells begin and end anywhere in a block, so
 # small blocks waste less. C-Blosc multiplies the requested size by the number of bytes per value, and raises the result

@@ -25,7 +25,7 @@ import numpy as np
 
 import dasksc
 from dasksc.conversion import converting, scanning, shards, tables, writing
-from dasksc.conversion.inputs import matrices_of
+from dasksc.conversion.contents import matrices_of
 from dasksc.output import work_folder as workplace
 
 
