@@ -239,6 +239,7 @@ def convert(
     contents = contents_of(adata, filter, request)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
+    del adata  # a filter has copied its columns
     staged = work_folder.folder / "names"
     names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
     check_tables(contents, names)

@@ -11,7 +11,6 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.cell_names import nameless_index
 from dasksc.atlas.filtering import holds
 from dasksc.errors import InputError
 from dasksc.loader.genes import GeneMatch, GeneRequest
@@ -121,7 +120,9 @@ def _taken(element: Any, index: NDArray[np.int64]) -> Any:
     if not isinstance(element, pd.DataFrame):
         return element[index]
     taken = element.iloc[index]
-    return taken.set_axis(nameless_index(len(taken))) if isinstance(element.index, pd.RangeIndex) else taken
+    if isinstance(element.index, pd.RangeIndex):  # cells without names
+        taken.index = pd.RangeIndex(len(taken))
+    return taken
 
 
 def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: str | None) -> pd.DataFrame:
