@@ -249,7 +249,7 @@ def convert(
         for key, matrix in contents.matrices.items():
             if matrix.layout == "dense" and not key.startswith("obsm/"):
                 contents.matrices[key] = SparseMatrix(matrix)
-    job = Conversion(contents, work_folder, plan, names=names, limit=limit)
+    job = Conversion(contents, work_folder, plan, names=names, limit_bytes=limit)
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):

@@ -27,26 +27,12 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Elements to write, by key.
+    """Elements to write, by key."""
 
-    Parameters
-    ----------
-    matrices, cells
-        Elements with one row per cell: matrices, which have not been read, and tables and other arrays.
-    others
-        All other elements.
-    rows
-        Rows of the selected cells, ascending; None for all cells.
-    match
-        Match of the names of genes; None if no names were given.
-    left_out
-        Keys of the elements that are not written.
-    """
-
-    matrices: dict[str, Matrix]
-    cells: dict[str, Any]
+    matrices: dict[str, Matrix]  # with one row per cell, not read
+    cells: dict[str, Any]  # tables and other arrays with one row per cell
     others: dict[str, Any]
-    rows: NDArray[np.int64] | None
+    rows: NDArray[np.int64] | None  # of the selected cells, ascending; None for all
     match: GeneMatch | None
     left_out: list[str]
 

@@ -46,19 +46,7 @@ _NAME_BYTES = 64
 
 
 class Conversion:
-    """Conversion of an AnnData object to a store.
-
-    Parameters
-    ----------
-    contents
-        What to write.
-    work_folder, plan
-        Work folder of the target, and the plan of the conversion.
-    names
-        Names of the cells if the input was opened without them, otherwise None.
-    limit
-        Memory to use, in bytes.
-    """
+    """Conversion of `contents` to a store; `names` are those of the cells if `contents` lacks them."""
 
     def __init__(
         self,
@@ -67,7 +55,7 @@ class Conversion:
         plan: Mapping[str, Any],
         *,
         names: StagedNames | None,
-        limit: int,
+        limit_bytes: int,
     ) -> None:
         self._contents = contents
         self._matrices = contents.matrices
@@ -76,7 +64,7 @@ class Conversion:
         self._plan = plan
         self._names = names
         self._n_threads = default_threads()
-        self._budget = max(1, limit // self._n_threads)
+        self._budget = max(1, limit_bytes // self._n_threads)
         self._order = work_folder.folder / "order.npy"
         self._places = work_folder.folder / "places.npy"
         self._copies: dict[str, Copy] = {}
@@ -125,7 +113,7 @@ class Conversion:
 
     def _convert(self, key: str, matrix: Matrix) -> None:
         """Read a matrix in order to describe its rows, and write it."""
-        rows, n_obs = self._rows(key), self._n_obs
+        rows = self._rows(key)
         copy = self._copy(key, matrix) if rows.exists() else None
         if copy is None or (key in self._staged and copy.remaining_bytes):
             reading = self._pass(key, matrix)
@@ -134,7 +122,7 @@ class Conversion:
                 reading.collect(rows)
             copy = self._copy(key, matrix)
         else:
-            self._advance(n_obs, f"reading {key}")
+            self._advance(self._n_obs, f"reading {key}")
         if key in self._staged and copy.remaining_bytes:
             copy.matrix, copy.order = reading.staged()
             # Each piece reads from every file, so longer pieces need fewer reads.
@@ -194,11 +182,8 @@ class Conversion:
     def needed_bytes(self) -> int:
         """Estimate the bytes still to be written: uncompressed matrices, sorted copies, obs and row descriptions."""
         n_obs = self._n_obs
-        total = float(self._contents.cells["obs"].memory_usage(deep=True).sum()) + 8 * n_obs * (
-            not self._order.exists()
-        )
-        if self._names is not None:
-            total += _NAME_BYTES * n_obs
+        total = float(self._contents.cells["obs"].memory_usage(deep=True).sum())
+        total += n_obs * (8 * (not self._order.exists()) + _NAME_BYTES * (self._names is not None))
         largest = 0.0
         for key, matrix in self._matrices.items():
             copy = self._copies.get(key)

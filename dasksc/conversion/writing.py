@@ -40,20 +40,8 @@ def count_dtype(dtype: np.dtype[Any], largest: float, *, narrow: bool) -> np.dty
 class Copy:
     """Copy of a matrix in a Zarr group or array, with data types chosen from the descriptions of its rows.
 
-    Parameters
-    ----------
-    matrix, order
-        Matrix to read, and a file with its row for each row of the copy.
-    rows
-        File with the descriptions of the rows of the input; that of the offsets of a CSR copy is placed next to it.
-    folder
-        Folder of the copy.
-    is_expression
-        False for an element of obsm.
-    narrow
-        As for `dasksc.convert`.
-    piece_rows, piece_values
-        Number of rows and of stored values of a CSR matrix in memory at a time.
+    The file `order` has the row of `matrix` for each row of the copy, and `rows` has the descriptions. Memory holds
+    `piece_rows` rows, of which those of a CSR matrix have about `piece_values` values.
     """
 
     def __init__(
