@@ -145,7 +145,8 @@ def convert(
         Options for several inputs, as for `dasksc.open`.
     layout
         ``"csr"``: write dense X, layers and raw as sparse CSR matrices without zeros, as ``scipy.sparse.csr_matrix``
-        makes them; obsm stays dense. Counts become smaller and faster to load; matrices with few zeros become larger.
+        makes them; obsm stays dense. Counts, most of which are zero, become smaller and faster to load; matrices with
+        few zeros become larger.
         Default: each matrix keeps its layout.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store

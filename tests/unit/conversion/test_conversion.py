@@ -445,8 +445,10 @@ def test_an_unfinished_conversion_is_not_resumed_with_other_arguments(tmp_path, 
         ("order", "keep"),
         ("group_by", "kind"),
         ("layout", "csr"),
+        ("filter", "kind == 'x'"),
+        ("genes", ["g1", "g0"]),
     ):
-        with pytest.raises(InputError, match=f"{name}"):
+        with pytest.raises(InputError, match=f"differs from this one in .*{name}"):
             dasksc.convert(data, target, **{**begun, name: other})
     # Options that do not affect the content may differ.
     dasksc.convert(data, target, **begun, memory_limit="1GiB", verify=True)
@@ -463,19 +465,6 @@ def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypat
     make_adata(60, 17, dtype=np.int32).write_h5ad(path)
     with pytest.raises(InputError, match="differs from this one in inputs"):
         dasksc.convert(path, tmp_path / "out.zarr")
-
-
-def test_an_input_changed_in_place_meanwhile_is_not_gone_on_with(tmp_path, monkeypatch):
-    path = write_store(make_adata(60, 17, layout="dense"), tmp_path, "zarr3")
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dasksc.convert(path, tmp_path / "out.zarr")
-    zarr.open_group(path, mode="r+", use_consolidated=False)["X"][:] = 7
-    with pytest.raises(InputError, match="differs from this one in inputs"):
-        dasksc.convert(path, tmp_path / "out.zarr")
-    dasksc.convert(path, tmp_path / "out.zarr", overwrite=True)
-    assert (ad.read_zarr(tmp_path / "out.zarr").X == 7).all()
 
 
 def test_a_target_may_not_be_an_input(tmp_path):
@@ -576,20 +565,6 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     ):
         dasksc.convert(few_columns(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
-
-
-def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp_path, monkeypatch):
-    from dasksc.conversion import tables
-
-    source = few_columns(60, 17)
-    write_in_order = tables._write_in_order
-
-    def shifted(parent: Any, name: str, table: pd.DataFrame, order: NDArray[np.int64], *more: Any) -> None:
-        write_in_order(parent, name, table, np.roll(order, 1), *more)
-
-    monkeypatch.setattr(tables, "_write_in_order", shifted)
-    with pytest.raises(CorruptDataError, match="obs.*cell_type"):
-        dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
 # Arrays in which AnnData stores each kind of column, and the name of the column in the error.
