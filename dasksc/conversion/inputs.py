@@ -57,7 +57,6 @@ def recipe_of(data: Any, **given: Any) -> dict[str, Any]:
     groups, keys = names_or_none("group_by", given["group_by"]), given["keys"]
     if given["group_by"] is not None and not 0 < len(groups) == len(set(groups)):
         raise InputError(f"group_by={groups} must name at least one obs column, each only once")
-    name_or_none("label", given["label"])
     name_or_none("index_unique", given["index_unique"])
     if keys is not None and not hasattr(keys, "__len__"):
         raise InputError(f"keys={keys!r} is not a list; give names, one for each input")
