@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from dask.utils import format_bytes
 
@@ -17,25 +17,24 @@ from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open, warn_of_repeated_names
 from dasksc.atlas.options import Openable, OpenOptions
 from dasksc.atlas.unread_names import UnreadNames
-from dasksc.checks import check_flags
-from dasksc.conversion.arguments import Recipe, check_options, target_path
+from dasksc.checks import check_flags, names_or_none
+from dasksc.conversion.contents import contents_of, matrices_of
 from dasksc.conversion.converting import Conversion
-from dasksc.conversion.inputs import check_target, matrices_of, paths_of, plan_of
+from dasksc.conversion.inputs import (
+    Order,
+    SparseMatrix,
+    check_targets,
+    plan_of,
+    recipe_of,
+    target_path,
+)
 from dasksc.conversion.names import StagedNames
-from dasksc.conversion.rows import Order
-from dasksc.conversion.subset import subset_of
 from dasksc.conversion.tables import check_tables
-from dasksc.errors import DaskscError, StorageError
-from dasksc.executor.schedulers import resolve_scheduler
+from dasksc.errors import DaskscError, StorageError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.storage import Cache
-
-if TYPE_CHECKING:
-    from distributed import Client
-
 
 __all__ = ["ConversionReport", "convert"]
 
@@ -118,9 +117,9 @@ def convert(
     index_unique: str | None = None,
     merge: str | None = None,
     fill_value: float | None = None,
+    layout: Literal["csr"] | None = None,
     narrow: bool = True,
     memory_limit: int | str | None = None,
-    scheduler: Client | str | None = None,
     overwrite: bool = False,
     verify: bool = False,
     progress: bool = False,
@@ -158,6 +157,11 @@ def convert(
         gene is the sum of several columns, its row of var is that of the first one. ``raw`` keeps its own genes.
     join, label, keys, index_unique, merge, fill_value
         Options for several inputs, as for `dasksc.open`.
+    layout
+        ``"csr"``: write dense X, layers and raw as sparse CSR matrices without zeros, as ``scipy.sparse.csr_matrix``
+        makes them; obsm stays dense. Counts, most of which are zero, become smaller and faster to load; matrices with
+        few zeros become larger.
+        Default: each matrix keeps its layout.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store
         smaller and faster to load. ``anndata.read_zarr`` then returns matrices with narrow column indices. Before
@@ -168,9 +172,6 @@ def convert(
         Memory to use, not counting obs, var and the page cache, in bytes or as a string such as ``"4GiB"``. Default:
         ``dasksc.memory-limit`` of Dask's configuration. With more memory, compressed input is shuffled in fewer and
         longer reads.
-    scheduler
-        Scheduler, as for `dasksc.scDataset`. Default: the active Client, whose workers must be able to read the files;
-        without a Client, threads.
     overwrite
         If True, replace a store at `target`, and discard an unfinished conversion that has other arguments.
     verify
@@ -200,11 +201,11 @@ def convert(
 
     Notes
     -----
-    The input is read twice: once to determine data types and row lengths, and once to write. Compressed files, files at
-    URLs, and files larger than half the memory of this machine are slow to read in random order. They are read
-    sequentially both times, and shuffled through uncompressed temporary files next to the target. For each stored
-    value, these files take the size of the value, and for sparse matrices two more bytes (four if there are more than
-    65,536 genes).
+    The conversion runs on as many threads as this process may use CPUs. The input is read twice: once to determine data
+    types and row lengths, and once to write. Compressed files, files at URLs, and files larger than half the memory of
+    this machine are slow to read in random order. To be shuffled, they are read only once, sequentially, into
+    uncompressed temporary files next to the target. For each stored value, these files take the size of the value, and
+    for sparse matrices two more bytes (four if there are more than 65,536 genes).
 
     The store omits obsp, and also varm and varp if genes are missing or summed. For several inputs, it omits uns, varp,
     and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
@@ -219,66 +220,57 @@ def convert(
     """
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, verify=verify, progress=progress)
-    recipe = Recipe(
-        order=order,
-        group_by=group_by,
-        seed=seed,
-        filter=filter,
-        join=join,
-        label=label,
-        keys=keys,
-        index_unique=index_unique,
-        merge=merge,
-        fill_value=fill_value,
-        narrow=narrow,
+    joining: dict[str, Any] = {
+        "join": join,
+        "label": label,
+        "keys": keys,
+        "index_unique": index_unique,
+        "merge": merge,
+        "fill_value": fill_value,
+    }
+    recipe = recipe_of(
+        data, order=order, group_by=group_by, seed=seed, filter=filter, layout=layout, narrow=narrow, **joining
     )
     request = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
     work_folder = StoreWorkFolder(target_path(target))
     limit = config.memory_limit(memory_limit)
-    check_options(storage_options)
+    if not isinstance(storage_options, Mapping | None):
+        # The value may contain secrets, so the message gives only its type.
+        raise WrongTypeError(f"storage_options must be a dict of options; got a {type(storage_options).__name__}")
     if progress:
         require_tqdm()
-    for path in paths_of(data):
-        check_target(path, work_folder.target)
-    resolved = resolve_scheduler(scheduler)
     options = OpenOptions(storage_options=dict(storage_options or {}), cache=Cache.of(cache))
     unread = None if index_unique is not None else UnreadNames.of(data, options)
     with collecting_dropped() as left_out:
         adata = open(
             data,
             names=unread is None,
-            join=join,
-            label=label,
-            keys=recipe.keys,
-            index_unique=index_unique,
-            merge=merge,
-            fill_value=recipe.fill_value,
             storage_options=storage_options,
             cache=cache,
             feature_types=feature_types,
             genome=genome,
+            **joining,
         )
-    obsp = [f"obsp/{name}" for name in adata.obsp]
-    subset = subset_of(adata, filter, request, has_names=unread is None)
-    adata = subset.adata
-    for name in recipe.grouped_by:
+    contents = contents_of(adata, filter, request)
+    for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
+    del adata  # a filter has copied its columns
     staged = work_folder.folder / "names"
-    names = None if unread is None else StagedNames(unread=unread, rows=subset.rows, folder=staged)
-    check_tables(adata, names)
-    matrices = matrices_of(adata)
-    for matrix in matrices.values():
-        for leaf in leaves_read(matrix):
-            # The label of a matrix in memory contains no path.
-            check_target(leaf.label.rpartition(":/")[0], work_folder.target)
-    job = Conversion(adata, matrices, work_folder, recipe, names=names, limit=limit, scheduler=resolved)
-    plan = plan_of(adata, matrices, data, recipe)
+    names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
+    check_tables(contents, names)
+    check_targets(data, contents.matrices.values(), work_folder.target)
+    plan = plan_of(contents, recipe)
+    if layout == "csr":
+        for key, matrix in contents.matrices.items():
+            if matrix.layout == "dense" and not key.startswith("obsm/"):
+                contents.matrices[key] = SparseMatrix(matrix)
+    job = Conversion(contents, work_folder, plan, names=names, limit_bytes=limit)
     try:
         with work_folder.locked():
             if work_folder.begin(plan, overwrite=overwrite):
                 # The plan does not record the names of the cells. They may have changed, so a resumed conversion writes
                 # them again.
-                if names is not None and names.write(adata.n_obs):
+                if names is not None and names.write(contents.n_obs):
                     warn_of_repeated_names(data, len(names.unread.paths))
                 job.run(verify=verify, shown=progress)
                 work_folder.publish(overwrite=overwrite)
@@ -297,12 +289,12 @@ def convert(
     written = open(work_folder.target, obs=[], names=False)
     return ConversionReport(
         path=str(work_folder.target),
-        n_obs=adata.n_obs,
-        n_vars=adata.n_vars,
+        n_obs=contents.n_obs,
+        n_vars=len(contents.others["var"]),
         n_bytes=sum(path.stat().st_size for path in work_folder.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
         types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
-        left_out=(*left_out, *obsp, *subset.left_out),
+        left_out=(*left_out, *contents.left_out),
         is_verified=verify,
-        genes=None if subset.match is None else str(subset.match),
+        genes=None if contents.match is None else str(contents.match),
     )

@@ -1,89 +1,141 @@
-"""Inputs of a conversion: files, matrices, and the plan that identifies the conversion."""
+"""Inputs and arguments of a conversion: paths, matrices, and the plan that identifies it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import dask.array as da
+import numpy as np
 import pandas as pd
-from anndata import AnnData
 from dask.base import tokenize
+from numpy.typing import NDArray
 
+from dasksc.atlas.concat import MERGES, check_fill_value
 from dasksc.atlas.opening import several_of
-from dasksc.conversion.arguments import Recipe
+from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
+from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
-from dasksc.output.inputs import token_of
-from dasksc.pushdown import matrix_of
+from dasksc.output.inputs import leaves_read, token_of
 from dasksc.storage import Matrix, RemoteLocation, is_url
+from dasksc.storage.arrays import memory_dtype
+from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.storage.matrices import check_rows
+from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["check_target", "matrices_of", "paths_of", "plan_of"]
+__all__ = ["Order", "SparseMatrix", "check_targets", "plan_of", "recipe_of", "target_path"]
 
 # Format version in every plan. A conversion with another version is not resumed.
-_FORMAT = 3
+_FORMAT = 4
+_FILES = (".h5", ".h5ad", ".h5mu", ".hdf5", ".loom", ".zip")
+
+Order = Literal["shuffle", "keep"]
 
 
-def paths_of(data: Any) -> Iterator[str]:
-    """Yield the local paths of the inputs, including each atlas that a pattern or directory stands for.
+def target_path(target: Any) -> Path:
+    """Return the absolute path of the target; raise `InputError` if no store can be written there."""
+    if not isinstance(target, str | os.PathLike) or not isinstance(os.fspath(target), str):
+        raise InputError(f"target={target!r} is not a path; give the directory to write: 'atlas.zarr'")
+    if "://" in os.fspath(target):
+        raise InputError(f"{os.fspath(target)!r} is a URL; a conversion writes to a local directory")
+    path = Path(os.path.abspath(target))
+    if not path.name:
+        raise InputError(f"target={target!r} is the root of a file system; give the directory to write: 'atlas.zarr'")
+    if path.suffix in _FILES:
+        raise InputError(f"target={target!r} is named like a file; a Zarr store is a directory: 'atlas.zarr'")
+    return path
 
-    Remote inputs and opened objects are skipped.
-    """
-    if isinstance(data, str | os.PathLike) and not _is_local(data):
-        return
-    several = several_of(data)
+
+def recipe_of(data: Any, **given: Any) -> dict[str, Any]:
+    """Check the arguments of `convert` that affect its output; return them as plain JSON types."""
+    if given["order"] not in ("shuffle", "keep"):
+        raise InputError(f"order={given['order']!r} is neither 'shuffle' nor 'keep'; to group cells, give group_by=")
+    if given["layout"] not in (None, "csr"):
+        raise InputError(f"layout={given['layout']!r} is neither None, which keeps the layout of the input, nor 'csr'")
+    groups, keys = names_or_none("group_by", given["group_by"]), given["keys"]
+    if given["group_by"] is not None and not 0 < len(groups) == len(set(groups)):
+        raise InputError(f"group_by={groups} must name at least one obs column, each only once")
+    name_or_none("index_unique", given["index_unique"])
+    if keys is not None and not hasattr(keys, "__len__"):
+        raise InputError(f"keys={keys!r} is not a list; give names, one for each input")
+    # For `merge`, AnnData also accepts a function, which cannot be compared with that of an unfinished conversion.
+    if given["merge"] not in (None, *MERGES):
+        raise InputError(f"merge={given['merge']!r} is none of {', '.join(map(repr, MERGES))}")
+    check_fill_value(given["fill_value"], given["join"])
+    keys = data if isinstance(data, Mapping) else keys
+    return {
+        **given,
+        "group_by": groups[0] if len(groups) == 1 else groups or None,
+        "seed": whole_number("seed", given["seed"], 0, 2**64),
+        "narrow": true_or_false("narrow", given["narrow"]),
+        "fill_value": None if given["fill_value"] is None else float(given["fill_value"]),
+        "keys": None if keys is None else [str(key) for key in keys],
+    }
+
+
+def check_targets(data: Any, matrices: Iterable[Matrix], target: Path) -> None:
+    """Raise `InputError` if the target is an input, lies inside one, or contains one."""
+    # The label of a matrix in memory contains no path.
+    labels = {leaf.label.rpartition(":/")[0] for matrix in matrices for leaf in leaves_read(matrix)}
+    for path in labels.union(_local_paths(data)):
+        if not path or (is_url(path) and not os.path.exists(path)):
+            continue
+        real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
+        if real == found or (found in real.parents and (found / "obs").exists()):
+            raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
+        if real in found.parents:
+            raise InputError(f"{target} contains the input {found}. Give another target.")
+
+
+def _local_paths(data: Any) -> Iterator[str]:
+    """Yield the local paths of the inputs, including each atlas that a pattern or directory stands for."""
+    several = None if _is_remote(data) else several_of(data)
     for one in [data] if several is None else several[0]:
-        if isinstance(one, str | os.PathLike) and _is_local(one):
+        if isinstance(one, str | os.PathLike) and not _is_remote(one):
             text = os.fspath(one)
             yield str(RemoteLocation.of(text)) if is_url(text) else text
 
 
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    text = os.fspath(path)
-    return not is_url(text) or text.startswith("file:")
+def _is_remote(one: Any) -> bool:
+    return isinstance(one, str | os.PathLike) and is_url(os.fspath(one)) and not os.fspath(one).startswith("file:")
 
 
-def check_target(path: str, target: Path) -> None:
-    """Raise `InputError` if the target is an input, lies inside it, or contains it.
-
-    `path` is the path of the input; it is empty for an input in memory.
-    """
-    if not path or (is_url(path) and not os.path.exists(path)):
-        return
-    real, found = Path(os.path.realpath(target)), Path(os.path.realpath(path))
-    if real == found or (found in real.parents and (found / "obs").exists()):
-        raise InputError(f"{target} is, or lies in, the input {found}. Give another target.")
-    if real in found.parents:
-        raise InputError(f"{target} contains the input {found}. Give another target.")
-
-
-def matrices_of(adata: AnnData) -> dict[str, Matrix]:
-    """Return the matrices of an AnnData object that have one row per cell, by their keys in a store."""
-    arrays: dict[str, Any] = {"X": adata.X}
-    # From AnnData 0.13 on, layers[None] is X.
-    arrays |= {f"layers/{name}": adata.layers[name] for name in adata.layers if name is not None}
-    arrays |= {f"obsm/{name}": array for name, array in adata.obsm.items() if isinstance(array, da.Array)}
-    if adata.raw is not None:
-        arrays["raw/X"] = adata.raw.X
-    for key in arrays:
-        if any(part in ("", ".", "..") for part in key.split("/")) or key.count("/") > 1:
-            raise InputError(f"{key!r} cannot be a key of a Zarr store; rename the element first")
-    return {key: matrix_of(array) for key, array in arrays.items() if array is not None}
-
-
-def plan_of(adata: AnnData, matrices: Mapping[str, Matrix], data: Any, recipe: Recipe) -> dict[str, Any]:
-    """Return the plan that identifies a conversion: the state of the input files, and the arguments.
-
-    `adata` is the atlas to write: the input, or a subset of it.
-    """
-    groups = [pd.Categorical(adata.obs[name]) for name in recipe.grouped_by]
+def plan_of(contents: Contents, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan that identifies a conversion: the state of the input files, and the arguments."""
+    groups = [pd.Categorical(contents.cells["obs"][name]) for name in names_or_none("group_by", recipe["group_by"])]
     return {
         "format": _FORMAT,
-        "n_obs": adata.n_obs,
-        "genes": tokenize(list(adata.var_names)),
-        "inputs": {key: token_of(matrix) for key, matrix in matrices.items()},
+        "n_obs": contents.n_obs,
+        "genes": tokenize(list(contents.others["var"].index)),
+        "inputs": {key: token_of(matrix) for key, matrix in contents.matrices.items()},
         # The columns of obs to group by affect the order; the names of the cells do not.
         "groups": tokenize(*groups) if groups else None,
-        **recipe.as_plan(data),
+        **recipe,
     }
+
+
+class SparseMatrix:
+    """Dense matrix whose rows are fetched as CSR, without zeros."""
+
+    layout: Layout = "csr"
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.parts = (matrix,)
+        self.shape = matrix.shape
+        self.label = matrix.label
+        self.dtype: np.dtype[Any] = matrix.dtype
+        self.stored_dtype: np.dtype[Any] = matrix.stored_dtype
+
+    @property
+    def cost(self) -> FetchCost:
+        """Memory that a fetch takes: that of the dense rows, and as much again if few of their values are zero."""
+        cost = self.parts[0].cost
+        return replace(cost, row=cost.row + 4 * self.shape[1], working=cost.held + cost.working + cost.row)
+
+    def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
+        """Fetch rows; see `Matrix.fetch`."""
+        fetched = self.parts[0].fetch(check_rows(self.label, self.shape[0], rows))
+        block = fetched.gather_csr(np.arange(len(rows), dtype=np.int64), dtype=memory_dtype(self.stored_dtype))
+        return CSRRowBuffer.of_block(self.label, rows, self.shape[1], self.dtype, block)

@@ -21,17 +21,7 @@ __all__ = ["StagedNames"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedNames:
-    """Names of the cells to convert, kept in temporary files; memory holds one piece of them at a time.
-
-    Parameters
-    ----------
-    unread
-        Names of the cells of the input.
-    rows
-        Rows of the input to convert, ascending; None for all.
-    folder
-        Folder of the files.
-    """
+    """Names of the cells to convert (`rows` of the input, ascending; None for all); memory holds a piece of them."""
 
     unread: UnreadNames
     rows: NDArray[np.int64] | None
@@ -47,8 +37,8 @@ class StagedNames:
         hashes = np.empty(n, dtype=np.int64)
         start = n_bytes = 0
         with (
-            atomic_array(self._offsets, np.int64, n + 1) as offsets,
-            atomic_path(self._text) as path,
+            atomic_array(self.folder / "offsets.npy", np.int64, n + 1) as offsets,
+            atomic_path(self.folder / "text") as path,
             path.open("wb") as file,
         ):
             for names in self._pieces():
@@ -65,10 +55,10 @@ class StagedNames:
 
     def index(self, rows: NDArray[np.int64]) -> pd.Index[Any]:
         """Return the names of rows in any order, as an index of the type that `dasksc.open` returns."""
-        offsets = mapped_array(self._offsets)
+        offsets = mapped_array(self.folder / "offsets.npy")
         starts = offsets[rows]
         # An empty file cannot be mapped.
-        text = np.memmap(self._text, dtype=np.uint8, mode="r") if offsets[-1] else np.empty(0, dtype=np.uint8)
+        text = np.memmap(self.folder / "text", mode="r") if offsets[-1] else np.empty(0, dtype=np.uint8)
         return self.unread.index(strings_at(np.asarray(text), starts, offsets[rows + 1] - starts))
 
     def match_input(self) -> bool:
@@ -94,11 +84,3 @@ class StagedNames:
                 first, end = np.searchsorted(self.rows, [start, stop])
                 yield [names[row] for row in (self.rows[first:end] - start).tolist()]
             start = stop
-
-    @property
-    def _offsets(self) -> Path:
-        return self.folder / "offsets.npy"
-
-    @property
-    def _text(self) -> Path:
-        return self.folder / "text"

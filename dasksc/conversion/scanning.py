@@ -1,4 +1,4 @@
-"""Descriptions of the rows of a matrix, computed in one pass, for planning and verifying its copy."""
+"""Rows of a matrix as blocks, their descriptions, and a pass over all rows that reads the input in order."""
 
 from __future__ import annotations
 
@@ -7,96 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
-import scipy.sparse as sp
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, InputError
+from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import digest
-from dasksc.kernels.csr import rows_ascend
-from dasksc.output.work_folder import atomic_array, mapped_array
-from dasksc.storage import Matrix, RowBuffer, open_matrix
-from dasksc.storage.dtypes import holds_all, sum_dtype
-from dasksc.storage.fetched_csr import CSRRowBuffer
+from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
+from dasksc.storage import ConcatenatedMatrix, Matrix, RowBuffer, open_matrix
+from dasksc.storage.arrays import memory_dtype
 
-__all__ = ["ROW", "Scan", "Verification", "described", "exactly", "gather_canonical", "pieces"]
+__all__ = ["ROW", "Pass", "described", "gather", "pieces", "verify_rows"]
 
 ROW = np.dtype([("length", np.int64), ("sum", np.float64), ("digest", np.uint64), ("largest", np.float64)])
 """Description of a row: its number of stored values, their sum, digest (see `dasksc.kernels.digest`) and maximum."""
 
-
-def described(fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
-    """Describe rows of a fetch.
-
-    Parameters
-    ----------
-    fetched
-        Fetched rows.
-    positions
-        Positions of the rows in `fetched`, shape (n_rows,), int64.
-    dtype
-        Data type of the values as stored. Default: that of `fetched`.
-
-    Returns
-    -------
-    NDArray
-        Descriptions of the rows, shape (n_rows,), of type `ROW`.
-    """
-    dtype = fetched.dtype if dtype is None else dtype
-    n_rows = len(positions)
-    sums, digests, largest = np.empty(n_rows), np.empty(n_rows, dtype=np.uint64), np.empty(n_rows)
-    rows = np.zeros(n_rows, dtype=ROW)
-    if fetched.layout == "csr":
-        indptr, indices, data = gather_canonical(fetched, positions, dtype=dtype)
-        digest.digest_csr(indptr, indices, _plain(data), sums, digests, largest)
-        rows["length"] = np.diff(indptr)
-    else:
-        block = np.empty((n_rows, fetched.shape[1]), dtype=dtype)
-        fetched.gather(positions, out=block)
-        digest.digest_dense(_plain(block), sums, digests, largest)
-    rows["sum"], rows["digest"], rows["largest"] = sums, digests, largest
-    return rows
-
-
-def gather_canonical(
-    fetched: RowBuffer, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-    """Return CSR rows as `RowBuffer.gather_csr` does, with duplicate entries summed.
-
-    Sums of integers have 64 bits, since the stored type `dtype` may be too narrow for them.
-    """
-    assert isinstance(fetched, CSRRowBuffer)
-    indptr, indices, data = fetched.gather_stored(positions, dtype=dtype)
-    every = np.arange(len(positions), dtype=np.int64)
-    starts = np.uint64(indices.ctypes.data) + np.uint64(indices.itemsize) * indptr[:-1].astype(np.uint64)
-    if rows_ascend(every, np.diff(indptr), starts, indices[:0]):
-        return indptr, indices, data
-    wide = sum_dtype(np.promote_types(dtype, np.float64) if dtype.kind == "f" else dtype)
-    block = sp.csr_matrix((data.astype(wide), indices, indptr), shape=(len(positions), fetched.shape[1]))
-    block.sum_duplicates()
-    sums = exactly(block.data, dtype, "a sum of duplicate entries") if dtype.kind == "f" else block.data
-    return block.indptr.astype(np.int64), block.indices.astype(np.int32), sums
-
-
-def exactly(values: NDArray[Any], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
-    """Convert values to another data type; raise `InputError` if the type cannot represent them exactly."""
-    if values.dtype == dtype:
-        return values
-    with np.errstate(all="ignore"):
-        result = values.astype(dtype)
-    if not holds_all(values, result):
-        raise InputError(
-            f"{what} cannot be represented in {dtype}, the data type of the input. Store the input in a wider type: "
-            "adata.X = adata.X.astype('float64')."
-        )
-    return result
-
-
-def _plain(values: NDArray[Any]) -> NDArray[Any]:
-    """Convert values to a data type that the kernels support."""
-    if values.dtype == bool:
-        return values.view(np.uint8)
-    return values.astype(np.float32) if values.dtype == np.float16 else values
+Block = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]] | NDArray[Any]
 
 
 def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
@@ -105,110 +31,135 @@ def pieces(start: int, stop: int, n: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + n, stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
-    """Tasks that describe the rows of a matrix, with one output file per task.
+def gather(fetched: RowBuffer, positions: NDArray[np.int64], dtype: np.dtype[Any]) -> Block:
+    """Copy rows as a dense or CSR block, in 64-bit integers if sums of repeated columns exceed an integer `dtype`."""
+    if fetched.layout == "dense":
+        block = np.empty((len(positions), fetched.shape[1]), dtype=dtype)
+        fetched.gather(positions, out=block)
+        return block
+    try:
+        return fetched.gather_csr(positions, dtype=dtype)
+    except (InputError, StorageError):
+        if dtype.kind == "f":
+            raise
+        return fetched.gather_csr(positions, dtype=np.dtype(np.uint64 if dtype == np.uint64 else np.int64))
 
-    Parameters
-    ----------
-    matrix
-        Input matrix.
-    folder
-        Folder of the files.
-    task_rows, piece_rows
-        Number of rows per task, and number of rows in memory at a time.
+
+def exact_dtype(matrix: Matrix) -> np.dtype[Any]:
+    """Return a data type for exact copies of the stored values; booleans become integers, whose duplicates add up."""
+    return np.dtype(np.uint8) if matrix.stored_dtype.kind == "b" else memory_dtype(matrix.stored_dtype)
+
+
+def described(block: Block) -> NDArray[Any]:
+    """Return the descriptions of the rows of a block, shape (n_rows,), of type `ROW`."""
+    lengths = np.diff(block[0]) if isinstance(block, tuple) else np.zeros(len(block), dtype=np.int64)
+    rows = np.empty(len(lengths), dtype=ROW)
+    out = [np.empty(len(rows), dtype=ROW[name]) for name in ("sum", "digest", "largest")]
+    if isinstance(block, tuple):
+        digest.digest_csr(*block, *out)
+    else:
+        digest.digest_dense(block, *out)
+    rows["length"], rows["sum"], rows["digest"], rows["largest"] = lengths, *out
+    return rows
+
+
+def described_range(matrix: Matrix, start: int, stop: int) -> NDArray[Any]:
+    """Read and describe consecutive rows of a matrix."""
+    rows = np.arange(start, stop, dtype=np.int64)
+    return described(gather(matrix.fetch(rows), rows - start, exact_dtype(matrix)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Parts of a pass that describes all rows, and keeps a sorted copy of them if they are slow to read out of order.
+
+    Reading a single row of a compressed file requires decoding a whole chunk. In a file larger than memory, it requires
+    a disk seek. Each part of such input is therefore also written to an uncompressed file, with its rows sorted by
+    their position in the output (`places`; None for other input). A range of output rows is then a contiguous range in
+    every file, and takes one read per file.
     """
 
     matrix: Matrix
     folder: Path
-    task_rows: int
+    part_rows: int
     piece_rows: int
+    places: Path | None
 
     @property
-    def n_tasks(self) -> int:
-        """Number of tasks."""
-        return -(-self.matrix.shape[0] // self.task_rows)
+    def n_parts(self) -> int:
+        """Number of parts."""
+        return -(-self.matrix.shape[0] // self.part_rows)
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the range ``[start, stop)`` of the rows of task `k`."""
-        return k * self.task_rows, min((k + 1) * self.task_rows, self.matrix.shape[0])
+        """Return the range of the rows of part `k`."""
+        return k * self.part_rows, min((k + 1) * self.part_rows, self.matrix.shape[0])
 
     def is_done(self, k: int) -> bool:
-        """Return True if the file of task `k` exists."""
-        return self._path(k).exists()
-
-    def _path(self, k: int) -> Path:
-        return self.folder / f"{k}.npy"
+        """Return True if part `k` has been written."""
+        return (self.folder / f"{k}.npy").exists()
 
     def __call__(self, k: int) -> None:
-        """Run task `k`."""
-        found = []
-        for start, stop in pieces(*self.rows(k), self.piece_rows):
-            wanted = np.arange(start, stop, dtype=np.int64)
-            found.append(described(self.matrix.fetch(wanted), wanted - start, dtype=self.matrix.stored_dtype))
-        with atomic_array(self._path(k), ROW, sum(map(len, found))) as out:
-            np.concatenate(found, out=out)
+        """Read part `k`, and write its descriptions and its sorted copy."""
+        start, stop = self.rows(k)
+        found = np.empty(stop - start, dtype=ROW)
+        if self.places is None:
+            for first, last in pieces(start, stop, self.piece_rows):
+                found[first - start : last - start] = described_range(self.matrix, first, last)
+        else:
+            ranked = np.argsort(mapped_array(self.places)[start:stop])
+            fetched = self.matrix.fetch(np.arange(start, stop, dtype=np.int64))
+            block = gather(fetched, ranked, exact_dtype(self.matrix))
+            with atomic_path(self.folder / f"{k}.h5") as path, h5py.File(path, "w") as file:
+                _write_block(file, block, fetched.shape)
+            found[ranked] = described(block)
+        with atomic_array(self.folder / f"{k}.npy", ROW, len(found)) as out:
+            out[:] = found
 
-    def collect(self) -> Path:
-        """Concatenate the results of all tasks in a file with one `ROW` per input row; return its path."""
-        whole = self.folder / "rows.npy"
-        if not whole.exists():
-            with atomic_array(whole, ROW, self.matrix.shape[0]) as rows:
-                for k in range(self.n_tasks):
-                    start, stop = self.rows(k)
-                    rows[start:stop] = mapped_array(self._path(k))
-        return whole
+    def collect(self, path: Path) -> None:
+        """Write the descriptions of all rows to one file."""
+        with atomic_array(path, ROW, self.matrix.shape[0]) as out:
+            for k in range(self.n_parts):
+                out[slice(*self.rows(k))] = mapped_array(self.folder / f"{k}.npy")
+
+    def staged(self) -> tuple[Matrix, Path]:
+        """Return the sorted copies as one matrix, and a file with the row of that matrix for each output row."""
+        assert self.places is not None
+        places, order = mapped_array(self.places), self.folder / "order.npy"
+        with atomic_array(order, np.int64, len(places)) as out:
+            for k in range(self.n_parts):
+                start, stop = self.rows(k)
+                out[np.sort(places[start:stop])] = np.arange(start, stop)
+        parts = [open_matrix(self.folder / f"{k}.h5", "X") for k in range(self.n_parts)]
+        return ConcatenatedMatrix(label=f"{self.matrix.label}, staged", parts=parts, maps=None), order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
-    """Tasks that compare a written matrix with the descriptions of the input rows.
+def _write_block(file: h5py.File, block: Block, shape: tuple[int, int]) -> None:
+    """Write a matrix in AnnData's format, uncompressed and contiguous, so that it can be memory-mapped."""
+    if not isinstance(block, tuple):
+        file["X"] = block
+        return
+    indptr, indices, data = block
+    group = file.create_group("X")
+    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
+    group["indptr"] = indptr
+    group["indices"] = indices.astype(np.uint16) if shape[1] <= 2**16 else indices
+    group["data"] = data
 
-    Parameters
-    ----------
-    store, key
-        Store and key of the matrix.
-    rows, order
-        Paths of two files: the descriptions of the input rows, and the input row number of each row of the matrix.
-    task_rows, piece_rows
-        Number of rows per task, and number of rows in memory at a time.
-    n_obs
-        Number of rows in the matrix.
-    """
 
-    store: Path
-    key: str
-    rows: Path
-    order: Path
-    task_rows: int
-    piece_rows: int
-    n_obs: int
-
-    @property
-    def n_tasks(self) -> int:
-        """Number of tasks."""
-        return -(-self.n_obs // self.task_rows)
-
-    def is_done(self, k: int) -> bool:
-        """Return False, since no record of finished comparisons is kept."""
-        return False
-
-    def __call__(self, k: int) -> None:
-        """Run task `k`."""
-        matrix = open_matrix(self.store, self.key)
-        recorded, order = mapped_array(self.rows), mapped_array(self.order)
-        for start, stop in pieces(k * self.task_rows, min((k + 1) * self.task_rows, self.n_obs), self.piece_rows):
-            wanted = np.arange(start, stop, dtype=np.int64)
-            found = described(matrix.fetch(wanted), wanted - start, dtype=matrix.stored_dtype)
-            expected = recorded[order[start:stop]]
-            for name, what in (("length", "length"), ("sum", "sum"), ("digest", "checksum")):
-                # Bits are compared, since a sum that is NaN does not equal itself.
-                differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
-                if len(differs):
-                    i = int(differs[0])
-                    raise CorruptDataError(
-                        f"{self.store}:/{self.key}: row {start + i} has {what} {found[name][i]}, but its "
-                        f"source, row {order[start + i]} of the input, has {expected[name][i]} "
-                        f"({len(differs)} rows differ, all between {start} and {stop - 1}). The disk or memory may be "
-                        "failing. The written data are removed; convert again."
-                    )
+def verify_rows(
+    matrix: Matrix, recorded: NDArray[Any], order: NDArray[np.int64], start: int, stop: int, piece_rows: int
+) -> None:
+    """Raise `CorruptDataError` if rows of a written matrix differ from their descriptions when the input was read."""
+    for first, last in pieces(start, stop, piece_rows):
+        found, expected = described_range(matrix, first, last), recorded[order[first:last]]
+        for name, what in (("length", "length"), ("sum", "sum"), ("digest", "checksum")):
+            # Bits are compared, since a sum that is NaN does not equal itself.
+            differs = np.flatnonzero(found[name].view(np.uint64) != expected[name].view(np.uint64))
+            if len(differs):
+                i = int(differs[0])
+                raise CorruptDataError(
+                    f"{matrix.label}: row {first + i} has {what} {found[name][i]}, but its source, row "
+                    f"{order[first + i]} of the input, has {expected[name][i]} ({len(differs)} rows differ, all "
+                    f"between {first} and {last - 1}). The disk or memory may be failing. The written data are "
+                    "removed; convert again."
+                )

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import anndata
-import dask.array as da
 import numpy as np
 import pandas as pd
 import zarr
@@ -20,164 +18,69 @@ from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 from zarr.storage import MemoryStore
 
+from dasksc.conversion.contents import ADVICE, Contents
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.scanning import pieces
 from dasksc.errors import CorruptDataError, InputError
 from dasksc.output.elements import as_anndata_writes, write_group
 from dasksc.storage import caused_by_data
 
-__all__ = ["check_obs", "check_tables", "storable", "write_tables"]
+__all__ = ["check_obs", "check_tables", "write_tables"]
 
+_LOST = "The disk or memory may be failing. The written data are removed; convert again."
 # Number of rows of a column that are reordered and written at a time.
 _PIECE_ROWS = 2**20
 
 
-def storable(table: pd.DataFrame, what: str) -> pd.DataFrame:
-    """Convert the object columns of a table to data types that AnnData writes without changing values.
-
-    AnnData writes any Python object as a string: ``"nan"`` for a missing value, ``"1"`` for 1. Strings with missing
-    values therefore become categories, and numbers and booleans become columns of their type.
-
-    Parameters
-    ----------
-    table
-        Table to convert. It is not modified.
-    what
-        Name of the table in error messages, such as ``"obs"``.
-
-    Raises
-    ------
-    InputError
-        If a column mixes types, or holds objects that are neither strings, numbers nor booleans.
-    """
-    typed = table.copy(deep=False)
-    for name, column in table.items():
-        if column.dtype == object:
-            typed[name] = _typed(column, f"{what} column {name!r}")
-        elif isinstance(column.dtype, pd.CategoricalDtype) and column.cat.categories.dtype == object:
-            categories = _typed(column.cat.categories.to_series(), f"{what} column {name!r}")
-            if categories.dtype != object:
-                typed[name] = column.cat.rename_categories(pd.Index(categories))
-    return typed
-
-
-def _typed(column: pd.Series[Any], what: str) -> pd.Series[Any]:
-    """Convert a column of Python objects to their common type.
-
-    Strings become categories if some are missing, and stay as they are otherwise.
-    """
-    kind = pd.api.types.infer_dtype(column, skipna=True)
-    try:
-        if kind in ("string", "empty"):
-            return column.astype("category") if column.hasnans else column
-        if kind == "boolean":
-            return column.astype("boolean") if column.hasnans else column.astype(bool)
-        if kind == "integer":
-            return column.astype("Int64") if column.hasnans else pd.to_numeric(column)
-        if kind in ("floating", "mixed-integer-float"):
-            return pd.to_numeric(column)
-    # Raised for integers that fit no integer type.
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"{what} cannot be stored: {error}. {_advice(what)}") from error
-    raise InputError(
-        f"{what} contains values of pandas type {kind!r}, which would be written as strings and lose their type. "
-        + _advice(what)
-    )
-
-
-def _advice(what: str) -> str:
-    return (
-        f"Open the atlas, convert {what} to one type that AnnData writes (strings with .astype(str), numbers, booleans "
-        "or categories) or delete it, and pass the opened atlas to dasksc.convert."
-    )
-
-
-def check_tables(adata: anndata.AnnData, names: StagedNames | None) -> None:
-    """Check that AnnData can write the tables and uns, by writing uns and one row of each table to memory.
-
-    Parameters
-    ----------
-    adata
-        Input.
-    names
-        Names of the cells if `adata` was opened without them, otherwise None.
-
-    Raises
-    ------
-    InputError
-        If AnnData cannot write an element. The message names the column.
-    """
+def check_tables(contents: Contents, names: StagedNames | None) -> None:
+    """Check that AnnData can write the tables and uns, by writing uns and one row of each table to memory."""
     with as_anndata_writes():
-        first = None if names is None else names.first()
-        for path, element, has_cells in _elements(adata):
+        for key, element in (contents.cells | contents.others).items():
             if isinstance(element, pd.DataFrame):
-                part: Any = element.iloc[:1]
-                if has_cells and first is not None:
-                    part = part.set_axis(first)
-                columns = {f"{path} column {name!r}": part[[name]] for name in part}
-            elif path == "uns":
-                part, columns = element, {f"uns[{name!r}]": {name: value} for name, value in element.items()}
-            else:
+                element = element.iloc[:1]
+                if key in contents.cells and names is not None:
+                    element = element.set_axis(names.first())
+            elif key != "uns":
                 continue
-            error = _error_of_writing(part)
-            if error is not None:
-                failing = ((what, _error_of_writing(column)) for what, column in columns.items())
-                what, error = next(((what, cause) for what, cause in failing if cause is not None), (path, error))
-                raise InputError(f"{what} cannot be written by AnnData: {error}. {_advice(what)}") from error
-
-
-def _error_of_writing(element: Any) -> Exception | None:
-    try:
-        write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), "tried", element)
-    # AnnData and the libraries that it writes with may raise any exception.
-    except Exception as error:
-        if not caused_by_data(error):
-            raise
-        return error
-    return None
+            try:
+                write_elem(zarr.open_group(MemoryStore(), mode="w", zarr_format=3), key.replace("/", " "), element)
+            # AnnData and the libraries that it writes with may raise any exception.
+            except Exception as error:
+                if not caused_by_data(error):
+                    raise
+                # AnnData's note names the column.
+                what = ". ".join([str(error), *getattr(error, "__notes__", ())])
+                raise InputError(f"{key} cannot be written by AnnData: {what}. {ADVICE}") from error
 
 
 def write_tables(
-    adata: anndata.AnnData,
+    contents: Contents,
     folder: Path,
     store: Path,
     order: NDArray[np.int64],
     how: Mapping[str, Any],
     names: StagedNames | None,
 ) -> None:
-    """Write the tables and other elements (obs and obsm in the new row order), and then the metadata of the store.
+    """Write everything but the matrices, by way of a temporary folder, and then the metadata of the store.
 
-    Parameters
-    ----------
-    adata
-        Input with Dask arrays, as returned by `dasksc.open`.
-    folder
-        Temporary folder for elements before they are moved into the store. Its existing contents are removed.
-    store
-        Path of the store, which contains the matrices.
-    order
-        Row of `adata` for each row of the store, shape (n_obs,), int64.
-    how
-        Description of the order, stored as an attribute for ``dasksc info``.
-    names
-        Names of the cells if `adata` was opened without them, otherwise None.
+    `order` has the row of the input for each row of the store; `how` describes it, as an attribute of the store.
     """
     shutil.rmtree(folder, ignore_errors=True)
     with as_anndata_writes():
         written = zarr.open_group(folder, mode="w", zarr_format=3)
-        for i, (path, element, has_cells) in enumerate(_elements(adata)):
-            if not has_cells:
+        for i, (key, element) in enumerate((contents.cells | contents.others).items()):
+            if key not in contents.cells:
                 write_elem(written, str(i), element)
             elif isinstance(element, pd.DataFrame):
                 _write_in_order(written, str(i), element, order, names)
             else:
                 write_elem(written, str(i), element[order])
-            shutil.rmtree(store / path, ignore_errors=True)
-            (store / path).parent.mkdir(parents=True, exist_ok=True)
-            os.rename(folder / str(i), store / path)
+            shutil.rmtree(store / key, ignore_errors=True)
+            (store / key).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(folder / str(i), store / key)
         for group in ("layers", "obsm", "obsp"):
             write_group(store / group, {"encoding-type": "dict", "encoding-version": "0.1.0"})
-        if adata.raw is not None:
+        if "raw/var" in contents.others:
             write_group(store / "raw", {"encoding-type": "raw", "encoding-version": "0.1.0"})
         write_group(store, {"encoding-type": "anndata", "encoding-version": "0.1.0", "dasksc": dict(how)})
         zarr.consolidate_metadata(str(store))
@@ -207,10 +110,7 @@ def _columns(table: pd.DataFrame, group: zarr.Group, names: StagedNames | None) 
 
 
 def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[NDArray[np.int64]], NDArray[Any]]]]:
-    """Return the stored arrays of a column that have one value per row.
-
-    Each array comes with a function that returns its values for given rows.
-    """
+    """Return the stored arrays of a column, each with a function that returns its values for given rows."""
     encoding = str(stored.attrs["encoding-type"])
     if encoding == "categorical":
         return [(stored["codes"], values.codes.take)]
@@ -224,62 +124,28 @@ def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[N
     return [(stored, lambda rows: np.asarray(values.take(rows)))]
 
 
-def _elements(adata: anndata.AnnData) -> Iterator[tuple[str, Any, bool]]:
-    """Yield all elements of a store except matrices with one row per cell.
-
-    Each item is the key in the store, the element, and True if the element, such as obs, has one row per cell.
-    """
-    yield "obs", storable(adata.obs, "obs"), True
-    yield "var", storable(adata.var, "var"), False
-    yield "uns", dict(adata.uns), False
-    yield "varm", dict(adata.varm), False
-    yield "varp", dict(adata.varp), False
-    for name, element in adata.obsm.items():
-        if isinstance(element, pd.DataFrame):
-            yield f"obsm/{name}", storable(element, f"obsm/{name}"), True
-        elif not isinstance(element, da.Array):
-            yield f"obsm/{name}", element, True
-    if adata.raw is not None:
-        yield "raw/var", storable(adata.raw.var, "raw/var"), False
-        yield "raw/varm", dict(adata.raw.varm), False
-
-
-def check_obs(adata: anndata.AnnData, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
-    """Compare the written obs with the obs of the input; memory holds one piece of a column at a time.
-
-    `names` holds the names of the cells if `adata` was opened without them.
-
-    Raises
-    ------
-    CorruptDataError
-        If the written obs differs or cannot be read.
-    """
-    expected = storable(adata.obs, "obs")
-    with as_anndata_writes():
-        try:
+def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
+    """Compare the written obs with that of the input; raise `CorruptDataError` if it differs or cannot be read."""
+    try:
+        with as_anndata_writes():
             written = cast(zarr.Group, zarr.open_group(store, mode="r")["obs"])
-            differing = [
-                name
-                for name, values in _columns(expected, written, names)
-                if name not in written or not _is_written(written[name], values, order)
-            ]
-            index, columns = str(written.attrs["_index"]), list(cast(list[str], written.attrs["column-order"]))
+            columns = list(_columns(expected, written, names))
+            differing = [name for name, values in columns if not _is_written(written[name], values, order)]
+            index = columns[-1][0]
             if names is not None and index not in differing and not names.match_input():
                 differing.append(index)
-        # The libraries may raise any exception on damaged metadata.
-        except Exception as error:
-            if not caused_by_data(error):
-                raise
-            raise CorruptDataError(
-                f"{store}: obs cannot be read back ({type(error).__name__}: {error}). The disk or memory "
-                "may be failing. The written data are removed; convert again."
-            ) from error
-    if differing or columns != list(expected.columns):
-        what = ["the names of the cells" if name == index else name for name in differing] or ["its columns"]
+            if list(cast(list[str], written.attrs["column-order"])) != list(expected.columns):
+                differing.append("its columns")
+    # The libraries may raise any exception on damaged metadata.
+    except Exception as error:
+        if not caused_by_data(error):
+            raise
         raise CorruptDataError(
-            f"{store}: obs differs from the input in {', '.join(what)}. The disk or "
-            "memory may be failing. The written data are removed; convert again."
-        )
+            f"{store}: obs cannot be read back ({type(error).__name__}: {error}). {_LOST}"
+        ) from error
+    if differing:
+        named = ", ".join("the names of the cells" if name == index else name for name in differing)
+        raise CorruptDataError(f"{store}: obs differs from the input in {named}. {_LOST}")
 
 
 def _is_written(stored: Any, values: Any, order: NDArray[np.int64]) -> bool:

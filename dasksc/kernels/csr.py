@@ -57,7 +57,6 @@ __all__ = [
     "renumber_rows",
     "renumber_rows_csr",
     "row_starts",
-    "rows_ascend",
     "count_columns",
     "count_nonzeros",
     "put",
@@ -727,19 +726,6 @@ def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
         if not ascending:
             return False
         start = stop
-    return True
-
-
-@kernel
-def rows_ascend(positions, lengths, indices_at, like_indices):
-    """Return True if the column indices of every row at `positions` are strictly ascending."""
-    for i in range(len(positions)):
-        columns_at = indices_at[positions[i]]
-        ascending = True
-        for k in range(1, lengths[positions[i]]):
-            ascending &= load(columns_at, k - 1, like_indices) < load(columns_at, k, like_indices)
-        if not ascending:
-            return False
     return True
 
 

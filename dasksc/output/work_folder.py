@@ -1,11 +1,7 @@
 """Work folder next to a target: locked, resumable, and removed once the target is complete.
 
-`WorkFolder` is a folder with a lock and the plan of the work. `StoreWorkFolder` is the work folder of a conversion:
-`OUT.zarr.partial` holds the arguments (``plan.json``), the order and descriptions of the rows (``order.npy``,
-``scan``), sorted runs of input that is slow to read in random order (``stage``), and the store (``store``). Every file
-has a temporary name until it is complete. If the process is killed at any time, existing files therefore remain valid,
-and a later run writes only the missing ones. The metadata of the store's root are written last, so an incomplete store
-cannot be opened. A final rename makes the store the target.
+Every file has a temporary name until it is complete. If the process is killed at any time, existing files therefore
+remain valid, and a later run writes only the missing ones.
 """
 
 from __future__ import annotations
@@ -46,17 +42,7 @@ _parsing = threading.Lock()
 
 
 class WorkFolder:
-    """Folder of unfinished work, with a lock and the plan of the work.
-
-    Parameters
-    ----------
-    target
-        Path of the file or directory that the work creates or extends.
-    folder
-        Path of the work folder, on the same file system as `target`.
-    what
-        Name of unfinished work in error messages, such as ``"conversion"``.
-    """
+    """Folder of unfinished work at a target, with a lock and the plan; `what` names the work in error messages."""
 
     def __init__(self, target: Path, folder: Path, *, what: str) -> None:
         self.target = target
@@ -65,20 +51,7 @@ class WorkFolder:
 
     @contextmanager
     def locked(self, *, wait: bool = False) -> Iterator[None]:
-        """Lock the target against other processes.
-
-        The operating system releases the lock when the process ends for any reason.
-
-        Parameters
-        ----------
-        wait
-            If True, wait for another process that holds the lock.
-
-        Raises
-        ------
-        StorageError
-            If another process holds the lock and `wait` is False.
-        """
+        """Lock the target until this process ends; if another one has it, `wait` for it or raise `StorageError`."""
         lock = self._lock(wait=wait)
         try:
             yield
@@ -147,11 +120,8 @@ class WorkFolder:
         )
 
     def remove(self) -> None:
-        """Remove the folder: first the results, then the plan, and finally the lock.
-
-        The plan is removed after the results. If the removal is interrupted, the plan therefore still records whether
-        the results were published.
-        """
+        """Remove the folder: first the results, then the plan, and finally the lock."""
+        # If the removal is interrupted, the plan still records whether the results were published.
         self._remove_all_but("plan.json", "lock")
         self._remove_all_but("lock")
         (self.folder / "lock").unlink()
@@ -170,12 +140,10 @@ class WorkFolder:
 
 
 class StoreWorkFolder(WorkFolder):
-    """Work folder of a store that is written as a whole.
+    """Work folder of a store that is written as a whole, and becomes the target by a final rename.
 
-    Parameters
-    ----------
-    target
-        Path of the directory to create.
+    It holds the plan, the order and descriptions of the rows (``order.npy``, ``scan``, with sorted copies of input that
+    is slow to read in random order), and the store (``store``), whose metadata are written last.
     """
 
     def __init__(self, target: Path) -> None:
@@ -186,11 +154,7 @@ class StoreWorkFolder(WorkFolder):
     def begin(self, plan: dict[str, Any], *, overwrite: bool) -> bool:
         """Prepare the folder for work with a plan; return False if the target is already complete.
 
-        Raises
-        ------
-        InputError
-            If the target exists and is not a Zarr store; or if `overwrite` is False, and either the target exists or
-            the folder holds a conversion with another plan.
+        Raises `InputError` if the target or unfinished work with another plan exists and must not be replaced.
         """
         begun = self.read_plan()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()
@@ -213,22 +177,13 @@ class StoreWorkFolder(WorkFolder):
         return True
 
     def _is_taken(self) -> bool:
-        # A dangling symbolic link also occupies the path.
-        return os.path.lexists(self.target)
+        return os.path.lexists(self.target)  # True for a dangling link, too
 
     def _may_be_replaced(self) -> bool:
         return any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup"))
 
     def publish(self, *, overwrite: bool) -> None:
-        """Rename the store to the target, and remove the work folder.
-
-        The rename is atomic if it replaces no target.
-
-        Raises
-        ------
-        InputError
-            If another process has created the target and it must not be replaced. The results are kept.
-        """
+        """Rename the store to the target (atomic if it replaces none), and remove the work folder."""
         if self._is_taken() and not (overwrite and self._may_be_replaced()):
             raise InputError(
                 f"{self.target} was created by another process during the conversion, so it is not replaced. The "
@@ -236,8 +191,8 @@ class StoreWorkFolder(WorkFolder):
                 + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
             )
         # Killed tasks leave partial files behind.
-        for leftover in self.store.rglob(".*.partial"):
-            leftover.unlink()
+        for leftover in list(self.store.rglob(".*.partial")):
+            discard(leftover)
         begun = self.read_plan() or {}
         self.write_plan(begun | {"published": True})
         if self._is_taken():
@@ -271,11 +226,7 @@ def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any
 def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
     """Yield a memory-mapped array to fill, shape (n,); then save it as the ``.npy`` file `path`, atomically.
 
-    Raises
-    ------
-    OSError
-        If the disk is full. Space is reserved before the file is mapped, since a signal kills a process that writes to
-        a mapped page without disk space.
+    Space is reserved first (`OSError` if the disk is full): writing to a mapped page without disk space is fatal.
     """
     dtype = np.dtype(dtype)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
@@ -314,8 +265,6 @@ def discard(path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush the directory entries of a folder to the disk."""
-    if os.name == "nt":  # Windows cannot open folders
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

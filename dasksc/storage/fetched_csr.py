@@ -112,12 +112,6 @@ class CSRRowBuffer(RowBufferBase):
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
         return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
 
-    def gather_stored(
-        self, positions: NDArray[np.int64], *, dtype: np.dtype[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of rows as stored: columns may be unsorted and repeated."""
-        return self._gather_csr(positions, dtype, any_order=True)
-
     def _gather_csr(
         self,
         positions: NDArray[np.int64],

@@ -24,9 +24,8 @@ from unittest import mock
 import numpy as np
 
 import dasksc
-from dasksc.conversion import converting, scanning, tables, writing
-from dasksc.conversion.inputs import matrices_of
-from dasksc.output import shards
+from dasksc.conversion import converting, scanning, shards, tables, writing
+from dasksc.conversion.contents import matrices_of
 from dasksc.output import work_folder as workplace
 
 
@@ -117,7 +116,7 @@ def warm(source: str) -> None:
     matrix = matrices_of(dasksc.open(source))["X"]
     rows = np.arange(10)
     fetched = matrix.fetch(rows)
-    scanning.described(fetched, rows)
+    scanning.described(scanning.gather(fetched, rows, matrix.stored_dtype))
     fetched.gather_csr(rows, dtype=np.dtype(np.uint16))
 
 

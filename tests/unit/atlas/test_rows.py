@@ -18,7 +18,6 @@ from anndata import AnnData
 import dasksc
 from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
-from dasksc.conversion import rows as order_of_rows
 from dasksc.planning import rank_sequence
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.plan import EpochPlan
@@ -35,7 +34,7 @@ PIECES = [
     (rank_sequence, "_COMPUTED_AT_ONCE"),
     (converting, "_PIECE_ROWS"),
 ]
-PIECES += [(order_of_rows, "_PART"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
+PIECES += [(tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
 
 
 def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:
@@ -160,7 +159,7 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
     def converted(path: str) -> Any:
         target = tmp_path / "atlas.zarr"
         data = path if n_files == 1 else [path] * n_files
-        return dasksc.convert(data, target, overwrite=True, scheduler="sync", **options)
+        return dasksc.convert(data, target, overwrite=True, **options)
 
     # A filter copies the columns.
     of_columns = (1 + 4) * (2 if "filter" in options else 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import anndata as ad
-import dask
 import numpy as np
 import pandas as pd
 import pytest
@@ -19,9 +18,8 @@ import zarr
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc.conversion import converting, staging
+from dasksc.conversion import converting, scanning, shards
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
-from dasksc.output import shards
 from tests.support.commands import run_command
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
@@ -62,6 +60,45 @@ def test_every_cell_is_converted_once_with_all_its_data(tmp_path, format, layout
     assert np.array_equal(dense(opened.layers["scaled"].compute()), dense(written.layers["scaled"]))
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+@pytest.mark.usefixtures("small_parts")
+def test_dense_matrices_become_sparse_without_their_zeros(tmp_path, compression):
+    rng = np.random.default_rng(0)
+    X = rng.poisson(0.5, (60, 17)).astype(np.float32)
+    X[3, :4] = [-0.0, np.nan, -2.5, 0]
+    X[7] = 0
+    source = few_columns(60, 17, layout="dense")
+    source.X, source.layers["counts"] = X, rng.poisson(0.2, (60, 17)).astype(np.int64)
+    source.layers["counts"][0, 0] = 300
+    path = tmp_path / "atlas.h5ad"
+    source.write_h5ad(path, compression=compression)
+    report = dasksc.convert(path, tmp_path / "out.zarr", seed=1, layout="csr", memory_limit="20kB", verify=True)
+    assert (report.types["X"], report.types["layers/counts"]) == ("float32", "uint16")
+    dasksc.convert(path, tmp_path / "dense.zarr", seed=1)
+    written = read(tmp_path / "out.zarr")
+    order = order_of(written, source)
+    for name, values in (("X", X), ("counts", source.layers["counts"])):
+        found = written.X if name == "X" else written.layers[name]
+        expected = sp.csr_matrix(values[order])
+        assert np.array_equal(found.indptr, expected.indptr)
+        assert np.array_equal(found.indices, expected.indices)
+        assert np.array_equal(found.data, expected.data, equal_nan=True)
+    assert not sp.issparse(written.obsm["X_pca"])
+    batches = [
+        [
+            (batch.X.numpy(), batch.layers["counts"].numpy())
+            for batch in dasksc.scDataset(
+                store, dasksc.BlockShuffling(4), batch_size=16, seed=0, layers=["counts"], dtype=None
+            )
+        ]
+        for store in (tmp_path / "out.zarr", tmp_path / "dense.zarr")
+    ]
+    for sparse, kept in zip(*batches, strict=True):
+        for one, other in zip(sparse, kept, strict=True):
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other, equal_nan=True)
+
+
 def test_the_order_depends_on_the_seed(tmp_path):
     source = few_columns(60, 17)
     orders = []
@@ -97,9 +134,9 @@ def test_a_shuffle_through_runs_is_the_same_shuffle(tmp_path, monkeypatch, layou
     dasksc.convert(source, tmp_path / "direct.zarr", seed=3)
     monkeypatch.setattr(converting, "needs_runs", lambda matrix: True)
     runs = []
-    monkeypatch.setattr(staging.Staging, "staged", _recording(staging.Staging.staged, runs))
+    monkeypatch.setattr(scanning.Pass, "staged", _recording(scanning.Pass.staged, runs))
     dasksc.convert(path, tmp_path / "runs.zarr", seed=3, memory_limit="2kB", verify=True)
-    assert min(len(matrix._parts) for matrix in runs) > 3
+    assert min(len(matrix.parts) for matrix, _ in runs) > 3
     assert contents(tmp_path / "direct.zarr") == contents(tmp_path / "runs.zarr")
     same(read(tmp_path / "runs.zarr"), source)
 
@@ -291,23 +328,23 @@ def test_python_objects_in_obs_are_stored_as_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("values", "named"),
     [
-        (["a", 1, "b"], "contains values of pandas type 'mixed-integer'"),
-        ([b"a", b"b", b"c"], "contains values of pandas type 'bytes'"),
-        ([2**70, 1, None], "cannot be stored"),
-        (pd.Categorical(["a", 1, "b"]), "contains values of pandas type 'mixed-integer'"),
-        (pd.to_datetime(["2020-01-01"] * 3), "cannot be written by AnnData"),
-        (pd.to_timedelta([1, 2, 3]), "cannot be written by AnnData"),
+        (["a", 1, "b"], "'bad' contains values of pandas type 'mixed-integer'"),
+        ([b"a", b"b", b"c"], "'bad' contains values of pandas type 'bytes'"),
+        ([2**70, 1, None], "'bad' cannot be stored"),
+        (pd.Categorical(["a", 1, "b"]), "'bad' contains values of pandas type 'mixed-integer'"),
+        (pd.to_datetime(["2020-01-01"] * 3), "cannot be written by AnnData.*'bad'"),
+        (pd.to_timedelta([1, 2, 3]), "cannot be written by AnnData.*'bad'"),
     ],
 )
-def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, values, what):
+def test_a_column_that_cannot_be_stored_is_named_before_anything_is_written(tmp_path, values, named):
     source = small(3, good=[1, 2, 3], bad=values)
-    with pytest.raises(InputError, match=f"obs.*'bad'.*{what}"):
+    with pytest.raises(InputError, match=f"obs.*{named}"):
         dasksc.convert(source, tmp_path / "out.zarr")
     source = small(3)
     source.uns["bad"] = object()
-    with pytest.raises(InputError, match=r"uns\['bad'\].*AnnData"):
+    with pytest.raises(InputError, match="uns.*AnnData.*'bad'"):
         dasksc.convert(source, tmp_path / "out.zarr")
     assert os.listdir(tmp_path) == []
 
@@ -333,6 +370,12 @@ def gzipped(tmp_path_factory):
     return write_gzipped(tmp_path_factory.mktemp("input"))
 
 
+def shard_of(writer: shards.ShardWriter) -> Path:
+    """Return the file that a writer completes, which has a temporary name: ``.0.<unique>.partial``."""
+    path = Path(writer._file.name)
+    return path.with_name(path.name.split(".")[1])
+
+
 @pytest.mark.usefixtures("small_parts")
 def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     written: list[Path] = []
@@ -341,7 +384,7 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     def full(self: shards.ShardWriter) -> None:
         if len(written) > 60:
             raise OSError(errno.ENOSPC, "No space left on device")
-        written.append(self._path)
+        written.append(shard_of(self))
         write_chunk(self)
 
     before = gzipped.read_bytes()
@@ -357,7 +400,9 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     there = {path for path in written if path.exists()}
     assert there
     again: list[Path] = []
-    monkeypatch.setattr(shards.ShardWriter, "_write_chunk", lambda self: (again.append(self._path), write_chunk(self)))
+    monkeypatch.setattr(
+        shards.ShardWriter, "_write_chunk", lambda self: (again.append(shard_of(self)), write_chunk(self))
+    )
     dasksc.convert(gzipped, tmp_path / "out.zarr", verify=True)
     assert not there & set(again)
     same(read(tmp_path / "out.zarr"), ad.read_h5ad(gzipped))
@@ -398,11 +443,14 @@ def test_an_unfinished_conversion_is_not_resumed_with_other_arguments(tmp_path, 
         ("narrow", False),
         ("order", "keep"),
         ("group_by", "kind"),
+        ("layout", "csr"),
+        ("filter", "kind == 'x'"),
+        ("genes", ["g1", "g0"]),
     ):
-        with pytest.raises(InputError, match=f"{name}"):
+        with pytest.raises(InputError, match=f"differs from this one in .*{name}"):
             dasksc.convert(data, target, **{**begun, name: other})
     # Options that do not affect the content may differ.
-    dasksc.convert(data, target, **begun, memory_limit="1GiB", scheduler="synchronous", verify=True)
+    dasksc.convert(data, target, **begun, memory_limit="1GiB", verify=True)
     assert set(read(target).obs["of"]) == {"one", "two"}
 
 
@@ -416,19 +464,6 @@ def test_an_input_that_changed_meanwhile_is_not_gone_on_with(tmp_path, monkeypat
     make_adata(60, 17, dtype=np.int32).write_h5ad(path)
     with pytest.raises(InputError, match="differs from this one in inputs"):
         dasksc.convert(path, tmp_path / "out.zarr")
-
-
-def test_an_input_changed_in_place_meanwhile_is_not_gone_on_with(tmp_path, monkeypatch):
-    path = write_store(make_adata(60, 17, layout="dense"), tmp_path, "zarr3")
-    with monkeypatch.context() as patched:
-        patched.setattr(converting, "write_tables", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            dasksc.convert(path, tmp_path / "out.zarr")
-    zarr.open_group(path, mode="r+", use_consolidated=False)["X"][:] = 7
-    with pytest.raises(InputError, match="differs from this one in inputs"):
-        dasksc.convert(path, tmp_path / "out.zarr")
-    dasksc.convert(path, tmp_path / "out.zarr", overwrite=True)
-    assert (ad.read_zarr(tmp_path / "out.zarr").X == 7).all()
 
 
 def test_a_target_may_not_be_an_input(tmp_path):
@@ -488,21 +523,19 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
         ({"seed": True}, "seed"),
         ({"seed": None}, "seed"),
         ({"order": ["keep"]}, "'shuffle'.*'keep'"),
-        ({"group_by": ["cell_type", 3]}, "group_by=3"),
-        ({"group_by": 3}, "group_by=3"),
+        ({"group_by": ["cell_type", 3]}, "group_by.*3"),
+        ({"group_by": 3}, "group_by.*3"),
         ({"group_by": []}, "obs"),
         ({"group_by": ["cell_type", "cell_type"]}, "each only once"),
-        ({"label": ["of"]}, r"label=\['of'\].*obs"),
-        ({"index_unique": 1}, "index_unique=1"),
+        ({"label": ["of"]}, r"label.*\['of'\]"),
+        ({"index_unique": 1}, "index_unique.*1"),
         ({"join": "left"}, "join='left'"),
         ({"keys": "ab"}, "keys='ab'"),
         ({"keys": ["a"]}, "must be a list of 2 names"),
         ({"keys": 2}, "keys=2"),
         ({"merge": "all"}, "merge='all'.*'same'.*'unique'"),
         ({"merge": len}, "merge="),
-        ({"scheduler": "processes"}, "scheduler='processes' is not a scheduler"),
-        ({"scheduler": 3}, "scheduler=3.*scheduler"),
-        ({"scheduler": "tcp://127.0.0.1:9"}, "does not answer"),
+        ({"layout": "dense"}, "layout='dense'"),
         ({"storage_options": "region=x"}, "storage_options"),
         ({"cache": 3}, "cache"),
     ],
@@ -510,7 +543,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
 def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypatch, arguments, message):
     for name in "ab":
         small(3, cell_type=list("xyz")).write_h5ad(tmp_path / f"{name}.h5ad")
-    with dask.config.set({"distributed.comm.timeouts.connect": "1s"}), pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message):
         dasksc.convert([tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr", **arguments)
     assert sorted(os.listdir(tmp_path)) == ["a.h5ad", "b.h5ad"]
 
@@ -520,7 +553,7 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     append = shards.ShardWriter.append
 
     def wrong(self: shards.ShardWriter, rows: NDArray[Any]) -> None:
-        if self._path.parent.parent.name == name and self._path.parents[2].name == "X":
+        if shard_of(self).parent.parent.name == name and shard_of(self).parents[2].name == "X":
             rows = rows.copy()
             rows[11] += 1
         append(self, rows)
@@ -531,20 +564,6 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
     ):
         dasksc.convert(few_columns(60, 17), tmp_path / "out.zarr", verify=True)
     assert not (tmp_path / "out.zarr").exists()
-
-
-def test_verifying_finds_rows_in_the_wrong_place_and_a_table_that_went_wrong(tmp_path, monkeypatch):
-    from dasksc.conversion import tables
-
-    source = few_columns(60, 17)
-    write_in_order = tables._write_in_order
-
-    def shifted(parent: Any, name: str, table: pd.DataFrame, order: NDArray[np.int64], *more: Any) -> None:
-        write_in_order(parent, name, table, np.roll(order, 1), *more)
-
-    monkeypatch.setattr(tables, "_write_in_order", shifted)
-    with pytest.raises(CorruptDataError, match="obs.*cell_type"):
-        dasksc.convert(source, tmp_path / "out.zarr", verify=True)
 
 
 # Arrays in which AnnData stores each kind of column, and the name of the column in the error.

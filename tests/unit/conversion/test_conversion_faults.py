@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -18,16 +17,10 @@ import scipy.sparse as sp
 from dask.utils import parse_bytes
 
 import dasksc
-from dasksc.errors import StorageError
-from tests.support.conversions import contents, make_parts_small, read, same, write_gzipped
+from tests.support.conversions import contents, read, same, write_gzipped
 from tests.support.programs import PROGRAMS, ROOT, ended
 
 pytestmark = pytest.mark.faults
-
-
-@pytest.fixture
-def small_parts(monkeypatch):
-    make_parts_small(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +45,6 @@ def test_a_killed_conversion_goes_on_to_the_same_store(tmp_path, gzipped, how):
     # A kill after the last step may leave the lock file of a completed conversion.
     assert [file for folder in tmp_path.glob("*.partial") for file in os.listdir(folder) if file != "lock"] == []
     same(read(stores[-1]), ad.read_h5ad(gzipped))
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_disk_that_is_full_is_told_and_what_is_written_is_kept(small_disk, gzipped, tmp_path):
-    disk, resize = small_disk
-    before = gzipped.read_bytes()
-    out = disk / "out.zarr"
-    with pytest.raises(StorageError, match="out.zarr") as caught:
-        dasksc.convert(gzipped, out)
-    assert caught.value.errno == errno.ENOSPC
-    assert "run the same conversion again to resume it" in str(caught.value)
-    assert shutil.disk_usage(disk).free < 2**14
-    assert gzipped.read_bytes() == before
-    assert not out.exists()
-    for place in (disk / "out.zarr.partial", disk / "out.zarr.partial" / "store"):
-        with pytest.raises(StorageError):
-            dasksc.open(place)
-    assert resize("64m").returncode == 0
-    dasksc.convert(gzipped, out, verify=True)
-    dasksc.convert(gzipped, tmp_path / "elsewhere.zarr")
-    assert contents(out) == contents(tmp_path / "elsewhere.zarr")
-    assert os.listdir(disk) == ["out.zarr"]
 
 
 SMALL_DISK_PROGRAM = """

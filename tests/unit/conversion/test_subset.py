@@ -168,23 +168,3 @@ def test_a_filter_that_selects_no_cells_is_refused(tmp_path: Path, adata: ad.Ann
     with pytest.raises(MissingKeyError, match="'gene99'"):
         dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "gene99"])
     assert not list(tmp_path.glob("a.zarr*"))
-
-
-def test_an_unfinished_subset_is_resumed_by_the_same_one_only(
-    tmp_path: Path, adata: ad.AnnData, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    options: dict[str, Any] = {"filter": "int64 > 0", "genes": ["gene4", "new"], "genes_missing": "zero"}
-    with monkeypatch.context() as patched:
-        patched.setattr("dasksc.conversion.converting.write_tables", _killed)
-        with pytest.raises(KeyboardInterrupt):
-            dasksc.convert(path, tmp_path / "new.zarr", **options)
-    for other in ({"filter": "int64 > 1"}, {"genes": ["gene4", "other"]}, {"genes": ["gene5", "new"]}):
-        with pytest.raises(InputError, match="differs from this one in (filter|genes|inputs)"):
-            dasksc.convert(path, tmp_path / "new.zarr", **options | other)
-    found = written(tmp_path, path, **options, order="shuffle")
-    assert list(found.var_names) == ["gene4", "new"]
-
-
-def _killed(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
