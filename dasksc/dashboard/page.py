@@ -14,7 +14,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dasksc._compat.distributed import RequestHandler, add_operation, add_to_progress_panel, announce
 from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
-from dasksc.dashboard import prometheus
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
 
@@ -92,7 +91,6 @@ class LoaderPage(SchedulerPlugin):
         self._panel: dict[str, tuple[int, int]] = {}
         add_operation(scheduler, OPERATION, self.report)
         announce(scheduler, PAGE_METADATA_KEY)
-        prometheus.show(self)
 
     @property
     def loaders(self) -> list[LoaderReports]:

@@ -4,81 +4,40 @@ A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fet
 the results in order, and holds them only until they are consumed. At most `depth` fetches and `max_bytes` bytes are in
 flight, including finished fetches that are not yet consumed.
 
-No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the window leaves
-no thread, task, future or key behind.
-
-Fetches run behind a single interface, the `FetchRunner`: on threads of this process or in the calling
-thread (`dasksc.executor.local`), or on the workers of a distributed cluster
-(`dasksc.executor.cluster.runner`, imported only if a Client is used).
+No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C), the window leaves no thread, task, future or
+key behind. Fetches run on threads of this process or in the calling thread (`dasksc.executor.threads`), or on the
+workers of a Dask cluster (`dasksc.executor.cluster`, imported only if a Client is used).
 """
 
 from __future__ import annotations
 
-import atexit
-import math
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dask.sizeof import sizeof
 
 from dasksc.errors import FetchError, InputError
-from dasksc.executor.local import OnDemandRunner, ThreadRunner, Timed
 from dasksc.executor.progress import FetchFigures
-from dasksc.executor.schedulers import (
-    FetchScheduler,
-    default_threads,
-    resolve_scheduler,
-)
+from dasksc.executor.schedulers import FetchScheduler, default_threads, resolve_scheduler
+from dasksc.executor.threads import OnDemandRunner, ThreadRunner
 
 if TYPE_CHECKING:
     from distributed import Client
 
+    from dasksc.executor.cluster import ClusterRunner
+
 __all__ = ["Window", "WindowStats"]
 
 T = TypeVar("T")
-
-EXIT_WAIT_S = 10.0  # Maximum wait for running fetches when the interpreter exits.
-
-
-class Promise(Protocol):
-    """Interface of a submitted fetch: the methods of `concurrent.futures.Future` that the window uses."""
-
-    def result(self) -> Timed:
-        """Wait for the fetch; return its duration in seconds and its result."""
-
-    def done(self) -> bool:
-        """Return True if `result` would return or raise immediately."""
-
-
-class FetchRunner(Protocol):
-    """Interface of the runners of fetches."""
-
-    @property
-    def needs_executors(self) -> bool:
-        """True if closing requires the standard-library executors of this process to be running."""
-
-    @property
-    def transfer_s(self) -> float:
-        """Time from the end of each fetch until its result arrived in this process, summed, in seconds."""
-
-    def submit(self, k: int) -> Any:
-        """Submit fetch `k` and return its `Promise`."""
-
-    def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
-        """Cancel the `pending` promises, release all resources, and wait until no fetch runs any more.
-
-        The wait takes at most `wait_s` seconds. `exiting` is True if the interpreter is exiting. The window calls
-        this method once, and again if Ctrl-C interrupted the first call.
-        """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,69 +68,32 @@ class WindowStats:
 
 
 class _Flight:
-    """Fetches in flight.
+    """Fetches in flight. This is a separate object, so that a window can be garbage-collected meanwhile."""
 
-    This is a separate object, so that a window can be garbage-collected while its fetches are in flight.
-    """
-
-    def __init__(self, runner: FetchRunner) -> None:
+    def __init__(self, runner: OnDemandRunner | ClusterRunner) -> None:
         self.runner = runner
-        self.promises: deque[tuple[int, Promise]] = deque()
-        self.closed = False
-        self._pending: list[Promise] = []
-        self._is_cut_short = False
-        self.exiting = False
+        # Fetch numbers, and promises with the methods `result` and `done` of `concurrent.futures.Future`.
+        self.promises: deque[tuple[int, Any]] = deque()
+        self.is_closed = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
-        # Handlers run in reverse order of registration. Dask registers its handlers on import, hence earlier, so a
-        # Client is still open when this handler runs.
-        atexit.register(self.close, wait_s=EXIT_WAIT_S, exiting=True)
-        if runner.needs_executors:
-            _to_close_early.add(self)
 
     @property
-    def foreign(self) -> bool:
+    def is_foreign(self) -> bool:
         """True in a forked child, whose copy has neither the threads nor the connections of the parent."""
         return self._pid != os.getpid()
 
-    def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Release everything, in the process that created it; further calls do nothing.
-
-        If Ctrl-C interrupts this method, the next call repeats all of it; at the latest, the window's finalizer makes
-        this call.
-        """
-        if self.foreign:
+    def close(self, *, is_waiting: bool = True) -> None:
+        """Release everything, in the process that created it. Idempotent."""
+        if self.is_foreign:
             return
-        try:
-            with self.lock:
-                if self.closed and not self._is_cut_short:
-                    return
-                self.closed, self._is_cut_short = True, False
-                self.exiting = exiting
-                self._pending += [promise for _, promise in self.promises]
-                self.promises.clear()
-            self.runner.close(self._pending, wait_s=wait_s, exiting=exiting)
-            self._pending.clear()
-        except BaseException:
-            self._is_cut_short = True
-            raise
-        atexit.unregister(self.close)
-        _to_close_early.discard(self)
-
-
-# When the main thread ends, the executors of the standard library shut down before handlers of `atexit` run, and a Dask
-# scheduler in this process stops working, since it uses these executors. Flights that depend on such a scheduler are
-# closed earlier, by the hook that the executors themselves use. In a Python version without that hook, Dask may log
-# errors at exit.
-_to_close_early: set[_Flight] = set()
-
-
-def _close_early() -> None:
-    for flight in list(_to_close_early):
-        flight.close(wait_s=EXIT_WAIT_S, exiting=True)
-
-
-getattr(threading, "_register_atexit", atexit.register)(_close_early)
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            pending = [promise for _, promise in self.promises]
+            self.promises.clear()
+        self.runner.close(pending, is_waiting=is_waiting)
 
 
 class Window(Generic[T]):
@@ -220,7 +142,7 @@ class Window(Generic[T]):
     def __init__(
         self,
         task: Callable[[Any], T],
-        ks: Sequence[int],
+        ks: Iterable[int],
         *,
         name: str,
         depth: int | Callable[[], int],
@@ -244,22 +166,21 @@ class Window(Generic[T]):
         self._ks = iter(ks)
         self._next_k = next(self._ks, None)
 
-        runner: FetchRunner
+        runner: OnDemandRunner | ClusterRunner
         if self._scheduler.client is not None:
-            from dasksc.executor.cluster.runner import ClusterRunner
+            from dasksc.executor.cluster import ClusterRunner
 
             runner = ClusterRunner(name, task, argument, client=self._scheduler.client)
         else:
-            run = task if argument is None else _Composed(task, argument)
+            run = task if argument is None else lambda k: task(argument(k))
             if self._scheduler.kind == "threads":
-                runner = ThreadRunner(name, ks, run, n_threads=n_threads or default_threads())
+                runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
             else:
-                runner = OnDemandRunner(name, ks, run)
+                runner = OnDemandRunner(name, run)
                 self._depth = lambda: 0
         self._flight = _Flight(runner)
-        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's
-        # own.
-        self._finalizer = weakref.finalize(self, self._flight.close, wait_s=0.0)
+        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's own.
+        self._finalizer = weakref.finalize(self, self._flight.close, is_waiting=False)
         self._finalizer.atexit = False
         try:
             self._fill(self._depth())
@@ -302,14 +223,14 @@ class Window(Generic[T]):
         try:
             return promises[0][1].done()
         except IndexError:
-            return self._flight.closed or self._next_k is None
+            return self._flight.is_closed or self._next_k is None
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self
 
     def __next__(self) -> tuple[int, T]:
         flight = self._flight
-        if flight.foreign:
+        if flight.is_foreign:
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
         start = perf_counter()
         try:
@@ -328,18 +249,18 @@ class Window(Generic[T]):
         try:
             k, promise = flight.promises[0]
         except IndexError:
-            raise self._end() from None
+            raise StopIteration from None
         try:
             fetch_s, result = promise.result()
         except Exception as error:
-            if flight.closed:
-                raise self._end() from None
+            if flight.is_closed:
+                raise StopIteration from None
             raise self._fetch_error(k, error) from error
         finally:
             del promise  # The promise holds the error, whose traceback holds this frame.
         with flight.lock:
-            if flight.closed:
-                raise self._end()
+            if flight.is_closed:
+                raise StopIteration
             flight.promises.popleft()
         n_bytes = _n_bytes(result)
         self._largest = max(n_bytes, self._largest or 0)
@@ -352,15 +273,9 @@ class Window(Generic[T]):
         self.stats.n_bytes += n_bytes
         return k, result
 
-    def _end(self) -> Exception:
-        # A thread that outlives the main thread must not mistake the cancelled fetches for the end of the epoch.
-        if self._flight.exiting:
-            return FetchError("The interpreter is exiting, so the fetches have been cancelled.")
-        return StopIteration()
-
     def close(self) -> None:
         """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""
-        self._flight.close(wait_s=math.inf)
+        self._flight.close()
         self._finalizer.detach()
 
     def __enter__(self) -> Self:
@@ -380,7 +295,7 @@ class Window(Generic[T]):
             # The lock prevents a concurrent close from missing the new promise.
             with flight.lock:
                 k = self._next_k
-                if flight.closed or k is None or len(flight.promises) >= depth or not self._fits():
+                if flight.is_closed or k is None or len(flight.promises) >= depth or not self._fits():
                     return
                 try:
                     promise = flight.runner.submit(k)
@@ -388,7 +303,7 @@ class Window(Generic[T]):
                 except Exception as error:
                     # The error is raised at the position of this fetch, like that of any other failed fetch, because
                     # the earlier results are valid.
-                    promise = Future()
+                    promise: Any = Future()
                     promise.set_exception(error)
                     self._next_k = None
                 flight.promises.append((k, promise))
@@ -404,7 +319,7 @@ class Window(Generic[T]):
             return False  # Results after a failed fetch are never consumed.
         return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
 
-    def _weigh(self, promises: Sequence[Promise]) -> tuple[int, int]:
+    def _weigh(self, promises: Sequence[Any]) -> tuple[int, int]:
         """Return the number of unfinished fetches and the total bytes of finished ones."""
         held_bytes = n_running = 0
         for promise in promises:
@@ -420,17 +335,6 @@ class Window(Generic[T]):
         what = f"fetch {k}" if self._describe is None else self._describe(k)
         where = "" if self._scheduler.client is None else f" on the {self._scheduler}"
         return FetchError(f"{what} failed{where}: {type(error).__name__}: {error}")
-
-
-class _Composed(Generic[T]):
-    """Composition ``task(argument(k))``, as a function of k."""
-
-    def __init__(self, task: Callable[[Any], T], argument: Callable[[int], Any]) -> None:
-        self._task = task
-        self._argument = argument
-
-    def __call__(self, k: int) -> T:
-        return self._task(self._argument(k))
 
 
 def _n_bytes(result: object) -> int:

@@ -23,11 +23,10 @@ from dasksc.batches.batch import Batch, BatchMaker, device_of, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
 from dasksc.errors import FetchError
-from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
-from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, fetch_name
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name, part_of
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
@@ -215,7 +214,7 @@ class EpochRun:
         unmapped = () if reading is None else reading.unmapped
         window: Window[Any] = Window(
             task,
-            PartNumbers(self._ks, n_parts) if n_parts > 1 else self._ks,
+            (k * n_parts + part for k in self._ks for part in range(n_parts)),
             name=fetch_name(self._source.name, self._plan),
             scheduler=scheduler,
             depth=depth,
@@ -253,7 +252,7 @@ class EpochRun:
             else AdaptiveReadingMode(projection.reading_mode, source.name, lambda: projection.job_bytes)
         )
         n_parts = projection.n_parts if reading is None else reading.n_parts
-        task = FetchMatrices(source.matrices, reading)
+        task = FetchMatrices(source.matrices, frozenset() if reading is None else reading.unmapped)
         n_ahead = projection.n_batches_ahead
         # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))

@@ -202,28 +202,3 @@ def metrics(text: str) -> dict[str, float]:
             name, value = re.match(r"(\w+)(?:{.*})? (\S+)$", line).groups()
             sums[name] = sums.get(name, 0.0) + float(value)
     return sums
-
-
-def test_the_scheduler_serves_the_reports_to_prometheus(cluster, client, atlas):
-    pytest.importorskip("prometheus_client")
-    dashboard.install(client)
-    data = dataset(atlas, client)
-    list(data)
-    found, stats = metrics(served(address(cluster, "metrics"))), data.stats()
-    assert found["dasksc_loader_rows_per_second"] == pytest.approx(stats["rows_per_s"])
-    assert found["dasksc_loader_wait_share"] == pytest.approx(stats["wait_share"])
-    assert found["dasksc_loader_batches"] == len(data)
-    assert found["dasksc_loader_fetches"] == stats["n_fetched"]
-
-
-def test_workers_serve_what_their_fetches_do_to_prometheus(atlas, two_process_client):
-    pytest.importorskip("prometheus_client")
-    workers = two_process_client.scheduler_info()["workers"].values()
-
-    def total(name: str) -> float:
-        pages = [served(f"http://127.0.0.1:{one['services']['dashboard']}/metrics") for one in workers]
-        return sum(metrics(page).get(name, 0) for page in pages)
-
-    before, data = total("dasksc_fetched_rows_total"), dataset(atlas, two_process_client)
-    list(data)
-    assert total("dasksc_fetched_rows_total") - before == 2_000

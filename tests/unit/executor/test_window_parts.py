@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dasksc.executor.fetch_parts import AssembledFetches, part_of
 
 import dasksc
-from dasksc.executor.fetch_parts import AssembledFetches, part_of
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model

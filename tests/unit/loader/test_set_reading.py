@@ -12,10 +12,10 @@ from typing import Any
 import anndata
 import numpy as np
 import pytest
+from dasksc.executor.fetch_parts import part_of
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.executor.fetch_parts import part_of
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
