@@ -49,7 +49,6 @@ class ClusterRunner:
         self._name = f"{name}-{uuid.uuid4().hex[:8]}"
         self._futures: dict[int, Any] = {}
         self._n_submitted = 0
-        self._is_closed = False
         self.transfer_s = 0.0
         try:
             self._task = client.sync(self._send_task, task)
@@ -131,15 +130,10 @@ class ClusterRunner:
                 sent.release()
 
     def _lost(self) -> str:
-        if not self._is_closed and self._client.status == "running":
-            return (
-                f"The Dask scheduler at {self._address} has dropped the tasks: they were cancelled, client.restart() "
-                "was called, or the connection was lost for a moment. Create the data set again, and resume it with "
-                "load_state_dict."
-            )
         return (
-            f"The connection to the Dask scheduler at {self._address} was closed or lost. Connect a new Client, create "
-            "the data set with it, and resume with load_state_dict."
+            f"The Dask scheduler at {self._address} no longer has the fetches: the connection was lost or closed, "
+            "client.restart() was called, or they were cancelled. Create the data set again, with a new Client if this "
+            "one is closed, and resume it with load_state_dict."
         )
 
     def close(self, pending: Sequence[Future[Timed]], *, is_waiting: bool) -> None:
@@ -147,7 +141,6 @@ class ClusterRunner:
 
         A transfer in progress is not cancelled, because the Client may have merged it with those of other windows.
         """
-        self._is_closed = True
         while self._futures:
             self._futures.popitem()[1].release()
         self._task.release()
@@ -170,13 +163,9 @@ def describe_mismatch(files: Sequence[FileIdentity]) -> str | None:
             here = FileIdentity.of(file.path)
         except OSError as error:
             return f"does not see {file.path} ({error.strerror or error})"
-        if here.size != file.size:
-            return f"sees a different file at {file.path} ({here.size} bytes, not {file.size})"
         if here != file:
-            return (
-                f"sees {file.path} with a different modification time. If the file there is a copy, preserve the time "
-                "when copying (cp -p, rsync -t)"
-            )
+            what = f"{here.size} bytes, not {file.size}" if here.size != file.size else "another modification time"
+            return f"sees a different file at {file.path} ({what}; to copy a file with its time, use cp -p or rsync -t)"
     return None
 
 

@@ -32,16 +32,7 @@ _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchScheduler:
-    """Scheduler that runs the fetches.
-
-    Parameters
-    ----------
-    kind
-        ``"threads"``: threads of this process; ``"synchronous"``: the thread that requests the result;
-        ``"client"``: the workers of a distributed cluster.
-    client
-        The Client, for ``"client"`` only.
-    """
+    """Scheduler that runs the fetches: threads, the thread that requests the result, or a Client (`client`)."""
 
     kind: Literal["threads", "synchronous", "client"]
     client: Client | None = None
@@ -61,28 +52,19 @@ class FetchScheduler:
 
 
 def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) -> FetchScheduler:
-    """Return the scheduler to use in the calling process.
+    """Return the scheduler to use in the calling process; call this function again in every process.
 
-    Call this function again in every process: a Client created before a fork is replaced by a new one with the same
-    address.
-
-    Parameters
-    ----------
-    scheduler
-        None, ``"threads"``, ``"synchronous"``, a Client, the address of a scheduler (``"tcp://host:8786"``) or
-        the path of its scheduler file (``"scheduler.json"``). This process connects once to each address.
-
-        None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the
-        scheduler of ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE`` (``scheduler-address`` and
-        ``scheduler-file`` in ``dask.config``), and otherwise threads. Inside a task of a Dask worker, None selects
-        threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
-        deadlock.
+    None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the scheduler of
+    ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE``, and otherwise threads. Inside a task of a Dask worker, None
+    selects threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
+    deadlock. This process connects once to each address. A Client created before a fork is replaced by a new one with
+    the same address.
 
     Raises
     ------
     InputError
-        If `scheduler` is none of these, or is an asynchronous or closed Client, an address that does not answer,
-        or a file that does not exist or contains no address.
+        If `scheduler` is none of the documented values, or is an asynchronous or closed Client, an address that does
+        not answer, or a file that does not exist or contains no address.
     """
     if isinstance(scheduler, FetchScheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
@@ -107,18 +89,7 @@ def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) ->
 
 
 class SchedulerChoice:
-    """Scheduler given by the user, resolved at each use, because a Client may be created or closed between two uses.
-
-    Parameters
-    ----------
-    given
-        As for `resolve_scheduler`.
-
-    Raises
-    ------
-    InputError
-        As for `resolve_scheduler`.
-    """
+    """Scheduler given by the user, resolved at each use, because a Client may be created or closed between two uses."""
 
     def __init__(self, given: FetchScheduler | Client | str | None) -> None:
         self._given = given
@@ -148,10 +119,8 @@ class SchedulerChoice:
 
 def _active_scheduler() -> FetchScheduler:
     configured = dask.config.get("scheduler", None)
-    if configured in _SYNCHRONOUS:
-        return FetchScheduler(kind="synchronous")
-    if configured in _THREADS:
-        return FetchScheduler(kind="threads")
+    if configured in (*_SYNCHRONOUS, *_THREADS):
+        return resolve_scheduler(configured)
     # A Client exists only if distributed has been imported, and importing it takes half a second.
     distributed = sys.modules.get("distributed")
     if distributed is None or not hasattr(distributed, "Client"):
@@ -171,25 +140,20 @@ def _active_scheduler() -> FetchScheduler:
 def _configured_scheduler() -> FetchScheduler:
     """Return the scheduler set in Dask's configuration or environment, or else threads."""
     address = dask.config.get("scheduler-address", None)
-    file = dask.config.get("scheduler-file", None)
-    if address:
-        return FetchScheduler(kind="client", client=_connect(str(address)))
-    if file:
-        return FetchScheduler(kind="client", client=_connect(_address_in(str(file))))
-    return FetchScheduler(kind="threads")
+    if not address and (file := dask.config.get("scheduler-file", None)):
+        address = _address_in(str(file))
+    return FetchScheduler(kind="client", client=_connect(str(address))) if address else FetchScheduler(kind="threads")
 
 
 def _address_in(file: str) -> str:
     """Return the address stored in a scheduler file."""
     try:
         return str(json.loads(Path(file).read_text())["address"])
-    except OSError as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, with dask scheduler "
-            f"--scheduler-file {file}, in a folder that all machines can access."
+            f"{file!r} is not a scheduler file with an address ({error!r}). Start the scheduler first, with dask "
+            f"scheduler --scheduler-file {file}, in a folder that all machines can access."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file!r} is not a scheduler file: it contains no address ({error!r})") from error
 
 
 def _with_client(client: Any) -> FetchScheduler:
@@ -281,4 +245,5 @@ after_fork(_after_fork)
 
 def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:
     """Return the number of CPUs for one rank, or for one of its `n_workers` DataLoader workers; at least 1."""
-    return max(1, cpu_count() // (max(1, local_world_size) * max(1, n_workers)))
+    n_cpus: int = cpu_count()
+    return max(1, n_cpus // (max(1, local_world_size) * max(1, n_workers)))

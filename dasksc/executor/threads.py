@@ -7,10 +7,12 @@ not used: its pool deadlocks in a forked child of a process that has used it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -45,22 +47,12 @@ class OnDemandRunner:
             result = dask.get(graph, key, callbacks=self._callbacks, get_id=threading.get_ident)
             return perf_counter() - start, result
 
-    def submit(self, k: int) -> _OnDemandFetch:
-        """Return a promise of fetch `k`."""
-        return _OnDemandFetch(lambda: self._fetch(k))
+    def submit(self, k: int) -> Any:
+        """Return a promise of fetch `k`, which runs when its result is requested."""
+        return SimpleNamespace(result=functools.partial(self._fetch, k), done=lambda: False)
 
     def close(self, pending: Sequence[Any], *, is_waiting: bool) -> None:
         """Do nothing, since no fetch runs ahead."""
-
-
-class _OnDemandFetch:
-    """Fetch that runs when its result is requested, in the requesting thread."""
-
-    def __init__(self, result: Callable[[], Timed]) -> None:
-        self.result = result
-
-    def done(self) -> bool:
-        return False
 
 
 class ThreadRunner(OnDemandRunner):
@@ -70,7 +62,7 @@ class ThreadRunner(OnDemandRunner):
         super().__init__(name, run)
         self._threads = _Threads.enter(n_threads)
 
-    def submit(self, k: int) -> Future[Timed]:  # type: ignore[override]
+    def submit(self, k: int) -> Future[Timed]:
         """Queue fetch `k` for the next free thread."""
         return self._threads.executor.submit(self._on_thread, k)
 

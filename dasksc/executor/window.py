@@ -17,10 +17,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from numbers import Integral
-from time import perf_counter
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dask.sizeof import sizeof
@@ -35,36 +33,9 @@ if TYPE_CHECKING:
 
     from dasksc.executor.cluster import ClusterRunner
 
-__all__ = ["Window", "WindowStats"]
+__all__ = ["Window"]
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True, kw_only=True)
-class WindowStats:
-    """Running totals of a window.
-
-    Parameters
-    ----------
-    n_submitted
-        Number of fetches submitted.
-    n_done
-        Number of results consumed.
-    wait_s
-        Time the consumer spent waiting for results, in seconds.
-    fetch_s, read_s, decode_s
-        Time the consumed fetches took, and the parts of it spent reading and decoding, summed, in seconds.
-    n_bytes
-        Size of the consumed results: their ``nbytes``, or `dask.sizeof` of results without it.
-    """
-
-    n_submitted: int = 0
-    n_done: int = 0
-    wait_s: float = 0.0
-    fetch_s: float = 0.0
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    n_bytes: int = 0
 
 
 class _Flight:
@@ -99,9 +70,8 @@ class _Flight:
 class Window(Generic[T]):
     """Ordered results of ``task(k)`` for each k, computed a few fetches ahead.
 
-    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a
-    result is taken. Only one thread at a time may iterate; any thread may call `close`. A window cannot be
-    used after a fork: the child must create its own.
+    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a result is
+    taken. Only one thread at a time may iterate; any thread may call `close`. A forked child must create its own.
 
     Parameters
     ----------
@@ -114,22 +84,16 @@ class Window(Generic[T]):
         Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
     depth
         Maximum number of fetches in flight, including finished ones not yet consumed; or a function that returns the
-        current maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
-        With the ``"synchronous"`` scheduler, no fetch runs ahead.
-    scheduler
-        Scheduler that runs the fetches, as for `resolve_scheduler`.
+        current maximum, because workers of a cluster come and go. With ``"synchronous"``, no fetch runs ahead.
     argument
-        Function of k that returns the argument of `task`; default: k itself. It is called in this process, so a fetch
-        sent through a Client carries only its row numbers, not the plan.
-    max_bytes
-        Maximum number of bytes in flight, including finished fetches not yet consumed. For an unfinished fetch, the
-        size of the largest result so far is assumed. One fetch is always admitted, and only one until a size is known.
+        Function of k that returns the argument of `task`, in this process; default: k itself.
+    max_bytes, expected_bytes
+        Maximum number of bytes in flight, and expected size of a result. An unfinished fetch counts as the largest
+        result so far. One fetch is always admitted, and only one until a size is known.
     describe
         Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
     n_threads
         Threads for fetches in this process, shared by all windows; default: `default_threads`.
-    expected_bytes
-        Expected size of a result, in bytes. It is the initial value for the size of the largest result.
 
     Raises
     ------
@@ -157,8 +121,9 @@ class Window(Generic[T]):
         for label, value in (("depth", depth_of()), ("max_bytes", max_bytes), ("n_threads", n_threads)):
             if value is not None and value < 1:
                 raise InputError(f"{label}={value} must be at least 1")
-        self.stats = WindowStats()
-        self._scheduler = resolve_scheduler(scheduler)
+        self.n_submitted = 0
+        self.scheduler = resolve_scheduler(scheduler)
+        self._consumed = FetchFigures(limit_bytes=max_bytes)
         self._describe = describe
         self._depth = depth_of
         self._max_bytes = max_bytes
@@ -167,13 +132,13 @@ class Window(Generic[T]):
         self._next_k = next(self._ks, None)
 
         runner: OnDemandRunner | ClusterRunner
-        if self._scheduler.client is not None:
+        if self.scheduler.client is not None:
             from dasksc.executor.cluster import ClusterRunner
 
-            runner = ClusterRunner(name, task, argument, client=self._scheduler.client)
+            runner = ClusterRunner(name, task, argument, client=self.scheduler.client)
         else:
             run = task if argument is None else lambda k: task(argument(k))
-            if self._scheduler.kind == "threads":
+            if self.scheduler.kind == "threads":
                 runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
             else:
                 runner = OnDemandRunner(name, run)
@@ -189,11 +154,6 @@ class Window(Generic[T]):
             raise
 
     @property
-    def scheduler(self) -> FetchScheduler:
-        """Scheduler that runs the fetches."""
-        return self._scheduler
-
-    @property
     def n_in_flight(self) -> int:
         """Number of fetches submitted but not consumed."""
         return len(self._flight.promises)
@@ -205,15 +165,11 @@ class Window(Generic[T]):
             n_fetching, n_bytes = self._weigh(promises)
         except Exception:  # A fetch failed; its error is raised at its position.
             n_fetching, n_bytes = sum(not promise.done() for promise in promises), 0
-        return FetchFigures(
+        return replace(
+            self._consumed,
             n_fetching=n_fetching,
             n_ready=len(promises) - n_fetching,
-            n_fetched=self.stats.n_done,
             in_flight_bytes=n_bytes + n_fetching * (self._largest or 0),
-            limit_bytes=self._max_bytes,
-            fetch_s=self.stats.fetch_s,
-            read_s=self.stats.read_s,
-            decode_s=self.stats.decode_s,
             transfer_s=self._flight.runner.transfer_s,
         )
 
@@ -232,7 +188,6 @@ class Window(Generic[T]):
         flight = self._flight
         if flight.is_foreign:
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
-        start = perf_counter()
         try:
             self._fill(max(1, self._depth()))
             k, result = self._take()
@@ -241,8 +196,6 @@ class Window(Generic[T]):
         except BaseException:
             self.close()
             raise
-        finally:
-            self.stats.wait_s += perf_counter() - start
 
     def _take(self) -> tuple[int, T]:
         flight = self._flight
@@ -262,15 +215,13 @@ class Window(Generic[T]):
             if flight.is_closed:
                 raise StopIteration
             flight.promises.popleft()
-        n_bytes = _n_bytes(result)
-        self._largest = max(n_bytes, self._largest or 0)
-        self.stats.n_done += 1
-        self.stats.fetch_s += fetch_s
-        spent = getattr(result, "spent", None)
+        self._largest = max(_n_bytes(result), self._largest or 0)
+        consumed, spent = self._consumed, getattr(result, "spent", None)
+        consumed.n_fetched += 1
+        consumed.fetch_s += fetch_s
         if spent is not None:
-            self.stats.read_s += spent.read_s
-            self.stats.decode_s += spent.decode_s
-        self.stats.n_bytes += n_bytes
+            consumed.read_s += spent.read_s
+            consumed.decode_s += spent.decode_s
         return k, result
 
     def close(self) -> None:
@@ -281,12 +232,7 @@ class Window(Generic[T]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(self, depth: int) -> None:
@@ -307,7 +253,7 @@ class Window(Generic[T]):
                     promise.set_exception(error)
                     self._next_k = None
                 flight.promises.append((k, promise))
-                self.stats.n_submitted += 1
+                self.n_submitted += 1
 
     def _fits(self) -> bool:
         promises = self._flight.promises
@@ -333,7 +279,7 @@ class Window(Generic[T]):
 
     def _fetch_error(self, k: int, error: BaseException) -> FetchError:
         what = f"fetch {k}" if self._describe is None else self._describe(k)
-        where = "" if self._scheduler.client is None else f" on the {self._scheduler}"
+        where = "" if self.scheduler.client is None else f" on the {self.scheduler}"
         return FetchError(f"{what} failed{where}: {type(error).__name__}: {error}")
 
 

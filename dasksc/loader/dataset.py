@@ -562,7 +562,6 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-            self._projection.warn_of_workers()
         sizes = self._sizes(world)
         consumed, n_done = self._tracker.resume(epoch).split_consumed(sizes)
         plan = self._plan_of(world, epoch, consumed)

@@ -93,7 +93,7 @@ class Gauge:
     def drain(self, window: Window[Sized]) -> None:
         for _ in range(sys.maxsize):
             # All submitted tasks run ahead.
-            assert eventually(lambda: self.n_started == window.stats.n_submitted)
+            assert eventually(lambda: self.n_started == window.n_submitted)
             with self.lock:
                 self.n_taken += 1  # taking a result makes room before the caller receives it
             if next(window, None) is None:
@@ -208,7 +208,7 @@ def test_an_error_comes_at_its_turn_and_says_what_failed(any_scheduler: Any) -> 
     assert came == [0, 1, 2, 3, 4]
     assert "/data/atlas.h5ad: fetch 5 of epoch 3" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
-    assert window.stats.n_submitted < 20
+    assert window.n_submitted < 20
     assert next(window, None) is None
     assert eventually(lambda: not our_threads())
 
@@ -236,7 +236,7 @@ def test_breaking_off_leaves_nothing_behind(any_scheduler: Any) -> None:
         assert set(threading.enumerate()) <= before
     assert next(window, None) is None
     window.close()
-    assert window.stats.n_submitted <= 12
+    assert window.n_submitted <= 12
     assert eventually(lambda: not our_threads())
 
 
