@@ -8,6 +8,7 @@ worker to this process, even while the consumer is busy, and releases it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -32,7 +33,7 @@ __all__ = ["ClusterRunner", "describe_mismatch", "pickle_with_files", "run_fetch
 logger = logging.getLogger("dasksc.window.cluster")
 
 _RETRIES = 2  # Number of times that Dask repeats a failed fetch, possibly on another worker.
-_CHECK_S = 30.0  # Maximum wait for the workers to check the files.
+_CHECK_S = 30.0  # Maximum wait for the workers to check the files, and to receive the task.
 
 
 class ClusterRunner:
@@ -66,18 +67,13 @@ class ClusterRunner:
         key = ("dasksc-task", self._name)
         with dask.config.set({"distributed.admin.large-graph-warning-threshold": 2**62}):
             future = self._client.submit(cloudpickle.loads, pickled, key=key, pure=False, priority=1)
-        if has_workers:
-            await self._client.replicate(future)
+        if has_workers:  # An attempt, because Dask copies the result to any worker that needs it.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._client.replicate(future), _CHECK_S)
         return future
 
     async def _check_workers(self, files: Sequence[FileIdentity]) -> bool:
-        """Check that all workers see `files`; return False if there are none.
-
-        Raises
-        ------
-        FetchError, StorageError
-            If a worker cannot import dasksc, or does not see the files that this process has opened.
-        """
+        """Raise an error if workers cannot import dasksc or do not see `files`; return False if there are none."""
         try:
             request = self._client.run(describe_mismatch, files, on_error="return")
             answers: dict[str, Any] = await asyncio.wait_for(request, _CHECK_S)
@@ -151,7 +147,7 @@ def run_fetch(task: Callable[[Any], Any], argument: Any, *, is_sent: bool) -> Ti
     start = perf_counter()
     result = task(argument)
     compact = getattr(result, "compact", None) if is_sent else None
-    # Dask counts neither memory-mapped rows nor the memory of arrays that they share as memory of the worker.
+    # Mapped rows cannot be sent, and Dask would not count them as memory of the worker.
     result = result if compact is None else compact()
     return perf_counter() - start, result
 

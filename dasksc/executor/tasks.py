@@ -44,15 +44,7 @@ class FetchedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """Task of a fetch: a pure function of its row numbers.
-
-    Parameters
-    ----------
-    matrices
-        Matrices to fetch from, by name.
-    unmapped
-        Labels of the matrices whose files are read into memory although they could be memory-mapped.
-    """
+    """Task of a fetch: a pure function of its row numbers, which maps no files of the matrices labeled `unmapped`."""
 
     matrices: Mapping[str, Matrix]
     unmapped: frozenset[str] = frozenset()

@@ -27,8 +27,7 @@ __all__ = ["MemoryProjection"]
 logger = logging.getLogger("dasksc.dataset")
 
 _AHEAD_BYTES = 2**24
-# Size of a fetch in storage order, and minimum number of chunks in it. Chunks at the ends of a fetch are decoded twice,
-# which is costly if the fetch has few chunks.
+# Size of a fetch in storage order, and minimum number of chunks in it, because chunks at its ends are decoded twice.
 _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
 
@@ -61,13 +60,11 @@ class MemoryProjection:
         self.limit = limit
         if fetch_factor is None:
             if isinstance(source, IndexedSource):
-                raise InputError(
-                    "fetch_factor=None needs an AnnData or a Dask array, whose rows have a known size; give a number "
-                    "for other collections"
-                )
+                raise InputError("fetch_factor=None needs an AnnData or a Dask array; give a number for other inputs")
             fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
         self.fetch_factor = checks.whole_number("fetch_factor", fetch_factor)
-        self._refuse_too_large()
+        if isinstance(source, MatrixSource):
+            self._refuse_too_large()
 
     def in_storage_order(self, session: RankSession) -> MemoryProjection:
         """Return the projection of a pass in storage order, where small fetches suffice, by the ranks of `session`."""
@@ -98,10 +95,7 @@ class MemoryProjection:
 
     @property
     def n_threads(self) -> int:
-        """Number of fetching threads in a process that is not a DataLoader worker, limited by memory.
-
-        On a Dask cluster, the number is this rank's current share of the threads of the Dask workers.
-        """
+        """Number of fetching threads of the rank, limited by memory; on a Dask cluster, its share of their threads."""
         world = self.session.detect()
         n_of_cluster = self._scheduler().n_threads
         if n_of_cluster is not None:
@@ -144,10 +138,9 @@ class MemoryProjection:
 
     def depth_on(self, scheduler: FetchScheduler) -> Callable[[], int]:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
-        world = self.session.fix_world()
-        # The function is called for every result.
-        depth = functools.cache(lambda n_threads: self.reading_mode(n_threads).depth)
-        return lambda: int(depth(max(1, (scheduler.n_threads or 0) // world.world_size)))
+        n_ranks = self.session.fix_world().world_size
+        depth = functools.cache(lambda n_threads: self.reading_mode(n_threads).depth)  # called for every result
+        return lambda: int(depth(max(1, (scheduler.n_threads or 0) // n_ranks)))
 
     def reading_mode(self, n_threads: int | None = None) -> ReadingMode:
         """Return the current reading mode for `n_threads` threads."""
@@ -173,17 +166,15 @@ class MemoryProjection:
             logger.info("the page cache cannot hold these files, so they are read rather than mapped: %s", labels)
         if not mode.fits and (worker is None or worker.id == 0):
             limit = process_memory.memory_limit()
-            allowed = (limit.source, limit.n_bytes)
-            if mode.demand.anonymous > self.share:
-                allowed = ("memory_limit", self.limit)
+            is_over = mode.demand.anonymous > self.share
             logger.warning(
                 "%s needs %s of memory for each process that reads it, but %s allows only %s for all processes "
                 "together: reading is slow, and the operating system may kill a process. Request %s per rank, use "
                 "fewer DataLoader workers, or lower fetch_factor, which is %d",
                 self._source.name,
                 format_bytes(self.job_bytes),
-                allowed[0],
-                format_bytes(allowed[1]),
+                "memory_limit" if is_over else limit.source,
+                format_bytes(self.limit if is_over else limit.n_bytes),
                 format_bytes(process_memory.recommended_bytes(self.job_bytes)),
                 self.fetch_factor,
             )
@@ -197,8 +188,8 @@ class MemoryProjection:
 
     def part_bytes(self, mode: ReadingMode) -> int:
         """Return the memory that a part of a fetch takes in this process, in bytes."""
-        n_rows = self._batch_size * self.fetch_factor
-        return int(n_rows / mode.n_parts * self._model(self.fetch_factor).held_row_bytes(mode.unmapped))
+        row_bytes = self._model(self.fetch_factor).held_row_bytes(mode.unmapped)
+        return int(self._batch_size * self.fetch_factor / mode.n_parts * row_bytes)
 
     def _model(self, fetch_factor: int) -> MemoryModel:
         source = cast(MatrixSource, self._source)
@@ -215,8 +206,6 @@ class MemoryProjection:
 
     def _refuse_too_large(self) -> None:
         """Raise an error for sizes whose projection exceeds the limit; the message suggests sizes that fit."""
-        if isinstance(self._source, IndexedSource):
-            return
         given, least = self.least_demand(self.fetch_factor).anonymous, self.least_demand(1).anonymous
         if given <= self.limit:
             return

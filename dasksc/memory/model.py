@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dasksc.storage import FetchCost
 
@@ -65,20 +65,11 @@ class ReadingMode:
 class MemoryModel:
     """Memory model of one rank's iteration over `n_obs` rows.
 
-    Parameters
-    ----------
-    mapped, read
-        Cost of a fetched row in each matrix, by label. `mapped` applies if every file that can be memory-mapped is
-        mapped, `read` if none is. Costs per row of a part of a concatenated matrix are those of its share of the rows.
-    batch_bytes, n_batches
-        Size of a batch of tensors in bytes, and number of batches held at once: those gathered ahead, the one just
-        yielded, and earlier ones that the training loop still uses.
-    run_rows
-        Mean length of the runs of contiguous rows in a fetch. The first and the last page of a run count in full.
-    is_interprocess
-        True if other processes fetch the rows and send them.
-    forced
-        Labels of the matrices whose files are always memory-mapped.
+    `mapped` and `read` have the cost of a fetched row in each matrix, by label, if every file that can be memory-mapped
+    is mapped, or none; files of the matrices in `forced` always are. A part of a concatenated matrix costs its share of
+    the rows. `n_batches` batches are held at once: those gathered ahead, the one just yielded, and earlier ones still
+    in use. `run_rows` is the mean length of the runs of contiguous rows in a fetch, whose first and last pages count in
+    full. `is_interprocess` is True if other processes fetch the rows and send them.
     """
 
     n_obs: int
@@ -99,20 +90,27 @@ class MemoryModel:
 
     def n_parts(self, unmapped: Collection[str]) -> int:
         """Return the number of tasks per fetch; 1 if a fetch holds little memory, as with mapped files."""
-        return _n_parts(self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped))
+        fetch_bytes = self.batch_size * self.fetch_factor * self.held_row_bytes(unmapped)
+        return min(_MAX_PARTS, max(1, math.ceil(fetch_bytes / _PART_BYTES)))
 
     def depth(self, unmapped: Collection[str], *, prefetch: int | None, n_threads: int) -> int:
         """Return the number of parts to keep in flight beyond the fetch being yielded, disregarding memory."""
-        return _depth(self.n_parts(unmapped), prefetch, n_threads)
+        n_parts = self.n_parts(unmapped)
+        # Results are returned in order, so a thread that finishes early needs a second part to work on.
+        return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts
 
     def demand(self, *, depth: int, n_threads: int, unmapped: Collection[str]) -> Demand:
         """Return the memory of iterating with `depth` parts in flight, besides the fetch being yielded.
 
         `n_threads` is the number of threads of this process that fetch. Files of `unmapped` are read into memory.
         """
-        rows, n_parts = self.batch_size * self.fetch_factor, self.n_parts(unmapped)
-        row_bytes = self.held_row_bytes(unmapped)
-        anonymous = self._anonymous(rows, row_bytes, n_parts=n_parts, depth=depth, n_threads=n_threads)
+        costs, rows, n_parts = self.read.values(), self.batch_size * self.fetch_factor, self.n_parts(unmapped)
+        held = LONGER_ROWS * self.held_row_bytes(unmapped) + PLAN_ROW_BYTES
+        working = LONGER_ROWS * max(cost.working for cost in costs)
+        fetches = (1 + depth / n_parts) * rows * held
+        reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
+        kept = sum(cost.kept for cost in costs)
+        anonymous = int(_PROCESS_BYTES + kept + fetches + reading + self.n_batches * self.batch_bytes)
         pages = 0.0
         if not self.is_interprocess:
             n_reading = min(depth, n_threads) / n_parts
@@ -143,13 +141,9 @@ class MemoryModel:
             demand = self.demand(depth=depth, n_threads=n_here, unmapped=unmapped)
             cached = sum(map(self._file_bytes, self.mappable - unmapped - self.forced)) / n_sharing / _CACHED_SHARE
             needed = demand.total / _PAGES_SHARE if may_evict else demand.anonymous + max(demand.pages, cached)
-            return ReadingMode(
-                unmapped=unmapped,
-                depth=depth,
-                n_parts=self.n_parts(unmapped),
-                demand=demand,
-                fits=demand.anonymous <= limit and needed <= available,
-            )
+            fits = demand.anonymous <= limit and needed <= available
+            n_parts = self.n_parts(unmapped)
+            return ReadingMode(unmapped=unmapped, depth=depth, n_parts=n_parts, demand=demand, fits=fits)
 
         def depths(unmapped: frozenset[str]) -> range:
             full = self.depth(unmapped, prefetch=prefetch, n_threads=n_threads)
@@ -187,13 +181,11 @@ class MemoryModel:
         The result assumes that no file is mapped and that `NOMINAL_THREADS` threads fetch, so it does not depend on the
         machine.
         """
-        row_bytes = sum(max(cost.row, cost.held) for cost in self.read.values())
 
         def fits(factor: int) -> bool:
-            rows = self.batch_size * factor
-            n_parts = _n_parts(rows * row_bytes)
-            depth = _depth(n_parts, prefetch, NOMINAL_THREADS)
-            return self._anonymous(rows, row_bytes, n_parts=n_parts, depth=depth, n_threads=NOMINAL_THREADS) <= limit
+            one = replace(self, mapped=self.read, fetch_factor=factor, is_interprocess=True)
+            depth = one.depth((), prefetch=prefetch, n_threads=NOMINAL_THREADS)
+            return one.demand(depth=depth, n_threads=NOMINAL_THREADS, unmapped=()).anonymous <= limit
 
         # The search is linear, because the demand is not monotonic: a larger fetch may be split into more parts, which
         # can lower the demand.
@@ -203,22 +195,3 @@ class MemoryModel:
         """Return the anonymous memory that a fetched row holds, in bytes."""
         costs = [self.read[label] if label in unmapped else cost for label, cost in self.mapped.items()]
         return sum(max(cost.row, cost.held) if self.is_interprocess else cost.held for cost in costs)
-
-    def _anonymous(self, rows: int, row_bytes: float, *, n_parts: int, depth: int, n_threads: int) -> int:
-        """Return the anonymous memory of iterating, in bytes, if a fetched row holds `row_bytes`."""
-        costs = self.read.values()
-        held = LONGER_ROWS * row_bytes + PLAN_ROW_BYTES
-        working = LONGER_ROWS * max(cost.working for cost in costs)
-        fetches = (1 + depth / n_parts) * rows * held
-        reading = min(depth, n_threads) * (rows * working / n_parts + max(cost.fixed for cost in costs))
-        kept = sum(cost.kept for cost in costs)
-        return int(_PROCESS_BYTES + kept + fetches + reading + self.n_batches * self.batch_bytes)
-
-
-def _n_parts(fetch_bytes: float) -> int:
-    return min(_MAX_PARTS, max(1, math.ceil(fetch_bytes / _PART_BYTES)))
-
-
-def _depth(n_parts: int, prefetch: int | None, n_threads: int) -> int:
-    # Results are returned in order, so a thread that finishes early needs a second part to work on.
-    return n_parts - 1 + 2 * n_threads if prefetch is None else prefetch * n_parts

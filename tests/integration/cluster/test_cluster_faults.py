@@ -191,7 +191,7 @@ class FrozenResult:
 def test_others_do_the_fetches_of_a_frozen_worker_after_its_time_to_live(when: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     with (
-        dask.config.set({"distributed.scheduler.worker-ttl": "5s"}),
+        dask.config.set({"distributed.scheduler.worker-ttl": "20s"}),
         local(2) as cluster,
         distributed.Client(cluster, set_as_default=False) as client,
     ):
