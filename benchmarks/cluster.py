@@ -126,12 +126,12 @@ def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
 
     from dasksc.loader import components_of
 
-    projection = components_of(dataset).projection
-    n_rows = dataset.fetch_size // projection.n_parts
+    mode = components_of(dataset).projection.reading_mode()
+    n_rows = dataset.fetch_size // mode.n_parts
     row_bytes = sent_bytes(path, n_rows=n_rows) // n_rows
-    n_tasks = dataset.plan().n_fetches * projection.n_parts
+    n_tasks = dataset.plan().n_fetches * mode.n_parts
     arriving: deque[Any] = deque()
-    depth = projection.depth()
+    depth = mode.depth
     ks = iter(range(n_tasks))
     while True:
         while len(arriving) < depth and (k := next(ks, None)) is not None:

@@ -16,7 +16,6 @@ from dasksc.errors import (
     MissingKeyError,
     MissingPathError,
     RankMismatchError,
-    StartError,
     StorageError,
     TrainingError,
     WrongTypeError,
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from dasksc.atlas.view import AnnDataView
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
-    from dasksc.executor.cluster.started_cluster import StartedCluster
-    from dasksc.executor.cluster.starting import start_cluster
     from dasksc.inference import PredictionReport, predict
     from dasksc.inspection.checking import check, diversity
     from dasksc.inspection.describing import describe
@@ -69,7 +66,6 @@ _MODULE_OF = {
     "MultiIndexable": "dasksc.multiindexable",
     "PredictionReport": "dasksc.inference",
     "SamplingStrategy": "dasksc.sampling.strategies",
-    "StartedCluster": "dasksc.executor.cluster.started_cluster",
     "Streaming": "dasksc.sampling.strategies",
     "Statistics": "dasksc.summaries",
     "World": "dasksc.planning.ranks",
@@ -90,7 +86,6 @@ _MODULE_OF = {
     "rows_where": "dasksc.atlas.filtering",
     "scDataset": "dasksc.loader",
     "split": "dasksc.atlas.splitting",
-    "start_cluster": "dasksc.executor.cluster.starting",
     "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
@@ -117,8 +112,6 @@ __all__ = [
     "PredictionReport",
     "RankMismatchError",
     "SamplingStrategy",
-    "StartError",
-    "StartedCluster",
     "Statistics",
     "StorageError",
     "Streaming",
@@ -144,7 +137,6 @@ __all__ = [
     "rows_where",
     "scDataset",
     "split",
-    "start_cluster",
     "statistics",
     "suggest_parameters",
     "tokens",

@@ -14,7 +14,6 @@ Every error derives from `DaskscError` and from the built-in exception that a ca
     │   └── CorruptDataError             data that are truncated, replaced since they were opened, or inconsistent
     ├── TrainingError (RuntimeError)     training that cannot continue: its loss is NaN, or another rank failed
     ├── FetchError (RuntimeError)        failed fetch (see its __cause__); the message gives epoch, fetch and rows
-    ├── StartError (RuntimeError)        failure to start the Dask cluster that the ranks share
     └── RankMismatchError (RuntimeError) ranks that disagree about the data set, seed or epoch
 
 A message states what was given, what was expected and how to fix the problem.
@@ -30,7 +29,6 @@ __all__ = [
     "MissingKeyError",
     "MissingPathError",
     "RankMismatchError",
-    "StartError",
     "StorageError",
     "TrainingError",
     "WrongTypeError",
@@ -84,10 +82,6 @@ class TrainingError(DaskscError, RuntimeError):
 
 class FetchError(DaskscError, RuntimeError):
     """Failed fetch; ``__cause__`` is the error of the reader or of the user's hook."""
-
-
-class StartError(DaskscError, RuntimeError):
-    """Failure of rank 0 to start the Dask cluster that the ranks of a run share."""
 
 
 class RankMismatchError(DaskscError, RuntimeError):

@@ -18,6 +18,7 @@ from typing import Any
 
 import dask
 import numpy as np
+from dask.distributed import Client
 from sklearn.linear_model import SGDClassifier
 
 import dasksc
@@ -62,8 +63,9 @@ def main() -> None:
     )
     model = SGDClassifier(loss="log_loss", random_state=0)
     classes = np.unique(codes)
-    started = dasksc.start_cluster(2, threads_per_worker=1, processes=True) if options.cluster else nullcontext()
-    with started:
+    # A Client without an address starts a cluster on this machine, and closes it at the end.
+    local: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    with Client(**local) if options.cluster else nullcontext():
         for number in range(options.epochs):
             plan = training.plan(number)
             for k, X in enumerate(chunks(training.to_dask(number), n_ahead=2)):

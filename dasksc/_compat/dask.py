@@ -7,10 +7,8 @@ require ``dask.array`` are imported on first use.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
-
-from dask.callbacks import Callback
 
 from dasksc._compat.unsupported import UnsupportedVersionError, attribute, late_names, needed, optional
 
@@ -26,18 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ELEMENTWISE_NAMES",
-    "FINISH",
     "MATRIX_KEY_PREFIX",
-    "POSTTASK",
-    "PRETASK",
-    "START",
-    "START_STATE",
     "Blockwise",
-    "active_callbacks",
     "block_locations",
     "blockwise_inputs",
     "blockwise_task",
-    "callbacks_of_one_task",
     "chunk",
     "concatenation_functions",
     "convert_legacy_graph",
@@ -47,7 +38,6 @@ __all__ = [
     "meta_of",
     "new_axes",
     "output_indices",
-    "scheduler_state",
     "shuffle_functions",
     "shuffled_index",
     "toposort",
@@ -139,35 +129,3 @@ def blockwise_inputs(layer: Blockwise) -> Iterable[tuple[Any, Sequence[Any] | No
 def block_locations(layer: Blockwise) -> Any:
     """Return the arguments, if any, that tell a blockwise function the location of its block; raises if missing."""
     return attribute(layer, "io_deps", library="dask")
-
-
-# Positions of the functions in the tuple that `Callback` registers.
-START, START_STATE, PRETASK, POSTTASK, FINISH = range(5)
-
-
-def active_callbacks() -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return the registered callbacks (``Callback.active``); raises if missing."""
-    return list(attribute(Callback, "active", library="dask"))
-
-
-def callbacks_of_one_task(
-    before: Callable[..., Any], after: Callable[..., Any]
-) -> list[tuple[Callable[..., Any] | None, ...]]:
-    """Return callbacks that make `get_sync` call `before` at the start and `after` at the end of each task."""
-    return [(None, None, before, after, None)]
-
-
-def scheduler_state(keys: Iterable[Any]) -> dict[str, Any]:
-    """Return the state that ``dask.local`` passes to callbacks before it runs tasks without dependencies."""
-    keys = list(keys)
-    return {
-        "dependencies": {key: set() for key in keys},
-        "dependents": {key: set() for key in keys},
-        "waiting": {},
-        "waiting_data": {},
-        "cache": {},
-        "ready": dict.fromkeys(keys),
-        "running": set(),
-        "finished": set(),
-        "released": set(),
-    }

@@ -18,9 +18,9 @@ import distributed
 
 from dasksc._compat.distributed import add_pages, http_address, page_names
 from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
+from dasksc.dashboard.links import with_host
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
-from dasksc.executor.cluster.dashboard_links import with_host
 
 __all__ = ["dask_setup", "install", "routes"]
 
@@ -37,8 +37,8 @@ def install(target: Any) -> str | None:
     Parameters
     ----------
     target
-        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster``, a ``Scheduler`` or
-        the return value of `dasksc.start_cluster`. Repeated calls have no effect.
+        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster`` or a
+        ``Scheduler``. Repeated calls have no effect.
 
     Returns
     -------
@@ -54,12 +54,11 @@ def install(target: Any) -> str | None:
 
     Examples
     --------
-    >>> with dasksc.start_cluster(n_workers=1, processes=False) as cluster:
+    >>> import distributed
+    >>> with distributed.LocalCluster(n_workers=1, processes=False, dashboard_address="127.0.0.1:0") as cluster:
     ...     print(dasksc.dashboard.install(cluster))
     http://127.0.0.1:.../loader
     """
-    client = getattr(target, "client", None)  # of a StartedCluster
-    target = client if isinstance(client, distributed.Client) else target
     if isinstance(target, distributed.Client):
         if target.asynchronous:
             raise InputError(
@@ -70,7 +69,7 @@ def install(target: Any) -> str | None:
     elif isinstance(scheduler := getattr(target, "scheduler", target), distributed.Scheduler):
         listens_at = _install_here(scheduler)
     else:
-        raise InputError(f"a Client, LocalCluster, Scheduler or StartedCluster is needed; got {target!r}")
+        raise InputError(f"a Client, LocalCluster or Scheduler is needed; got {target!r}")
     link = getattr(target, "dashboard_link", None)
     return with_host(link.removesuffix("status") + "loader", listens_at) if link else None
 

@@ -24,29 +24,11 @@ _BOTTLENECKS = {
 def diagnosis(figures: Mapping[str, Any]) -> str:
     """Return a sentence that says whether training waits for data, and names the bottleneck and a remedy.
 
-    Parameters
-    ----------
-    figures
-        Statistics of an epoch, as returned by `dasksc.scDataset.stats`. For the current state of a running epoch,
-        ``wait_share`` may be that of a recent interval.
-
-    Returns
-    -------
-    str
-        For example ``"healthy: the trainer never waited"``, or
-        ``"limited by reading: 38% waiting; raise block_size or fetch_factor"``.
-
-    Notes
-    -----
-    An epoch is healthy if training waits for less than 5% of the time. If training waits longer, but at most one fetch
-    has been received, or the epoch has only one, no bottleneck is named: the epoch is starting, or is too short to read
-    ahead. Otherwise, the bottleneck is:
-
-    1. making batches, if all fetches in flight are ready;
-    2. memory, if one more fetch would exceed ``limit_bytes``;
-    3. otherwise, the part of the work with the longest total time.
-
-    Transfer times are summed over results, all other times over threads.
+    `figures` are statistics of an epoch, as returned by `dasksc.scDataset.stats`; ``wait_share`` may be that of a
+    recent interval. An epoch is healthy if training waits for less than 5% of the time. If at most one fetch has been
+    received, or the epoch has only one, it is starting, or is too short to read ahead. Otherwise, the bottleneck is
+    making batches, if all fetches in flight are ready; memory, if one more fetch would exceed ``limit_bytes``; else the
+    part of the work with the longest total time. Transfer times are summed over results, others over threads.
     """
     wait_share = figures["wait_share"]
     if not figures["n_batches"]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
@@ -33,34 +31,18 @@ def epoch_array(
 ) -> da.Array:
     """Return the rows of a rank's epoch as a Dask array, in the order in which the epoch yields them.
 
-    Parameters
-    ----------
-    matrix
-        Matrix to read from.
-    plan
-        Plan of the epoch. A task computes the row numbers of its own fetch from the plan. If the plan takes more than
-        16 KiB, a pickled task carries the row numbers instead of the plan.
-    name
-        Prefix of the name of the array. A unique suffix is appended.
-    layout, dtype, columns
-        Layout of the chunks (`csr_matrix` or ndarray), their data type (None: that of `matrix`), and their
-        columns (None: all).
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (plan.n_rank_rows, n_vars), with one chunk and one task per fetch.
+    The array has shape (plan.n_rank_rows, n_vars), with one chunk and one task per fetch, and a unique name that begins
+    with `name`. A task computes the row numbers of its own fetch from the plan; a pickled task carries them instead.
     """
     dtype = matrix.dtype if dtype is None else dtype
     n_vars = matrix.shape[1] if columns is None else len(columns)
     # Dask computes equal keys only once, and a matrix in memory has no identifier, so the name must be unique.
     name = f"{name}-{uuid.uuid4().hex}"
     source = f"{name}-source"
-    small = _n_bytes(plan) <= _SMALL_PLAN_BYTES
-    spec = _ChunkSpec(matrix, plan if small else None, layout, dtype, columns)
+    spec = _ChunkSpec(matrix, layout, dtype, columns)
     graph: dict[Any, Any] = {source: DataNode(source, spec)}
     for k in range(plan.n_fetches):
-        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), k if small else _PlannedRows(plan, k))
+        graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), _PlannedRows(plan, k))
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
     rows = (plan.fetch_rows,) * full + ((rest,) if rest else ())
     meta = sp.csr_matrix((0, 0), dtype=dtype) if layout == "csr" else np.empty((0, 0), dtype=dtype)
@@ -70,16 +52,12 @@ def epoch_array(
 
 
 class _EpochArray(da.Array):
-    """Dask array in which each delayed chunk has a graph of its own.
-
-    A Client sends the whole graph of a delayed chunk to the scheduler, which then drops the unneeded tasks. With a
-    shared graph, the row numbers of the whole epoch would be sent with every chunk.
-    """
+    """Dask array in which each delayed chunk has a graph of its own, without the row numbers of the whole epoch."""
 
     __slots__ = ()
 
     def to_delayed(self, optimize_graph: bool = True) -> NDArray[Any]:
-        """Return the delayed chunks, shape (n_fetches, 1). Their graphs need no optimization."""
+        """Return the delayed chunks, shape (n_fetches, 1)."""
         tasks = self.dask.layers[self.name]
         chunks = np.empty(self.numblocks, dtype=object)
         for key in (key for of_rows in self.__dask_keys__() for key in of_rows):
@@ -93,40 +71,14 @@ class _ChunkSpec:
     """Arguments that all chunks share."""
 
     matrix: Matrix
-    # None if the task of each chunk carries its row numbers.
-    plan: EpochPlan | None
     layout: Layout
     dtype: np.dtype[Any]
     columns: Columns | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        plan = None if self.plan is None else _undrawn(self.plan)
-        return _ChunkSpec, (self.matrix, plan, self.layout, self.dtype, self.columns)
-
-
-# Maximum size of a plan that is sent with every chunk.
-_SMALL_PLAN_BYTES = 16_384
-
-
-def _undrawn(plan: EpochPlan) -> EpochPlan:
-    """Return the plan without its cached values."""
-    return replace(plan)
-
-
-def _n_bytes(plan: EpochPlan) -> int:
-    """Return the pickled size of a plan, in bytes, including the arrays of `indices` or weights."""
-    buffers: list[pickle.PickleBuffer] = []
-    rest = cloudpickle.dumps(_undrawn(plan), protocol=5, buffer_callback=buffers.append)
-    return len(rest) + sum(buffer.raw().nbytes for buffer in buffers)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PlannedRows:
-    """Row numbers of one fetch, computed when they are used or pickled.
-
-    The pickle contains the row numbers instead of the plan. Tasks of small plans contain the number of the fetch
-    instead of this object.
-    """
+    """Row numbers of one fetch, computed when they are used or pickled; the pickle contains them, not the plan."""
 
     plan: EpochPlan
     k: int
@@ -151,9 +103,8 @@ class _Rows:
         return self.rows, self.order.astype(np.int64)
 
 
-def _chunk(spec: _ChunkSpec, fetch: Any) -> NDArray[Any] | sp.csr_matrix:
-    # `fetch` is the number of a fetch, or an object that returns its row numbers.
-    rows, order = _PlannedRows(spec.plan, fetch)() if spec.plan is not None else fetch()
+def _chunk(spec: _ChunkSpec, fetch: _PlannedRows | _Rows) -> NDArray[Any] | sp.csr_matrix:
+    rows, order = fetch()
     fetched = spec.matrix.fetch(rows)
     n_vars = fetched.shape[1] if spec.columns is None else len(spec.columns)
     shape = (len(order), n_vars)

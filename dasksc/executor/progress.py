@@ -6,39 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dasksc.errors import InputError
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
 from dasksc.planning.plan import EpochPlan
 
-__all__ = ["EPOCH_TITLE", "Bar", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
+__all__ = ["EPOCH_TITLE", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
 
 T = TypeVar("T")
 
 EPOCH_TITLE = "epoch {epoch}, rank {rank} of {world_size}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FetchFigures:
-    """Current figures of the fetch tasks of an epoch. A large fetch is several tasks.
-
-    Parameters
-    ----------
-    n_fetching, n_ready, n_fetched
-        Numbers of tasks that are submitted but not finished, finished but not consumed, and consumed.
-    in_flight_bytes, limit_bytes
-        Size of the results of the tasks in flight, in bytes, and its limit; None for no limit. For an unfinished task,
-        the size of the largest result so far is assumed.
-    fetch_s
-        Duration of the consumed tasks, summed over threads, in seconds.
-    read_s, decode_s
-        Parts of `fetch_s` spent reading and decoding. The remainder is spent locating chunks and running array code,
-        such as ``adata.X ** 2``.
-    transfer_s
-        Duration of the transfers of results from Dask workers to this process, summed, in seconds.
-    """
+    """Current figures of the fetch tasks of an epoch; `dasksc.scDataset.stats` describes them."""
 
     n_fetching: int = 0
     n_ready: int = 0
@@ -52,26 +36,11 @@ class FetchFigures:
 
 
 class EpochStats:
-    """Running figures of one pass over a data set.
+    """Running figures of one pass over a data set: `n_left` batches of `plan`, after `n_done` earlier ones.
 
-    Parameters
-    ----------
-    plan
-        Plan of the epoch; None before the first epoch.
-    n_done
-        Number of batches of the plan yielded before this pass.
-    n_left
-        Number of batches that this pass will yield.
-    has_last
-        True if this pass yields the rank's last batch, which may be short. If the rank uses several DataLoader workers,
-        only one of them yields it.
-
-    Attributes
-    ----------
-    fetches
-        Function that returns the current figures of the fetches.
-    gather_s
-        Time spent assembling batches from fetched rows, summed over threads, in seconds.
+    `plan` is None before the first epoch. `has_last` is True if this pass yields the rank's last batch, which may be
+    short; of several DataLoader workers, only one yields it. `fetches` is a function that returns the current figures
+    of the fetches, and `gather_s` the time spent assembling batches, summed over threads, in seconds.
     """
 
     def __init__(
@@ -163,24 +132,16 @@ class EpochStats:
         elapsed = self.elapsed_s
         plan = self.plan
         return {
-            "epoch": None if plan is None else plan.epoch,
-            "rank": None if plan is None else plan.rank,
-            "world_size": None if plan is None else plan.world_size,
+            **{name: getattr(plan, name, None) for name in ("epoch", "rank", "world_size")},
             "n_batches": self.n_batches,
             "n_batches_before": self._n_done,
             "n_batches_left": self._n_left - self.n_batches,
             "n_rows": self.n_rows,
             "n_control_rows": 0 if plan is None else self.n_rows * plan.sampler.n_controls,
             "n_rank_batches": 0 if plan is None else plan.n_batches,
-            "n_rank_padded": 0 if plan is None else plan.n_rank_padded,
-            "n_rank_dropped": 0 if plan is None else plan.n_rank_dropped,
-            "n_padded": 0 if plan is None else plan.n_padded,
-            "n_dropped": 0 if plan is None else plan.n_dropped,
+            **{name: getattr(plan, name, 0) for name in ("n_rank_padded", "n_rank_dropped", "n_padded", "n_dropped")},
             "n_rank_fetches": 0 if plan is None else plan.n_fetches,
-            "compile_s": self.compile_s,
-            "wait_s": self.wait_s,
-            "elapsed_s": elapsed,
-            "wait_share": self.wait_share,
+            **{name: getattr(self, name) for name in ("compile_s", "wait_s", "elapsed_s", "wait_share")},
             "rows_per_s": self.n_rows / elapsed if elapsed > 0 else 0.0,
             "gather_s": self.gather_s,
             **asdict(self.fetches()),
@@ -188,16 +149,11 @@ class EpochStats:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the combined figures of the DataLoader workers of a rank.
-
-    Counts, bytes and the times of fetching and gathering are summed. Waiting and elapsed times are the longest of
-    all workers.
-    """
+    """Return the combined figures of the DataLoader workers of a rank; see `dasksc.scDataset.stats`."""
     result = dict(reports[0])
-    batches_and_rows = ("n_batches", "n_batches_before", "n_batches_left", "n_rows", "n_control_rows")
-    summed = (*batches_and_rows, "n_fetching", "n_ready", "n_fetched")
-    bytes_and_times = ("in_flight_bytes", "limit_bytes", "fetch_s", "read_s", "decode_s", "transfer_s", "gather_s")
-    for name in (*summed, *bytes_and_times):
+    summed = "n_batches n_batches_before n_batches_left n_rows n_control_rows n_fetching n_ready n_fetched"
+    summed += " in_flight_bytes limit_bytes fetch_s read_s decode_s transfer_s gather_s"
+    for name in summed.split():
         # A DataLoader worker that failed before its first fetch reports no limit.
         result[name] = sum(report[name] or 0 for report in reports)
     for name in ("compile_s", "wait_s", "elapsed_s", "wait_share"):
@@ -207,15 +163,7 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
-    """Return the log line of an epoch that has ended.
-
-    Parameters
-    ----------
-    report
-        Figures of the epoch.
-    title
-        Format string for the beginning of the line; its fields are names of figures in `report`.
-    """
+    """Return the log line of an epoch that has ended; fields of `title` are names of figures in `report`."""
     before = f" after {report['n_batches_before']:,} earlier ones" if report["n_batches_before"] else ""
     return (
         f"{title.format_map(report)}: {report['n_rows']:,} rows in "
@@ -225,33 +173,11 @@ def epoch_line(report: Mapping[str, Any], title: str = EPOCH_TITLE) -> str:
     )
 
 
-class Bar(Protocol):
-    """Interface of a progress bar, updated after each batch."""
-
-    def update(self) -> Any:
-        """Count one batch."""
-
-
-class _NoBar:
-    def update(self) -> None:
-        """Do nothing."""
-
-
 @contextmanager
-def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Bar]:
-    """Show the progress of an epoch, cells per second, and the fraction of time that training waited.
-
-    Parameters
-    ----------
-    stats
-        Figures of the epoch.
-    n_batches
-        Number of batches that the epoch will yield.
-    shown
-        If False, show nothing.
-    """
+def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterator[Callable[[], Any]]:
+    """Show the progress of an epoch of `n_batches`, if `shown`; yield the function to call after each batch."""
     if not shown:
-        yield _NoBar()
+        yield lambda: None
         return
     try:
         from tqdm.auto import tqdm
@@ -272,4 +198,4 @@ def epoch_progress(stats: EpochStats, *, n_batches: int, shown: bool) -> Iterato
         RateBar(total=n_batches, desc=label, unit="batch") as bar,
         compiling(lambda: bar.set_postfix_str("compiling kernels, once")),
     ):
-        yield bar
+        yield bar.update

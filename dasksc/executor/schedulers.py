@@ -5,40 +5,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import logging
-import math
 import re
 import sys
 import threading
-import weakref
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import dask
-from dask.system import cpu_count as _dask_cpu_count
+from dask.system import cpu_count
 
-from dasksc._compat.distributed import clients_of_process, given_address, known_n_threads, n_threads_of
-from dasksc._compat.unsupported import UnsupportedVersionError
+from dasksc._compat.distributed import clients_of_process, given_address, known_n_threads
 from dasksc.errors import InputError
 from dasksc.platforms import after_fork
 
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = [
-    "FetchScheduler",
-    "address_of",
-    "cpu_count",
-    "default_threads",
-    "portable_scheduler",
-    "remember_security",
-    "securities_for_child",
-    "resolve_scheduler",
-]
-
-logger = logging.getLogger("dasksc.window.schedulers")
+__all__ = ["FetchScheduler", "SchedulerChoice", "address_of", "default_threads", "resolve_scheduler"]
 
 _SYNCHRONOUS = ("synchronous", "sync", "single-threaded")
 _THREADS = ("threads", "threading")
@@ -47,26 +32,10 @@ _ADDRESS = re.compile(r"^[a-z+]+://\S+$|^[\w.\-]+:\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchScheduler:
-    """Scheduler that runs the fetches.
-
-    Parameters
-    ----------
-    kind
-        ``"threads"``: threads of this process; ``"synchronous"``: the thread that requests the result;
-        ``"client"``: the workers of a distributed cluster.
-    client
-        The Client, for ``"client"`` only.
-    """
+    """Scheduler that runs the fetches: threads, the thread that requests the result, or a Client (`client`)."""
 
     kind: Literal["threads", "synchronous", "client"]
     client: Client | None = None
-
-    def __post_init__(self) -> None:
-        if (self.kind == "client") != (self.client is not None):
-            raise InputError(
-                f"FetchScheduler(kind={self.kind!r}, client={self.client!r}) is inconsistent: kind='client' needs "
-                "client=, and other kinds must not have it."
-            )
 
     @property
     def in_process(self) -> bool:
@@ -75,46 +44,27 @@ class FetchScheduler:
 
     @property
     def n_threads(self) -> int | None:
-        """Number of threads of all workers of the cluster, as known to this process; None without a cluster.
-
-        This property sends no request. The count is current for a scheduler in this process. A Client of any
-        other scheduler updates it every two seconds (``distributed.client.scheduler-info-interval``).
-        """
-        if self.client is None:
-            return None
-        scheduler = getattr(self.client.cluster, "scheduler", None)
-        distributed = sys.modules["distributed"]
-        if isinstance(scheduler, distributed.Scheduler):
-            return n_threads_of(scheduler)
-        return known_n_threads(self.client)
+        """Number of threads of all workers, which the Client updates every two seconds; None without a cluster."""
+        return None if self.client is None else known_n_threads(self.client)
 
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
 
 
 def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) -> FetchScheduler:
-    """Return the scheduler to use in the calling process.
+    """Return the scheduler to use in the calling process; call this function again in every process.
 
-    Call this function again in every process: a Client created before a fork is replaced by a new one with the same
-    address.
-
-    Parameters
-    ----------
-    scheduler
-        None, ``"threads"``, ``"synchronous"``, a Client, the address of a scheduler (``"tcp://host:8786"``) or
-        the path of its scheduler file (``"scheduler.json"``). This process connects once to each address.
-
-        None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the
-        scheduler of ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE`` (``scheduler-address`` and
-        ``scheduler-file`` in ``dask.config``), and otherwise threads. Inside a task of a Dask worker, None selects
-        threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
-        deadlock.
+    None selects the first of these that is set: ``scheduler`` in ``dask.config``, the active Client, the scheduler of
+    ``DASK_SCHEDULER_ADDRESS`` or ``DASK_SCHEDULER_FILE``, and otherwise threads. Inside a task of a Dask worker, None
+    selects threads unless ``dask.config`` says otherwise, because a task that waits for other tasks of its own pool can
+    deadlock. This process connects once to each address. A Client created before a fork is replaced by a new one with
+    the same address.
 
     Raises
     ------
     InputError
-        If `scheduler` is none of these, or is an asynchronous or closed Client, an address that does not answer,
-        or a file that does not exist or contains no address.
+        If `scheduler` is none of the documented values, or is an asynchronous or closed Client, an address that does
+        not answer, or a file that does not exist or contains no address.
     """
     if isinstance(scheduler, FetchScheduler):
         return scheduler if scheduler.client is None else _with_client(scheduler.client)
@@ -138,76 +88,51 @@ def resolve_scheduler(scheduler: FetchScheduler | Client | str | None = None) ->
     )
 
 
-def portable_scheduler(scheduler: FetchScheduler | Client | str | None) -> str | None:
-    """Return a description of `scheduler` that is valid in another process.
-
-    It is the address of the scheduler of a Client, or a name such as ``"threads"``. It is None for a Client whose
-    cluster runs in this process, because no other process can reach it.
-    """
-    client: Any = scheduler.client if isinstance(scheduler, FetchScheduler) else scheduler
-    if client is not None and _is_client(client):
-        address = address_of(client)
-        remember_security(address, client.security)
-        return None if _is_inproc(address) else address
-    if isinstance(scheduler, FetchScheduler):
-        return scheduler.kind
-    return scheduler if isinstance(scheduler, str) else None
-
-
 class SchedulerChoice:
-    """Scheduler given by the user, resolved at each use, because a Client may be created or closed between two uses.
-
-    Parameters
-    ----------
-    given
-        As for `resolve_scheduler`.
-
-    Raises
-    ------
-    InputError, WrongTypeError
-        As for `resolve_scheduler`.
-    """
+    """Scheduler given by the user, resolved at each use, because a Client may be created or closed between two uses."""
 
     def __init__(self, given: FetchScheduler | Client | str | None) -> None:
         self._given = given
         resolve_scheduler(given)  # raises an error if it is invalid
 
     def __call__(self) -> FetchScheduler:
+        """Return the scheduler to use in the calling process."""
         return resolve_scheduler(self._given)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_given": portable_scheduler(self._given)}
+        """Return a state that is valid in another process, which connects to the address of a Client."""
+        given: Any = self._given
+        given = getattr(given, "client", None) or getattr(given, "kind", given)
+        security = None
+        if given is not None and _is_client(given):
+            security, given = given.security, address_of(given)
+            if _is_inproc(given):  # No other process can reach this cluster.
+                security = given = None
+        # Other pickles than those for a child process, which travel through a pipe, may be written to a file.
+        return {"_given": given, "security": None if get_spawning_popen() is None else security}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._given = state["_given"]
+        if state["security"] is not None:
+            _securities[state["_given"]] = state["security"]
 
 
 def _active_scheduler() -> FetchScheduler:
     configured = dask.config.get("scheduler", None)
-    if configured in _SYNCHRONOUS:
-        return FetchScheduler(kind="synchronous")
-    if configured in _THREADS:
-        return FetchScheduler(kind="threads")
+    if configured in (*_SYNCHRONOUS, *_THREADS):
+        return resolve_scheduler(configured)
     # A Client exists only if distributed has been imported, and importing it takes half a second.
     distributed = sys.modules.get("distributed")
     if distributed is None or not hasattr(distributed, "Client"):
         return _configured_scheduler()
-    try:
+    with contextlib.suppress(ValueError):
         distributed.get_worker()
-    except ValueError:
-        pass
-    else:
         return FetchScheduler(kind="threads")
     try:
         client = distributed.Client.current()
     except ValueError:
         return _configured_scheduler()
-    if client.asynchronous:
-        if client not in _warned_asynchronous:
-            _warned_asynchronous.add(client)
-            logger.warning("The active Dask Client is asynchronous; fetches run on threads instead.")
-        return FetchScheduler(kind="threads")
-    if client in _before_fork and _is_inproc(address_of(client)):
-        if client not in _warned_of_parent:
-            _warned_of_parent.add(client)
-            logger.warning("The active Dask Client belongs to the parent process; fetches run on threads instead.")
+    if client.asynchronous or (client in _before_fork and _is_inproc(address_of(client))):
         return FetchScheduler(kind="threads")
     return _with_client(client)
 
@@ -215,30 +140,23 @@ def _active_scheduler() -> FetchScheduler:
 def _configured_scheduler() -> FetchScheduler:
     """Return the scheduler set in Dask's configuration or environment, or else threads."""
     address = dask.config.get("scheduler-address", None)
-    file = dask.config.get("scheduler-file", None)
-    if address:
-        return FetchScheduler(kind="client", client=_connect(str(address)))
-    if file:
-        return FetchScheduler(kind="client", client=_connect(_address_in(str(file))))
-    return FetchScheduler(kind="threads")
+    if not address and (file := dask.config.get("scheduler-file", None)):
+        address = _address_in(str(file))
+    return FetchScheduler(kind="client", client=_connect(str(address))) if address else FetchScheduler(kind="threads")
 
 
 def _address_in(file: str) -> str:
     """Return the address stored in a scheduler file."""
     try:
         return str(json.loads(Path(file).read_text())["address"])
-    except OSError as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"the scheduler file {file!r} cannot be read: {error}. Start the scheduler first, with dask scheduler "
-            f"--scheduler-file {file}, in a folder that all machines can access."
+            f"{file!r} is not a scheduler file with an address ({error!r}). Start the scheduler first, with dask "
+            f"scheduler --scheduler-file {file}, in a folder that all machines can access."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file!r} is not a scheduler file: it contains no address ({error!r})") from error
 
 
 def _with_client(client: Any) -> FetchScheduler:
-    if _fork_error is not None:
-        raise _fork_error
     address = address_of(client)
     if client in _before_fork:
         if _is_inproc(address):
@@ -246,7 +164,7 @@ def _with_client(client: Any) -> FetchScheduler:
                 f"The Client at {address} and its cluster belong to the parent of this process and cannot be "
                 "used after a fork. Use scheduler=None or 'threads' in worker processes."
             )
-        remember_security(address, client.security)
+        _securities.setdefault(address, client.security)
         return FetchScheduler(kind="client", client=_connect(address))
     if client.asynchronous:
         raise InputError("The Client is asynchronous. Give a Client made with asynchronous=False.")
@@ -276,62 +194,28 @@ def _is_inproc(address: str) -> bool:
     return address.startswith("inproc://")
 
 
-# One Client per process and address. `_before_fork` holds the Clients that a forked child inherits but
-# cannot use, because the threads of their event loops exist only in the parent. It keeps them alive: a
-# garbage-collected Client closes itself, and would wait forever for its loop.
+# One Client per process and address, and security settings by address. `_before_fork` holds the Clients that a forked
+# child inherits but cannot use, because the threads of their event loops exist only in the parent. It keeps them alive:
+# a garbage-collected Client closes itself, and would wait forever for its loop.
 _lock = threading.Lock()
 _clients: dict[str, Any] = {}
-_before_fork: set[Client] = set()
-# Error to raise in a forked child that cannot determine which Clients belong to its parent.
-_fork_error: UnsupportedVersionError | None = None
-# Active Clients for which a warning was logged. An epoch resolves its scheduler many times, but warns only once.
-_warned_asynchronous: weakref.WeakSet[Client] = weakref.WeakSet()
-_warned_of_parent: weakref.WeakSet[Client] = weakref.WeakSet()
-# Security settings by scheduler address. A forked child needs them to connect again.
 _securities: dict[str, Any] = {}
-
-
-def remember_security(address: str, security: Any) -> None:
-    """Use `security`, a `distributed.Security`, for connections of this process to `address`."""
-    if security is not None:
-        _securities[address] = security
-
-
-def securities_for_child() -> dict[str, Any]:
-    """Return the security settings, keyed by address, if a child process is being spawned; else an empty dict.
-
-    Private keys are sent only through the pipe to a child process. A pickle made for any other purpose may be written
-    to a file, so it omits the keys.
-    """
-    return _securities if get_spawning_popen() is not None else {}
-
-
-def connected(address: Any, **options: Any) -> Client:
-    """Return a new Client of an address or a cluster; if it cannot connect, close it and raise the error.
-
-    If the failed Client were not closed here, garbage collection would close it, possibly in a thread that another
-    Client is starting. That other Client holds a lock until the thread has started, and closing the failed Client needs
-    the same lock, so both threads would wait forever.
-    """
-    import distributed
-
-    client: Client = distributed.Client.__new__(distributed.Client)
-    try:
-        client.__init__(address, **options)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            client.close(timeout=1)
-        raise
-    return client
+_before_fork: set[Client] = set()
 
 
 def _connect(address: str) -> Client:
+    import distributed
+
     with _lock:
         client = _clients.get(address)
         if client is None or client.status == "closed":
+            client = distributed.Client.__new__(distributed.Client)
             try:
-                client = connected(address, security=_securities.get(address), set_as_default=False)
+                client.__init__(address, security=_securities.get(address), set_as_default=False)
             except (OSError, ValueError) as error:
+                # Garbage collection would close the Client in any thread, which may hold a lock that closing needs.
+                with contextlib.suppress(Exception):
+                    client.close(timeout=1)
                 raise InputError(
                     f"scheduler={address!r} does not answer: {error}. Check the address, or use scheduler='threads'."
                 ) from error
@@ -347,57 +231,19 @@ def _close_clients() -> None:
 
 
 def _after_fork() -> None:
-    global _lock, _fork_error
+    global _lock
     _lock = threading.Lock()
     _before_fork.update(_clients.values())
     distributed = sys.modules.get("distributed")
     if distributed is not None and hasattr(distributed, "Client"):
-        try:
-            _before_fork.update(clients_of_process(distributed))
-        except UnsupportedVersionError as error:  # Errors raised in a fork hook are lost, so this one is stored.
-            _fork_error = error
+        _before_fork.update(clients_of_process(distributed))
     _clients.clear()
 
 
 after_fork(_after_fork)
 
 
-def cpu_count() -> int:
-    """Return the number of CPUs available to this process, from its affinity and cgroup quotas, rounded up."""
-    count: int = _dask_cpu_count()
-    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return count if quota is None else max(1, min(count, math.ceil(quota)))
-
-
-def _cgroup_quota(root: Path, membership: Path) -> float | None:
-    """Return the smallest CPU quota of the process's cgroup (version 2) and its ancestors.
-
-    Dask reads the innermost group only, but a quota is usually set on an ancestor: the group of the pod or of the
-    batch job.
-    """
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        number, _, group = line.partition("::")
-        if number != "0":
-            continue
-        directory = root / group.lstrip("/")
-        while True:
-            try:
-                quota, period = (directory / "cpu.max").read_text().split()
-                if quota != "max":
-                    quotas.append(int(quota) / int(period))
-            except (OSError, ValueError):
-                pass
-            if directory in (root, directory.parent):
-                break
-            directory = directory.parent
-    return min(quotas, default=None)
-
-
 def default_threads(*, local_world_size: int = 1, n_workers: int = 1) -> int:
     """Return the number of CPUs for one rank, or for one of its `n_workers` DataLoader workers; at least 1."""
-    return max(1, cpu_count() // (max(1, local_world_size) * max(1, n_workers)))
+    n_cpus: int = cpu_count()
+    return max(1, n_cpus // (max(1, local_world_size) * max(1, n_workers)))

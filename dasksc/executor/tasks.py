@@ -1,19 +1,25 @@
-"""Task of a fetch, which reads the same rows of several matrices."""
+"""Task of a fetch, which reads the same rows of several matrices, and division of large fetches into several tasks.
+
+Smaller tasks let all cores work on one fetch and keep less memory in flight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.planning.plan import EpochPlan
-from dasksc.storage import Matrix, RowBuffer, mapping, mapping_of
+from dasksc.storage import Matrix, RowBuffer, join, mapping, mapping_of
 from dasksc.storage.read_timing import Clock, ThreadTimes
 
-__all__ = ["FetchMatrices", "FetchedMatrices", "fetch_name"]
+if TYPE_CHECKING:
+    from dasksc.executor.window import Window
+
+__all__ = ["AssembledFetches", "FetchMatrices", "FetchedMatrices", "fetch_name", "part_of"]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -38,27 +44,15 @@ class FetchedMatrices:
 
 @dataclass(frozen=True, slots=True)
 class FetchMatrices:
-    """Task of a fetch: a pure function of its row numbers.
-
-    For a cluster, the task is pickled once per window, not with each fetch.
-
-    Parameters
-    ----------
-    matrices
-        Matrices to fetch from, by name.
-    reading
-        Reading mode, which lists the matrices whose files are not memory-mapped; None maps every file that can be
-        mapped. A reading mode cannot be pickled, so tasks for other processes must have None.
-    """
+    """Task of a fetch: a pure function of its row numbers, which maps no files of the matrices labeled `unmapped`."""
 
     matrices: Mapping[str, Matrix]
-    reading: AdaptiveReadingMode | None = None
+    unmapped: frozenset[str] = frozenset()
 
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, from every matrix."""
-        unmapped = () if self.reading is None else self.reading.unmapped
         parts = {}
-        with Clock() as spent, mapping(True, unmapped=unmapped):
+        with Clock() as spent, mapping(True, unmapped=self.unmapped):
             for name, matrix in self.matrices.items():
                 with mapping_of(matrix.label):
                     parts[name] = matrix.fetch(rows)
@@ -68,8 +62,54 @@ class FetchMatrices:
 def fetch_name(source: str, plan: EpochPlan) -> str:
     """Return the name of the fetch tasks of an epoch, such as ``"epoch 3: dasksc-fetch-pbmc-r1"``.
 
-    The progress panel of Dask's dashboard splits a name at its hyphens. It always keeps the first part. It also keeps
-    the parts that follow, up to but not including one that contains a non-letter, here the rank ``r1``. It therefore
-    shows a single bar per epoch for all ranks: ``"epoch 3: dasksc-fetch-pbmc"``.
+    The progress panel of Dask's dashboard keeps the hyphenated parts of a name up to the first one with a non-letter,
+    here the rank ``r1``, so it shows a single bar per epoch for all ranks.
     """
     return f"epoch {plan.epoch}: dasksc-fetch-{source}-r{plan.rank}"
+
+
+def part_of(rows: NDArray[np.int64], part: int, n_parts: int) -> NDArray[np.int64]:
+    """Return the rows of one part. A part is contiguous in `rows`, so that parts share few chunks."""
+    return rows[len(rows) * part // n_parts : len(rows) * (part + 1) // n_parts]
+
+
+class AssembledFetches:
+    """Fetches assembled from their `n_parts` parts each, which a window yields. Iterating yields ``(k, fetched)``."""
+
+    def __init__(self, window: Window[FetchedMatrices], n_parts: int) -> None:
+        self._window = window
+        self._n_parts = n_parts
+        self._held: list[FetchedMatrices] = []
+        self._number = 0
+        self._ended = False
+        self._failure: Exception | None = None
+
+    def is_ready(self) -> bool:
+        """Take the finished parts; return True if the next fetch, its error or the end is available without waiting."""
+        while len(self._held) < self._n_parts and not self._ended and self._window.next_is_done():
+            self._take()
+        return len(self._held) == self._n_parts or self._ended
+
+    def __iter__(self) -> Iterator[tuple[int, FetchedMatrices]]:
+        while True:
+            while len(self._held) < self._n_parts and not self._ended:
+                self._take()
+            if self._ended:
+                if self._failure is not None:
+                    raise self._failure
+                return
+            held, self._held = self._held, []
+            names = held[0].parts
+            yield self._number, FetchedMatrices({name: join([one.parts[name] for one in held]) for name in names})
+            del held
+
+    def _take(self) -> None:
+        try:
+            i, result = next(self._window)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._ended, self._failure = True, error
+        else:
+            self._number = i // self._n_parts
+            self._held.append(result)

@@ -4,182 +4,74 @@ A `Window` runs ``task(k)`` for each fetch number k, as one Dask task, a few fet
 the results in order, and holds them only until they are consumed. At most `depth` fetches and `max_bytes` bytes are in
 flight, including finished fetches that are not yet consumed.
 
-No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C, exit of the interpreter), the window leaves
-no thread, task, future or key behind.
-
-Fetches run behind a single interface, the `FetchRunner`: on threads of this process or in the calling
-thread (`dasksc.executor.local`), or on the workers of a distributed cluster
-(`dasksc.executor.cluster.runner`, imported only if a Client is used).
+No matter how the consumer stops (exhaustion, ``break``, an error, Ctrl-C), the window leaves no thread, task, future or
+key behind. Fetches run on threads of this process or in the calling thread (`dasksc.executor.threads`), or on the
+workers of a Dask cluster (`dasksc.executor.cluster`, imported only if a Client is used).
 """
 
 from __future__ import annotations
 
-import atexit
-import math
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import replace
 from numbers import Integral
-from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from dask.sizeof import sizeof
 
 from dasksc.errors import FetchError, InputError
-from dasksc.executor.local import OnDemandRunner, ThreadRunner, Timed
 from dasksc.executor.progress import FetchFigures
-from dasksc.executor.schedulers import (
-    FetchScheduler,
-    default_threads,
-    resolve_scheduler,
-)
+from dasksc.executor.schedulers import FetchScheduler, default_threads, resolve_scheduler
+from dasksc.executor.threads import OnDemandRunner, ThreadRunner
 
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["Window", "WindowStats"]
+    from dasksc.executor.cluster import ClusterRunner
+
+__all__ = ["Window"]
 
 T = TypeVar("T")
 
-EXIT_WAIT_S = 10.0  # Maximum wait for running fetches when the interpreter exits.
-
-
-class Promise(Protocol):
-    """Interface of a submitted fetch: the methods of `concurrent.futures.Future` that the window uses."""
-
-    def result(self) -> Timed:
-        """Wait for the fetch; return its duration in seconds and its result."""
-
-    def done(self) -> bool:
-        """Return True if `result` would return or raise immediately."""
-
-
-class FetchRunner(Protocol):
-    """Interface of the runners of fetches."""
-
-    @property
-    def needs_executors(self) -> bool:
-        """True if closing requires the standard-library executors of this process to be running."""
-
-    @property
-    def transfer_s(self) -> float:
-        """Time from the end of each fetch until its result arrived in this process, summed, in seconds."""
-
-    def submit(self, k: int) -> Any:
-        """Submit fetch `k` and return its `Promise`."""
-
-    def close(self, pending: Sequence[Any], *, wait_s: float, exiting: bool) -> None:
-        """Cancel the `pending` promises, release all resources, and wait until no fetch runs any more.
-
-        The wait takes at most `wait_s` seconds. `exiting` is True if the interpreter is exiting. The window calls
-        this method once, and again if Ctrl-C interrupted the first call.
-        """
-
-
-@dataclass(slots=True, kw_only=True)
-class WindowStats:
-    """Running totals of a window.
-
-    Parameters
-    ----------
-    n_submitted
-        Number of fetches submitted.
-    n_done
-        Number of results consumed.
-    wait_s
-        Time the consumer spent waiting for results, in seconds.
-    fetch_s, read_s, decode_s
-        Time the consumed fetches took, and the parts of it spent reading and decoding, summed, in seconds.
-    n_bytes
-        Size of the consumed results: their ``nbytes``, or `dask.sizeof` of results without it.
-    """
-
-    n_submitted: int = 0
-    n_done: int = 0
-    wait_s: float = 0.0
-    fetch_s: float = 0.0
-    read_s: float = 0.0
-    decode_s: float = 0.0
-    n_bytes: int = 0
-
 
 class _Flight:
-    """Fetches in flight.
+    """Fetches in flight. This is a separate object, so that a window can be garbage-collected meanwhile."""
 
-    This is a separate object, so that a window can be garbage-collected while its fetches are in flight.
-    """
-
-    def __init__(self, runner: FetchRunner) -> None:
+    def __init__(self, runner: OnDemandRunner | ClusterRunner) -> None:
         self.runner = runner
-        self.promises: deque[tuple[int, Promise]] = deque()
-        self.closed = False
-        self._pending: list[Promise] = []
-        self._is_cut_short = False
-        self.exiting = False
+        # Fetch numbers, and promises with the methods `result` and `done` of `concurrent.futures.Future`.
+        self.promises: deque[tuple[int, Any]] = deque()
+        self.is_closed = False
         self.lock = threading.RLock()
         self._pid = os.getpid()
-        # Handlers run in reverse order of registration. Dask registers its handlers on import, hence earlier, so a
-        # Client is still open when this handler runs.
-        atexit.register(self.close, wait_s=EXIT_WAIT_S, exiting=True)
-        if runner.needs_executors:
-            _to_close_early.add(self)
 
     @property
-    def foreign(self) -> bool:
+    def is_foreign(self) -> bool:
         """True in a forked child, whose copy has neither the threads nor the connections of the parent."""
         return self._pid != os.getpid()
 
-    def close(self, *, wait_s: float, exiting: bool = False) -> None:
-        """Release everything, in the process that created it; further calls do nothing.
-
-        If Ctrl-C interrupts this method, the next call repeats all of it; at the latest, the window's finalizer makes
-        this call.
-        """
-        if self.foreign:
+    def close(self, *, is_waiting: bool = True) -> None:
+        """Release everything, in the process that created it. Idempotent."""
+        if self.is_foreign:
             return
-        try:
-            with self.lock:
-                if self.closed and not self._is_cut_short:
-                    return
-                self.closed, self._is_cut_short = True, False
-                self.exiting = exiting
-                self._pending += [promise for _, promise in self.promises]
-                self.promises.clear()
-            self.runner.close(self._pending, wait_s=wait_s, exiting=exiting)
-            self._pending.clear()
-        except BaseException:
-            self._is_cut_short = True
-            raise
-        atexit.unregister(self.close)
-        _to_close_early.discard(self)
-
-
-# When the main thread ends, the executors of the standard library shut down before handlers of `atexit` run, and a Dask
-# scheduler in this process stops working, since it uses these executors. Flights that depend on such a scheduler are
-# closed earlier, by the hook that the executors themselves use. In a Python version without that hook, Dask may log
-# errors at exit.
-_to_close_early: set[_Flight] = set()
-
-
-def _close_early() -> None:
-    for flight in list(_to_close_early):
-        flight.close(wait_s=EXIT_WAIT_S, exiting=True)
-
-
-getattr(threading, "_register_atexit", atexit.register)(_close_early)
+        with self.lock:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            pending = [promise for _, promise in self.promises]
+            self.promises.clear()
+        self.runner.close(pending, is_waiting=is_waiting)
 
 
 class Window(Generic[T]):
     """Ordered results of ``task(k)`` for each k, computed a few fetches ahead.
 
-    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a
-    result is taken. Only one thread at a time may iterate; any thread may call `close`. A window cannot be
-    used after a fork: the child must create its own.
+    Iterating yields ``(k, result)``. Fetching starts when the window is created and continues whenever a result is
+    taken. Only one thread at a time may iterate; any thread may call `close`. A forked child must create its own.
 
     Parameters
     ----------
@@ -192,22 +84,16 @@ class Window(Generic[T]):
         Prefix of the Dask keys, as shown on the dashboard: ``"epoch 3: dasksc-fetch-pbmc-r1"``.
     depth
         Maximum number of fetches in flight, including finished ones not yet consumed; or a function that returns the
-        current maximum. The function is called whenever a result is taken, because workers of a cluster come and go.
-        With the ``"synchronous"`` scheduler, no fetch runs ahead.
-    scheduler
-        Scheduler that runs the fetches, as for `resolve_scheduler`.
+        current maximum, because workers of a cluster come and go. With ``"synchronous"``, no fetch runs ahead.
     argument
-        Function of k that returns the argument of `task`; default: k itself. It is called in this process, so a fetch
-        sent through a Client carries only its row numbers, not the plan.
-    max_bytes
-        Maximum number of bytes in flight, including finished fetches not yet consumed. For an unfinished fetch, the
-        size of the largest result so far is assumed. One fetch is always admitted, and only one until a size is known.
+        Function of k that returns the argument of `task`, in this process; default: k itself.
+    max_bytes, expected_bytes
+        Maximum number of bytes in flight, and expected size of a result. An unfinished fetch counts as the largest
+        result so far. One fetch is always admitted, and only one until a size is known.
     describe
         Function of k that returns a description of the fetch for error messages: file, fetch number, rows.
     n_threads
         Threads for fetches in this process, shared by all windows; default: `default_threads`.
-    expected_bytes
-        Expected size of a result, in bytes. It is the initial value for the size of the largest result.
 
     Raises
     ------
@@ -220,7 +106,7 @@ class Window(Generic[T]):
     def __init__(
         self,
         task: Callable[[Any], T],
-        ks: Sequence[int],
+        ks: Iterable[int],
         *,
         name: str,
         depth: int | Callable[[], int],
@@ -235,8 +121,9 @@ class Window(Generic[T]):
         for label, value in (("depth", depth_of()), ("max_bytes", max_bytes), ("n_threads", n_threads)):
             if value is not None and value < 1:
                 raise InputError(f"{label}={value} must be at least 1")
-        self.stats = WindowStats()
-        self._scheduler = resolve_scheduler(scheduler)
+        self.n_submitted = 0
+        self.scheduler = resolve_scheduler(scheduler)
+        self._consumed = FetchFigures(limit_bytes=max_bytes)
         self._describe = describe
         self._depth = depth_of
         self._max_bytes = max_bytes
@@ -244,33 +131,27 @@ class Window(Generic[T]):
         self._ks = iter(ks)
         self._next_k = next(self._ks, None)
 
-        runner: FetchRunner
-        if self._scheduler.client is not None:
-            from dasksc.executor.cluster.runner import ClusterRunner
+        runner: OnDemandRunner | ClusterRunner
+        if self.scheduler.client is not None:
+            from dasksc.executor.cluster import ClusterRunner
 
-            runner = ClusterRunner(name, task, argument, client=self._scheduler.client)
+            runner = ClusterRunner(name, task, argument, client=self.scheduler.client)
         else:
-            run = task if argument is None else _Composed(task, argument)
-            if self._scheduler.kind == "threads":
-                runner = ThreadRunner(name, ks, run, n_threads=n_threads or default_threads())
+            run = task if argument is None else lambda k: task(argument(k))
+            if self.scheduler.kind == "threads":
+                runner = ThreadRunner(name, run, n_threads=n_threads or default_threads())
             else:
-                runner = OnDemandRunner(name, ks, run)
+                runner = OnDemandRunner(name, run)
                 self._depth = lambda: 0
         self._flight = _Flight(runner)
-        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's
-        # own.
-        self._finalizer = weakref.finalize(self, self._flight.close, wait_s=0.0)
+        # The finalizer must not wait: garbage collection may run in any thread, even one of the window's own.
+        self._finalizer = weakref.finalize(self, self._flight.close, is_waiting=False)
         self._finalizer.atexit = False
         try:
             self._fill(self._depth())
         except BaseException:
             self.close()
             raise
-
-    @property
-    def scheduler(self) -> FetchScheduler:
-        """Scheduler that runs the fetches."""
-        return self._scheduler
 
     @property
     def n_in_flight(self) -> int:
@@ -284,15 +165,11 @@ class Window(Generic[T]):
             n_fetching, n_bytes = self._weigh(promises)
         except Exception:  # A fetch failed; its error is raised at its position.
             n_fetching, n_bytes = sum(not promise.done() for promise in promises), 0
-        return FetchFigures(
+        return replace(
+            self._consumed,
             n_fetching=n_fetching,
             n_ready=len(promises) - n_fetching,
-            n_fetched=self.stats.n_done,
             in_flight_bytes=n_bytes + n_fetching * (self._largest or 0),
-            limit_bytes=self._max_bytes,
-            fetch_s=self.stats.fetch_s,
-            read_s=self.stats.read_s,
-            decode_s=self.stats.decode_s,
             transfer_s=self._flight.runner.transfer_s,
         )
 
@@ -302,16 +179,15 @@ class Window(Generic[T]):
         try:
             return promises[0][1].done()
         except IndexError:
-            return self._flight.closed or self._next_k is None
+            return self._flight.is_closed or self._next_k is None
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self
 
     def __next__(self) -> tuple[int, T]:
         flight = self._flight
-        if flight.foreign:
+        if flight.is_foreign:
             raise FetchError("This iteration was started before a fork. Start a new one in the child process.")
-        start = perf_counter()
         try:
             self._fill(max(1, self._depth()))
             k, result = self._take()
@@ -320,58 +196,43 @@ class Window(Generic[T]):
         except BaseException:
             self.close()
             raise
-        finally:
-            self.stats.wait_s += perf_counter() - start
 
     def _take(self) -> tuple[int, T]:
         flight = self._flight
         try:
             k, promise = flight.promises[0]
         except IndexError:
-            raise self._end() from None
+            raise StopIteration from None
         try:
             fetch_s, result = promise.result()
         except Exception as error:
-            if flight.closed:
-                raise self._end() from None
+            if flight.is_closed:
+                raise StopIteration from None
             raise self._fetch_error(k, error) from error
         finally:
             del promise  # The promise holds the error, whose traceback holds this frame.
         with flight.lock:
-            if flight.closed:
-                raise self._end()
+            if flight.is_closed:
+                raise StopIteration
             flight.promises.popleft()
-        n_bytes = _n_bytes(result)
-        self._largest = max(n_bytes, self._largest or 0)
-        self.stats.n_done += 1
-        self.stats.fetch_s += fetch_s
-        spent = getattr(result, "spent", None)
+        self._largest = max(_n_bytes(result), self._largest or 0)
+        consumed, spent = self._consumed, getattr(result, "spent", None)
+        consumed.n_fetched += 1
+        consumed.fetch_s += fetch_s
         if spent is not None:
-            self.stats.read_s += spent.read_s
-            self.stats.decode_s += spent.decode_s
-        self.stats.n_bytes += n_bytes
+            consumed.read_s += spent.read_s
+            consumed.decode_s += spent.decode_s
         return k, result
-
-    def _end(self) -> Exception:
-        # A thread that outlives the main thread must not mistake the cancelled fetches for the end of the epoch.
-        if self._flight.exiting:
-            return FetchError("The interpreter is exiting, so the fetches have been cancelled.")
-        return StopIteration()
 
     def close(self) -> None:
         """Cancel the fetches in flight, and wait until no fetch runs any more. Idempotent."""
-        self._flight.close(wait_s=math.inf)
+        self._flight.close()
         self._finalizer.detach()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _fill(self, depth: int) -> None:
@@ -380,7 +241,7 @@ class Window(Generic[T]):
             # The lock prevents a concurrent close from missing the new promise.
             with flight.lock:
                 k = self._next_k
-                if flight.closed or k is None or len(flight.promises) >= depth or not self._fits():
+                if flight.is_closed or k is None or len(flight.promises) >= depth or not self._fits():
                     return
                 try:
                     promise = flight.runner.submit(k)
@@ -388,11 +249,11 @@ class Window(Generic[T]):
                 except Exception as error:
                     # The error is raised at the position of this fetch, like that of any other failed fetch, because
                     # the earlier results are valid.
-                    promise = Future()
+                    promise: Any = Future()
                     promise.set_exception(error)
                     self._next_k = None
                 flight.promises.append((k, promise))
-                self.stats.n_submitted += 1
+                self.n_submitted += 1
 
     def _fits(self) -> bool:
         promises = self._flight.promises
@@ -404,7 +265,7 @@ class Window(Generic[T]):
             return False  # Results after a failed fetch are never consumed.
         return self._largest is not None and held_bytes + (n_running + 1) * self._largest <= self._max_bytes
 
-    def _weigh(self, promises: Sequence[Promise]) -> tuple[int, int]:
+    def _weigh(self, promises: Sequence[Any]) -> tuple[int, int]:
         """Return the number of unfinished fetches and the total bytes of finished ones."""
         held_bytes = n_running = 0
         for promise in promises:
@@ -418,19 +279,8 @@ class Window(Generic[T]):
 
     def _fetch_error(self, k: int, error: BaseException) -> FetchError:
         what = f"fetch {k}" if self._describe is None else self._describe(k)
-        where = "" if self._scheduler.client is None else f" on the {self._scheduler}"
+        where = "" if self.scheduler.client is None else f" on the {self.scheduler}"
         return FetchError(f"{what} failed{where}: {type(error).__name__}: {error}")
-
-
-class _Composed(Generic[T]):
-    """Composition ``task(argument(k))``, as a function of k."""
-
-    def __init__(self, task: Callable[[Any], T], argument: Callable[[int], Any]) -> None:
-        self._task = task
-        self._argument = argument
-
-    def __call__(self, k: int) -> T:
-        return self._task(self._argument(k))
 
 
 def _n_bytes(result: object) -> int:

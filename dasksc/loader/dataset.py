@@ -24,12 +24,7 @@ from dasksc.displays import brief, changed_arguments, html_table
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
-from dasksc.executor.schedulers import (
-    FetchScheduler,
-    SchedulerChoice,
-    remember_security,
-    securities_for_child,
-)
+from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import fetch_name
 from dasksc.loader.binding import bound, columns_of_expressions
 from dasksc.loader.display import display_rows
@@ -567,7 +562,6 @@ class scDataset(IterableDataset[Any]):
             epoch = self._counter.advance()
         else:
             epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-            self._projection.warn_of_workers()
         sizes = self._sizes(world)
         consumed, n_done = self._tracker.resume(epoch).split_consumed(sizes)
         plan = self._plan_of(world, epoch, consumed)
@@ -728,14 +722,11 @@ class scDataset(IterableDataset[Any]):
         del state["_stats"]
         if isinstance(self._source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either
-        state["_securities"] = securities_for_child()
         # Plain pickle, which DataLoader uses for workers, fails on lambdas.
         state["_called"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for address, security in state.pop("_securities").items():
-            remember_security(address, security)
         called = cloudpickle.loads(state.pop("_called"))
         self.__dict__.update(state)
         self.__dict__.update(called)

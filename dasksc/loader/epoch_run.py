@@ -23,16 +23,15 @@ from dasksc.batches.batch import Batch, BatchMaker, device_of, on_device
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
 from dasksc.errors import FetchError
-from dasksc.executor.fetch_parts import AssembledFetches, PartNumbers, part_of
 from dasksc.executor.progress import EpochStats, epoch_progress
 from dasksc.executor.reporting import reporting
 from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
-from dasksc.executor.tasks import FetchedMatrices, FetchMatrices, fetch_name
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name, part_of
 from dasksc.executor.window import Window
 from dasksc.loader.position import EpochPosition
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
-from dasksc.memory.reading_mode import AdaptiveReadingMode
+from dasksc.memory.model import ReadingMode
 from dasksc.multiindexable import take_rows
 from dasksc.planning.consumed_segments import ConsumedSegment
 from dasksc.planning.fetches import FetchPlan
@@ -166,9 +165,9 @@ class EpochRun:
         made = self._gathered() if isinstance(self._source, MatrixSource) else self._indexed()
         pid = os.getpid()
         try:
-            with epoch_progress(stats, n_batches=self.n_batches, shown=shown) as bar:
+            with epoch_progress(stats, n_batches=self.n_batches, shown=shown) as advance:
                 for batch in stats.timed(made):
-                    bar.update()
+                    advance()
                     moved(self)
                     yield batch
                     if os.getpid() != pid:
@@ -187,13 +186,15 @@ class EpochRun:
     # --- Fetching -------------------------------------------------------------------------------------
 
     def _window(
-        self, task: Callable[[Any], Any], reading: AdaptiveReadingMode | None = None
+        self, task: Callable[[Any], Any], mode: ReadingMode | None = None
     ) -> tuple[Window[Any], dict[int, FetchPlan]]:
-        """Start fetching, and return the window of fetches in flight and a dict of their plans by fetch number."""
+        """Start fetching, and return the window of fetches in flight and a dict of their plans by fetch number.
+
+        `mode` is None for a collection that is indexed, which always happens in this process.
+        """
         plans: dict[int, FetchPlan] = {}
         planning = threading.Lock()
-        in_process = isinstance(self._source, IndexedSource)
-        n_parts = self._projection.n_parts if reading is None else reading.n_parts
+        n_parts = 1 if mode is None else mode.n_parts
 
         def rows_of(i: int) -> NDArray[np.int64]:
             k, part = divmod(i, n_parts)
@@ -202,28 +203,24 @@ class EpochRun:
                     plans[k] = self._plan.fetch(k)
             return part_of(plans[k].rows, part, n_parts)
 
-        scheduler = self._scheduler
+        projection, scheduler = self._projection, self._scheduler
         depth: int | Callable[[], int]
-        if reading is not None:
-            depth = reading.depth
-        elif scheduler.client is None:
-            depth = self._projection.depth()
-        elif in_process:
-            scheduler, depth = resolve_scheduler("threads"), self._projection.depth(self._n_threads)
+        if mode is None:
+            depth = projection.prefetch or 2 * self._n_threads
+            scheduler = scheduler if scheduler.client is None else resolve_scheduler("threads")
         else:
-            depth = self._projection.depth_on(scheduler)
-        unmapped = () if reading is None else reading.unmapped
+            depth = mode.depth if scheduler.client is None else projection.depth_on(scheduler)
         window: Window[Any] = Window(
             task,
-            PartNumbers(self._ks, n_parts) if n_parts > 1 else self._ks,
+            (k * n_parts + part for k in self._ks for part in range(n_parts)),
             name=fetch_name(self._source.name, self._plan),
             scheduler=scheduler,
             depth=depth,
-            max_bytes=self._projection.share,
+            max_bytes=projection.share,
             argument=rows_of,
             describe=self._describe(plans, n_parts),
             n_threads=self._n_threads,
-            expected_bytes=None if in_process else self._projection.part_bytes(n_parts, unmapped),
+            expected_bytes=None if mode is None else projection.part_bytes(mode),
         )
         self.stats.fetches = window.figures
         return window, plans
@@ -247,13 +244,8 @@ class EpochRun:
         """Yield batches gathered directly from fetched matrices."""
         source = cast(MatrixSource, self._source)
         plan, stats, projection = self._plan, self.stats, self._projection
-        reading = (
-            None
-            if projection.is_interprocess
-            else AdaptiveReadingMode(projection.reading_mode, source.name, lambda: projection.job_bytes)
-        )
-        n_parts = projection.n_parts if reading is None else reading.n_parts
-        task = FetchMatrices(source.matrices, reading)
+        mode = projection.reading_mode() if projection.is_interprocess else projection.mode_of_epoch()
+        task = FetchMatrices(source.matrices, frozenset() if projection.is_interprocess else mode.unmapped)
         n_ahead = projection.n_batches_ahead
         # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / projection.batch_bytes), n_ahead // 2, plan.fetch_factor))
@@ -285,12 +277,12 @@ class EpochRun:
                 del fetched
 
         _ = source.recycling
-        loader = self._loader_properties(n_parts)
-        window, plans = self._window(task, reading)
+        loader = self._loader_properties(mode.n_parts)
+        window, plans = self._window(task, mode)
         # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
         # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
         with window, reporting(window.scheduler.client, lambda: loader | stats.report() | stats.now()), window:
-            fetches = AssembledFetches(window, n_parts)
+            fetches = AssembledFetches(window, mode.n_parts)
             synchronous = window.scheduler.kind == "synchronous"
             for made, gather_s, error in run_ahead(
                 jobs(),

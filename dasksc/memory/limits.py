@@ -1,4 +1,4 @@
-"""Memory that this process may use: the limits of its control groups, of the process and of the machine.
+"""Memory that this process may use: the limits of its control groups and of the machine.
 
 A control group counts the page cache as memory of its processes. A process that maps a file larger than the limit
 therefore reads it from disk again and again. `dasksc.memory.model` uses the limits to choose how files are read.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "share_of", "recommended_bytes"]
+import psutil
+
+__all__ = ["CODE_BYTES", "Limit", "memory_limit", "own_bytes", "recommended_bytes", "share_of"]
 
 # Resident file-backed pages of the interpreter and the libraries while an epoch is read.
 CODE_BYTES = 160 * 2**20
@@ -19,42 +21,27 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The most restrictive limit on the memory of this process.
+    """Limit on the memory, including page cache, that several processes may use together, in bytes.
 
-    Parameters
-    ----------
-    n_bytes
-        Memory that all processes under the limit may use together, including their page cache, in bytes.
-    held
-        Memory that these processes hold now and that the kernel cannot reclaim, in bytes.
-    source
-        Description of the origin of the limit, for messages.
-    address_bytes
-        Address space that this process may still map, in bytes; None if unlimited.
+    These processes hold `held` bytes now that the kernel cannot reclaim. `source` names the limit in messages.
     """
 
     n_bytes: int
     held: int
     source: str
-    address_bytes: int | None = None
 
 
 def memory_limit(root: Path = Path("/")) -> Limit:
-    """Return the most restrictive limit on the memory of this process.
+    """Return the most restrictive limit of the machine, and of this process's control groups and their ancestors.
 
-    Reads the control groups (versions 1 and 2) of the process and all their ancestors, ``RLIMIT_AS``, and the memory
-    of the machine. This takes about a millisecond.
-
-    Parameters
-    ----------
-    root
-        Folder that replaces ``/`` in ``/proc`` and in the paths that files in ``/proc`` contain.
+    `root` replaces ``/`` in the paths of ``/proc`` and of control groups (versions 1 and 2).
     """
-    total, available = _machine(root)
-    limits = [(total, total - available, "the memory of the machine"), *_groups(root)]
-    address_bytes = _address_bytes(root)
-    n_bytes, held, source = min(limits, key=lambda limit: limit[0] - limit[1])
-    return Limit(n_bytes=n_bytes, held=held, source=source, address_bytes=address_bytes)
+    machine = psutil.virtual_memory()
+    limits = [
+        Limit(n_bytes=machine.total, held=machine.total - machine.available, source="the memory of the machine"),
+        *_groups(root),
+    ]
+    return min(limits, key=lambda limit: limit.n_bytes - limit.held)
 
 
 def own_bytes(root: Path = Path("/")) -> int:
@@ -62,24 +49,13 @@ def own_bytes(root: Path = Path("/")) -> int:
     fields = _fields(root / "proc/self/status")
     if "RssAnon" in fields:
         return 1024 * (fields["RssAnon"] + fields.get("RssShmem", 0))
-    import psutil  # Systems other than Linux.
-
-    return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss)  # Systems other than Linux.
 
 
 def share_of(limit: Limit, *, n_processes: int, own: int, reused: int = 0) -> int:
-    """Return the memory that an epoch may take in this process, including mapped pages of files, in bytes.
+    """Return the memory that an epoch may take in one of `n_processes` similar processes, in bytes, pages included.
 
-    Parameters
-    ----------
-    limit
-        Limit as returned by `memory_limit`.
-    n_processes
-        Number of similar processes under the limit: ranks on the node times DataLoader workers per rank.
-    own
-        Anonymous memory of this process, as returned by `own_bytes`, in bytes.
-    reused
-        Part of `own` that the epoch reuses, namely the buffers of the previous epoch, in bytes.
+    `own` is the anonymous memory of this process, of which an epoch reuses `reused` bytes: the buffers of the last one.
     """
     # Similar processes are assumed to hold equal amounts. Memory held beyond that belongs to other programs, such as a
     # launcher.
@@ -92,19 +68,8 @@ def recommended_bytes(n_bytes: int) -> int:
     return -(-int(1.2 * n_bytes) // 2**29) * 2**29
 
 
-def _machine(root: Path) -> tuple[int, int]:
-    """Return the total and the available memory of the machine, in bytes."""
-    fields = _fields(root / "proc/meminfo")
-    if "MemAvailable" in fields:
-        return 1024 * fields["MemTotal"], 1024 * fields["MemAvailable"]
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return int(memory.total), int(memory.available)
-
-
-def _groups(root: Path) -> list[tuple[int, int, str]]:
-    """Return the limit, the memory held and the file of the limit, for each limited control group of this process."""
+def _groups(root: Path) -> list[Limit]:
+    """Return the limit of each limited control group of this process, including ancestors."""
     try:
         mounts = [line.split() for line in (root / "proc/self/mountinfo").read_text().splitlines()]
         memberships = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
@@ -114,13 +79,10 @@ def _groups(root: Path) -> list[tuple[int, int, str]]:
     for mount in mounts:
         separator = mount.index("-")
         kind, options = mount[separator + 1], mount[separator + 3].split(",")
-        if kind == "cgroup2":
-            controllers = ""
-        elif kind == "cgroup" and "memory" in options:
-            controllers = "memory"
-        else:
+        if kind != "cgroup2" and not (kind == "cgroup" and "memory" in options):
             continue
-        group = next((path for _, named, path in memberships if controllers in named.split(",")), None)
+        controller = "" if kind == "cgroup2" else "memory"
+        group = next((path for _, named, path in memberships if controller in named.split(",")), None)
         if group is None:
             continue
         # In a container, the root of the mount may be a group further down in the hierarchy.
@@ -134,7 +96,7 @@ def _groups(root: Path) -> list[tuple[int, int, str]]:
     return limits
 
 
-def _of_group(folder: Path) -> list[tuple[int, int, str]]:
+def _of_group(folder: Path) -> list[Limit]:
     named = []
     for name in ("memory.limit_in_bytes", "memory.max", "memory.high"):
         try:
@@ -151,19 +113,7 @@ def _of_group(folder: Path) -> list[tuple[int, int, str]]:
     anonymous = stat.get("total_rss", stat.get("anon", 0))
     held = anonymous + stat.get("total_shmem", stat.get("shmem", 0)) + stat.get("slab_unreclaimable", 0)
     n_bytes, source = min(named)
-    return [(n_bytes, held, source)]
-
-
-def _address_bytes(root: Path) -> int | None:
-    try:
-        import resource
-    except ImportError:  # Windows.
-        return None
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft == resource.RLIM_INFINITY:
-        return None
-    return max(0, soft - 1024 * _fields(root / "proc/self/status").get("VmSize", 0))
+    return [Limit(n_bytes=n_bytes, held=held, source=source)]
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -5,7 +5,7 @@
 
 The scheduler runs in this process. Scheduler and workers communicate over TLS, with a certificate created for this run.
 The jobs read it from `--shared`, a private folder that all nodes can access. The program requires the packages
-dask-jobqueue and dasksc[cluster].
+dask-jobqueue and cryptography.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import dask
 from dask.distributed import Client
 from dask_jobqueue import SLURMCluster
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=128)
     args = parser.parse_args()
 
+    dask.config.set({"distributed.scheduler.worker-ttl": "60s"})  # ends workers that fall silent
     cluster = SLURMCluster(
         cores=args.cores,
         processes=1,  # reading and decoding release the GIL, so threads suffice

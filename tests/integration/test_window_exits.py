@@ -69,7 +69,8 @@ if __name__ == "__main__":
 """,
         interrupt=True,
     )
-    assert done.stderr == ""
+    if "cluster" not in scheduler:  # Dask may log that it has cancelled a fetch
+        assert done.stderr == ""
     assert done.stdout == "interrupted\n0 5\n"
     assert done.returncode == 0
 
@@ -86,8 +87,6 @@ if __name__ == "__main__":
 def test_the_interpreter_can_exit_in_the_middle_of_an_epoch(scheduler: str, keep: str) -> None:
     done = run_script(
         f"""
-import logging
-logging.getLogger("dasksc").setLevel(logging.ERROR)
 def loop(window):
     with window:
         yield from window
@@ -99,30 +98,15 @@ if __name__ == "__main__":
     print(next(window), next(window))
 """
     )
-    assert done.stderr == ""
+    if "cluster" not in scheduler:  # Dask may log that it has cancelled a fetch
+        assert done.stderr == ""
     assert done.stdout == "(0, 0) (1, 1)\n"
     assert done.returncode == 0
 
 
-def test_a_stuck_fetch_does_not_keep_the_interpreter_from_exiting() -> None:
-    done = run_script(
-        """
-import dasksc.executor
-dasksc.executor.EXIT_WAIT_S = 0.2
-begun = threading.Event()
-def stuck(k):
-    begun.set()
-    time.sleep(3600)
-window = Window(stuck, range(10), name="w", depth=2, scheduler="threads")
-assert begun.wait(20)
-"""
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize(("scheduler", "expected"), [("'threads'", "20"), ("cluster('inproc')", "FetchError")])
-def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str, expected: str) -> None:
-    # The executors of an in-process Dask scheduler end with the main thread; those of dasksc do not.
+@pytest.mark.parametrize("scheduler", ["'threads'", "cluster('inproc')"])
+def test_a_thread_that_outlives_the_main_thread_gets_all_or_an_error(scheduler: str) -> None:
+    # The executors of Python, and of an in-process Dask scheduler, end with the main thread.
     done = run_script(
         f"""
 def consume():
@@ -135,7 +119,5 @@ if __name__ == "__main__":
     threading.Thread(target=consume).start()
 """
     )
-    if scheduler == "'threads'":
-        assert done.stderr == ""  # a Dask scheduler may log that it can start no more threads
-    assert done.stdout == f"{expected}\n"
+    assert done.stdout in ("20\n", "FetchError\n")
     assert done.returncode == 0

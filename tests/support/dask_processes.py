@@ -1,4 +1,4 @@
-"""Dask clusters for tests: listening addresses, scheduler and worker processes, and an epoch read through a cluster."""
+"""Dask clusters for tests: scheduler and worker processes, and an epoch read through a cluster."""
 
 from __future__ import annotations
 
@@ -13,25 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-from distributed.security import Security
-
 import dasksc
 
-NOT_LOOPBACK = "127.0.0.2"  # dasksc does not count this address as loopback, but other machines cannot reach it
 START_S = 180.0
 
 
 def rows_of_epoch(path: Path, **options: Any) -> list[int]:
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(4), batch_size=8, obs=["int64"], seed=0, **options)
     return [row for batch in dataset for row in batch.index.tolist()]
-
-
-def listening() -> set[str]:
-    """Return the addresses at which this process and its children listen."""
-    this = psutil.Process()
-    sockets = [socket for one in [this, *this.children(recursive=True)] for socket in one.net_connections("inet")]
-    return {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 class DaskProcesses:
@@ -85,12 +74,3 @@ class DaskProcesses:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
             process.wait(timeout=30)
-
-
-def secret_file(folder: Path) -> Path:
-    """Write a private key and its certificate, as users create them for the ranks of a run."""
-    path = folder / "ranks.pem"
-    security = Security.temporary()
-    path.touch(mode=0o600)
-    path.write_text(security.tls_client_key + security.tls_client_cert)
-    return path

@@ -58,7 +58,6 @@ CALLS: list[tuple[Callable[[ad.AnnData, Path], Any], str]] = [
     (lambda adata, _: dasksc.scDataset(adata, fetch_transform=Downsample(0.5)), "fetch_transform"),
     (lambda adata, _: dasksc.scDataset(adata, batch_transform=Downsample), "batch_transform"),
     (lambda *_: ClassBalancedSampling(label_key="kind", smoothing=True), "smoothing"),
-    (lambda *_: dasksc.start_cluster(1, processes="no"), "processes"),
     (
         lambda adata, _: list(dasksc.scDataset(adata, ClassBalancedSampling(label_key="kind", class_weights=[]))),
         "class_w",

@@ -15,12 +15,10 @@ from dask.sizeof import sizeof
 from distributed.protocol import deserialize, serialize
 
 import dasksc
-from dasksc.executor.cluster import (
-    file_visibility,
-    transport,  # noqa: F401, registers the serializers of results
-)
+from dasksc.executor.cluster import describe_mismatch, pickle_with_files
 from dasksc.executor.tasks import FetchedMatrices, FetchMatrices
 from dasksc.storage import as_matrix, join, open_matrix
+from dasksc.storage.file_identity import FileIdentity
 from tests.support.data import make_adata, make_values, write_store
 
 pytestmark = pytest.mark.core
@@ -58,13 +56,12 @@ def test_a_block_holds_the_same_rows_before_and_after_it_is_sent(layout: Any, dt
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_dasks_serializer_sends_and_receives_a_block_without_copies(layout: Any) -> None:
     fetched = as_matrix(make_values(60, 17, layout=layout), "m").fetch(ROWS).compact()
-    header, frames = serialize(FetchedMatrices({"X": fetched, "layers/a": fetched}))
-    assert header["serializer"] == "dask"
+    header, (pickled, *frames) = serialize((0.5, FetchedMatrices({"X": fetched})))
     sent = {address(frame) for frame in frames}
     arrays = [fetched.rows, *fetched.block] if layout == "csr" else [fetched.rows, fetched.block]
     assert sent == {address(array.reshape(-1).view(np.uint8)) for array in arrays}
     arrived = [bytearray(frame) for frame in frames]
-    back = deserialize(header, arrived).parts["X"]
+    back = deserialize(header, [pickled, *arrived])[1].parts["X"]
     same_rows(back, fetched)
     assert back.compact() is back
     block = back.block[2] if layout == "csr" else back.block.reshape(-1)
@@ -119,17 +116,17 @@ def test_a_block_weighs_what_it_holds_and_a_mapped_fetch_nothing(tmp_path: Path)
     fetched = open_matrix(str(path), "X").fetch(np.arange(200))
     compact = fetched.compact()
     _, indices, data = compact.block
-    assert sizeof(compact) == compact.nbytes == indices.nbytes + data.nbytes
+    assert sizeof(compact) >= compact.nbytes == indices.nbytes + data.nbytes
     assert sizeof((0.5, FetchedMatrices({"X": compact}))) >= compact.nbytes
-    assert sizeof(fetched) == fetched.nbytes < compact.nbytes / 10
+    assert sizeof(fetched) < compact.nbytes / 10
 
 
 # Files
 
 
 def files_of(*matrices: Any) -> set[str]:
-    _, files = file_visibility.pickle_with_files(FetchMatrices({str(i): matrix for i, matrix in enumerate(matrices)}))
-    return {file.identity.path for file in files}
+    _, files = pickle_with_files(FetchMatrices({str(i): matrix for i, matrix in enumerate(matrices)}))
+    return {file.path for file in files}
 
 
 @pytest.mark.parametrize("format", ["h5ad", "zarr3"])
@@ -147,20 +144,18 @@ def test_the_files_behind_array_code_and_joined_files_are_found(tmp_path: Path) 
     arrays = [dasksc.open(path).X for path in (one, two)]
     matrix = dasksc.pushdown.matrix_of(da.log1p(da.concatenate(arrays)))
     assert files_of(matrix) == {str(one), str(two)}
-    pickled, _ = file_visibility.pickle_with_files(FetchMatrices({"X": matrix}))
+    pickled, _ = pickle_with_files(FetchMatrices({"X": matrix}))
     assert pickle.loads(pickled).matrices["X"].shape == (120, 17)
 
 
 def test_a_file_that_differs_or_is_missing_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(b"a" * 100_000)
-    mine = file_visibility.Fingerprint.of(str(path))
-    assert file_visibility.describe_mismatch([mine, mine]) is None
-    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
+    path.write_bytes(b"a" * 100)
+    mine = FileIdentity.of(str(path))
+    assert describe_mismatch([mine, mine]) is None
     os.utime(path, ns=(0, 0))
-    assert file_visibility.describe_mismatch([mine])
-    path.write_bytes(b"a" * 99_999 + b"b")
-    os.utime(path, ns=times)
-    assert file_visibility.describe_mismatch([mine])
+    assert "time" in str(describe_mismatch([mine]))
+    path.write_bytes(b"a" * 99)
+    assert "99 bytes" in str(describe_mismatch([mine]))
     path.unlink()
-    assert str(path) in str(file_visibility.describe_mismatch([mine]))
+    assert str(path) in str(describe_mismatch([mine]))

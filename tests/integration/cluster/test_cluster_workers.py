@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import distributed
 import pytest
 
 import dasksc
+from dasksc.storage.file_identity import FileIdentity
 from tests.support.data import make_adata, write_store
 
 pytestmark = pytest.mark.programs
@@ -43,26 +45,21 @@ def test_a_relative_path_means_the_same_file_to_workers(
 
 def hide(path: str) -> None:
     """Hide `path` from this process."""
-    from dasksc.executor.cluster import file_visibility
-
-    of = file_visibility.Fingerprint.of
+    from dasksc.executor import cluster
 
     def hidden(requested: str) -> Any:
         if requested == path:
             raise FileNotFoundError(2, "No such file or directory", path)
-        return of(requested)
+        return FileIdentity.of(requested)
 
-    file_visibility.Fingerprint.of = hidden
-    file_visibility.Fingerprint._of = of
+    cluster.FileIdentity = SimpleNamespace(of=hidden)  # type: ignore[attr-defined]
 
 
 def show() -> None:
     """Make all paths visible to this process again."""
-    from dasksc.executor.cluster import file_visibility
+    from dasksc.executor import cluster
 
-    if hasattr(file_visibility.Fingerprint, "_of"):
-        file_visibility.Fingerprint.of = file_visibility.Fingerprint._of
-        del file_visibility.Fingerprint._of
+    cluster.FileIdentity = FileIdentity  # type: ignore[attr-defined]
 
 
 def test_results_come_straight_from_the_workers(

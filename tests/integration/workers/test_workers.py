@@ -93,7 +93,7 @@ def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(p
     one = dataset(path)
     projection = components_of(one).projection
     projection.limit = 3 * one.projected_bytes
-    alone = projection.depth()
+    alone = projection.reading_mode().depth
     seen = {}
 
     def worker(n_workers: int) -> None:
@@ -102,9 +102,9 @@ def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(p
             mock.patch("dasksc.loader.projection.get_worker_info", return_value=info),
             caplog.at_level("WARNING", "dasksc"),
         ):
-            projection.warn_of_workers()
-            assert all(f"{n_workers} DataLoader workers need" in message for message in caplog.messages)
-            seen[n_workers] = (projection.depth(), projection.share, len(caplog.messages))
+            projection.mode_of_epoch()
+            assert all("memory_limit" in message for message in caplog.messages)
+            seen[n_workers] = (projection.reading_mode().depth, projection.share, len(caplog.messages))
             caplog.clear()
 
     worker(3)

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 
 from dasksc.errors import FetchError, InputError
-from dasksc.executor.cluster import plugin, worker_connections
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
 
@@ -44,10 +42,8 @@ def client(request: pytest.FixtureRequest) -> distributed.Client:
 
 
 def nothing_is_left(client: distributed.Client) -> bool:
-    """Return True if no task, future, plugin or key remains."""
-    scheduler = client.cluster.scheduler
-    plugins = set(scheduler.worker_plugins) - {"shuffle"}
-    return not (plugin.task_plugins or scheduler.tasks or plugins or client.futures)
+    """Return True if no task, future or key remains."""
+    return not (client.cluster.scheduler.tasks or client.futures)
 
 
 def double(k: int) -> int:
@@ -166,8 +162,8 @@ def test_a_large_task_is_sent_once_and_not_with_every_fetch(two_process_client: 
     finally:
         del two_process_client._send_to_scheduler
     assert CountsPickling.n_pickled == 1
-    assert len(sent) == 12
-    assert max(sent) < 10_000
+    assert sum(n > 12 << 20 for n in sent) == 1  # the task
+    assert sum(n < 10_000 for n in sent) == 12
 
 
 def test_fetches_spread_over_all_workers(two_process_client: distributed.Client) -> None:
@@ -177,23 +173,6 @@ def test_fetches_spread_over_all_workers(two_process_client: distributed.Client)
 
     pids = [pid for _, pid in Window(where, range(20), name="w", depth=4, scheduler=two_process_client)]
     assert len(set(pids)) == 2
-
-
-def test_results_pass_through_the_scheduler_where_workers_are_out_of_reach(
-    two_process_client: distributed.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Unreachable:
-        async def identity(self) -> None:
-            raise OSError("no route to host")
-
-    addresses = set(two_process_client.scheduler_info()["workers"])
-    pool = two_process_client.rpc
-    monkeypatch.setattr(
-        two_process_client, "rpc", lambda address: Unreachable() if address in addresses else pool(address)
-    )
-    monkeypatch.setattr(worker_connections, "_reachable", weakref.WeakKeyDictionary())
-    window = Window(double, range(6), name="w", depth=3, scheduler=two_process_client)
-    assert list(window) == [(k, 2 * k) for k in range(6)]
 
 
 def test_a_cluster_that_goes_away_is_named_in_the_error() -> None:

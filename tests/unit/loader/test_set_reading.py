@@ -15,7 +15,7 @@ import pytest
 
 import dasksc
 from dasksc.errors import InputError
-from dasksc.executor.fetch_parts import part_of
+from dasksc.executor.tasks import part_of
 from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
@@ -91,7 +91,7 @@ def test_targets_and_controls_are_read_together_in_ascending_order(
     monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
     data = dataset(path, sets(n_controls=2), scheduler="synchronous", layout=layout)
     yielded = [row for batch in data for part in (batch, batch.control) for row in part.index.tolist()]
-    plan, n_parts = data.plan(0), components_of(data).projection.n_parts
+    plan, n_parts = data.plan(0), components_of(data).projection.reading_mode().n_parts
     assert (n_parts > 1) == (part_bytes < 2**25)
     fetches = [plan.fetch(k).rows for k in range(plan.n_fetches)]
     assert len(fetches) > 2

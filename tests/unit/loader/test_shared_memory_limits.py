@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,23 +62,3 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
         assert one["n_sharing"] == n_processes
         assert one["available"] == 7_000 * MIB
         assert one["limit"] == 900 * MIB // (n_workers or 1)
-        assert one["may_map"] is True
-
-
-def test_a_limit_on_the_address_space_bounds_the_memory(
-    dataset: dasksc.scDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_memory(monkeypatch, LIMIT)
-    plenty = dataset._projection.reading_mode()
-    assert plenty.fits
-    assert plenty.depth > 1
-    assert not plenty.unmapped
-    limit_memory(monkeypatch, replace(LIMIT, address_bytes=0))
-    monkeypatch.setattr(projection.buffers, "kept_bytes", lambda: 0)
-    poor = dataset._projection.reading_mode()
-    assert not poor.fits
-    assert poor.depth == 1
-    assert [Path(label).name for label in poor.unmapped] == ["X"]
-    # Buffers of the last epoch are reused.
-    monkeypatch.setattr(projection.buffers, "kept_bytes", lambda: 900 * MIB)
-    assert dataset._projection.reading_mode().fits

@@ -17,9 +17,6 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.errors import CorruptDataError
 from dasksc.memory import limits as process_memory
-from dasksc.memory import reading_mode as reading
-from dasksc.memory.model import Demand, ReadingMode
-from dasksc.memory.reading_mode import AdaptiveReadingMode
 from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
@@ -94,30 +91,6 @@ def test_the_way_of_reading_changes_no_batch(
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         assert all(one[name].equal(other[name]) for name in one)
-
-
-def mode(*unmapped: str, depth: int = 4, fits: bool = True) -> ReadingMode:
-    return ReadingMode(
-        unmapped=frozenset(unmapped), depth=depth, n_parts=1, demand=Demand(anonymous=1, pages=1), fits=fits
-    )
-
-
-@pytest.fixture
-def looks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_CHECK_INTERVAL_S", -1.0)
-    monkeypatch.setattr(reading, "_CHECK_PAUSE", -1.0)
-
-
-@pytest.mark.usefixtures("looks_always")
-def test_a_lower_limit_applies_at_once_and_a_higher_one_in_the_next_epoch() -> None:
-    modes = iter([mode(), mode(depth=3), mode(), mode("X"), mode("X", depth=2), mode(), mode(fits=False, depth=1)])
-    one = AdaptiveReadingMode(lambda **_: next(modes), "atlas", lambda: 700 * MIB)
-    assert one.unmapped == frozenset()
-    assert [one.depth() for _ in range(2)] == [3, 3]
-    assert (one.depth(), one.unmapped) == (4, {"X"})
-    assert (one.depth(), one.unmapped) == (2, {"X"})
-    assert (one.depth(), one.unmapped) == (2, {"X"})  # mapping resumes only at the next epoch
-    assert one.depth() == 1
 
 
 def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(

@@ -1,1 +1,0 @@
-"""Execution of fetches on the workers of a Dask cluster."""
