@@ -177,7 +177,7 @@ class Window(Generic[T]):
         """Return True if the next result is available without waiting, or if no results remain."""
         promises = self._flight.promises
         try:
-            return promises[0][1].done()
+            return bool(promises[0][1].done())
         except IndexError:
             return self._flight.is_closed or self._next_k is None
 
@@ -243,13 +243,14 @@ class Window(Generic[T]):
                 k = self._next_k
                 if flight.is_closed or k is None or len(flight.promises) >= depth or not self._fits():
                     return
+                promise: Any
                 try:
                     promise = flight.runner.submit(k)
                     self._next_k = next(self._ks, None)
                 except Exception as error:
                     # The error is raised at the position of this fetch, like that of any other failed fetch, because
                     # the earlier results are valid.
-                    promise: Any = Future()
+                    promise = Future()
                     promise.set_exception(error)
                     self._next_k = None
                 flight.promises.append((k, promise))
