@@ -34,7 +34,7 @@ CONDA_NAMES = {
 
 
 # Extras in environment.yml.
-USERS_EXTRAS = ("cluster", "dashboard", "remote", "demo", "train")
+USERS_EXTRAS = ("dashboard", "remote", "demo", "train")
 
 
 def declared(wanted: Iterable[str] | None = None) -> dict[str, str]:
