@@ -73,14 +73,17 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
         def next_is_done(self) -> bool:
             return not self._pending or self._pending[0][1].done()
 
-        def __iter__(self) -> Iterator[Any]:
-            while self._pending:
-                k, future = self._pending[0]
-                result = future.result()
-                del self._pending[0], future
-                self._fill(self._depth)
-                yield k, result
-                del result
+        def __iter__(self) -> PlainWindow:
+            return self
+
+        def __next__(self) -> tuple[int, Any]:
+            if not self._pending:
+                raise StopIteration
+            k, future = self._pending[0]
+            result = future.result()
+            del self._pending[0], future
+            self._fill(self._depth)
+            return k, result
 
         def __enter__(self) -> PlainWindow:
             return self

@@ -113,6 +113,7 @@ def main() -> None:
     predictions = trainer.predict(model, data)
     n_cells = sum(len(rows) for rows, _ in predictions)
     print(f"rank {trainer.global_rank}: accuracy {accuracy:.1%}, predicted {n_cells} held-out cells", flush=True)
+    trainer.strategy.barrier()  # when the first process ends, Lightning ends the others
 
 
 if __name__ == "__main__":
