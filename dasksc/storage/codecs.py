@@ -58,13 +58,6 @@ class Codec(Protocol):
         """Decode a buffer."""
 
 
-class PartialCodec(Codec, Protocol):
-    """Codec that can decode a part of a chunk without decoding the whole chunk."""
-
-    def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
-        """Return bytes [start, stop) of the decoded chunk; `into` is working memory of `n_bytes`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deflate:
     """Deflate in the zlib format (the gzip filter of HDF5) or the gzip format."""

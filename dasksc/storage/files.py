@@ -34,7 +34,6 @@ __all__ = [
     "mapping",
     "mapping_of",
     "read_at",
-    "release_pages",
     "should_map",
 ]
 
@@ -79,7 +78,6 @@ def _libc_with_mmap() -> Any:
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
         libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     except (AttributeError, OSError, TypeError):
         return None
     return libc
@@ -365,18 +363,6 @@ class _Descriptor:
 _opened: deque[weakref.ref[LocalFile]] = deque()
 
 
-# Memory maps of this process. Copying the set is atomic, too.
-_maps: set[weakref.ref[_Map]] = set()
-
-
-def release_pages() -> None:
-    """Release mapped pages from the memory of this process; they remain in the page cache."""
-    for reference in list(_maps):
-        mapped = reference()
-        if mapped is not None:
-            mapped.release()
-
-
 class _Map:
     """Memory map of a file; the map exists as long as this object is referenced."""
 
@@ -388,7 +374,6 @@ class _Map:
             raise CorruptDataError(
                 f"{identity.path} was truncated after it was opened, when it had {size} bytes. {_REMEDY}"
             )
-        self._place: tuple[int, int] | None = None
         if _libc is None:
             self._map = mmap.mmap(descriptor.number, size, access=mmap.ACCESS_READ) if size else b""
             self.__array_interface__ = np.frombuffer(self._map, dtype=np.uint8).__array_interface__
@@ -401,14 +386,7 @@ class _Map:
             )
         # Maps are not removed at exit, since threads may still be reading.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
-        self._place = address, size
-        _maps.add(weakref.ref(self, _maps.discard))
         self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
-
-    def release(self) -> None:
-        """Release the pages of the map, so that the next access looks them up in the page cache again."""
-        if self._place is not None:
-            _libc.madvise(*self._place, mmap.MADV_DONTNEED)
 
 
 def can_map(path: str) -> bool:

@@ -219,7 +219,7 @@ def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[
     if ":" in name:
         return {"name": name, **section}
     if name not in known:
-        advice = nearest(name, known) or f"; expected one of {', '.join(known)}"
+        advice = nearest(name, known) or f"; expected one of {', '.join(known)}."
         raise InputError(f"{key}: there is no {name!r}{advice} To use your own, give package.module:Class")
     signature = known[name] if module == "dasksc" else f"{module}:{known[name]}"
     return {"name": name, **_checked(key, section, signature)}

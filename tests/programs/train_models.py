@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dasksc.train.models import MLPClassifier, TokenTransformer
+from dasksc.train.models import MLPClassifier
 
 
 class Noting(nn.Module):
@@ -91,17 +91,3 @@ class Exact(Plain):
         if X.dtype != torch.float32 or X.max() != X.max().round():
             raise TypeError(f"counts came as {X.dtype}")
         return super().forward(X.log1p())
-
-
-class MaskingByGene(TokenTransformer):
-    """Model that masks every third gene, whatever the batch size.
-
-    The masks of a tokenizer would instead depend on all rows of a batch.
-    """
-
-    def forward(self, batch: Any) -> dict[str, Tensor]:
-        tokens = batch["input_ids"]
-        masked = batch["attention_mask"] & (tokens % 3 == 0)
-        labels = torch.where(masked, tokens, -100)
-        hidden = torch.where(masked, 1, tokens)
-        return super().forward({**batch, "input_ids": hidden, "labels": labels})

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dasksc import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.train import load_model
-from tests.support.training import checkpoints, six_steps, train
+from tests.support.training import checkpoints, train
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("one_thread")]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def raw(training_atlas, folder) -> dict[str, Any]:
-    return six_steps(training_atlas, folder)
 
 
 @pytest.mark.parametrize("text", ["", '{"version": 1, "st', "[]", "\udcff"], ids=["empty", "cut", "list", "binary"])

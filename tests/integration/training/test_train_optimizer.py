@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from dasksc.train import checkpoint, load_model
-from tests.support.training import rows_of, saved, six_steps, train
+from tests.support.training import rows_of, saved, train
 
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("one_thread")]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def raw(training_atlas, folder) -> dict[str, Any]:
-    return six_steps(training_atlas, folder)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import anndata as ad
@@ -12,21 +11,10 @@ from torch import nn
 
 from dasksc import InputError
 from tests.support.training import (
-    six_steps,
     train,
 )
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def raw(training_atlas, folder) -> dict[str, Any]:
-    return six_steps(training_atlas, folder)
 
 
 # --- Mismatches ---------------------------------------------------------------------------------------
