@@ -1,4 +1,4 @@
-"""Checks before reading: elements larger than memory, or larger than their stored bytes can decompress to."""
+"""Checks before reading: elements larger than memory."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.memory.limits import memory_limit
 from dasksc.storage import RemoteLocation
-from dasksc.storage.safety import hdf5_chunks as hdf5_guard
-from dasksc.storage.safety import zarr_metadata as zarr_guard
-from dasksc.storage.safety.decompression_limits import DEFLATE_RATIO
 from dasksc.storage.safety.hdf5_links import check_item
-from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 
 __all__ = ["check_before_reading", "check_table", "lengths_of", "items_of_table", "items_read_whole"]
 
 # Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
-# is smaller. Total sizes up to this number are not compared with the stored bytes.
+# is smaller. Total sizes up to this number are not compared with memory.
 _ROOM_BYTES = 2**30
 
 
@@ -57,9 +53,7 @@ def items_of_table(stored: Any, columns: Sequence[str] | None, options: OpenOpti
 
 
 def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse elements that link outside the folder of `path`, or whose total size is impossible or exceeds memory."""
-    # A total size counts as impossible if it exceeds `_ROOM_BYTES` plus `DEFLATE_RATIO` times the stored bytes of the
-    # elements.
+    """Refuse elements that link outside the folder of `path`, or whose total size exceeds memory."""
     arrays = {name: [array for item in items for array in _arrays_in(item, path)] for name, items in groups.items()}
     sizes = {name: sum(map(_nbytes, held)) for name, held in arrays.items()}
     n_bytes, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__)
@@ -70,17 +64,6 @@ def check_before_reading(path: str | RemoteLocation, groups: Mapping[str, Sequen
             f"process may use only {memory} bytes of memory. Read only the obs columns you need: obs=[...]. If you "
             "expected less data in this file, it is probably corrupt."
         )
-    if n_bytes > _ROOM_BYTES:
-        # Totals are compared rather than single arrays: a valid array, such as a column that repeats one value a
-        # billion times, may take almost no stored bytes.
-        needed = -(-(n_bytes - _ROOM_BYTES) // DEFLATE_RATIO)
-        stored = _stored_bytes(path, [array for held in arrays.values() for array in held], enough=needed)
-        if stored < needed:
-            raise CorruptDataError(
-                f"{path} claims {n_bytes} bytes in the elements to read ({sizes[largest]} of them in {largest}), but "
-                f"these elements are stored in {stored} bytes, less than 1/{DEFLATE_RATIO} of that. The file is "
-                "probably corrupt or malicious; write it again from its source."
-            )
 
 
 def check_table(stored: Any, path: str | RemoteLocation) -> None:
@@ -106,17 +89,6 @@ def lengths_of(stored: Any) -> dict[str, int]:
     return lengths
 
 
-def _stored_bytes(path: str | RemoteLocation, arrays: Sequence[Any], *, enough: int) -> int:
-    """Return the stored size of arrays, in bytes."""
-    # Counting may stop once it reaches `enough`. For Zarr at a URL, nothing is counted, and the result is `enough`.
-    if all(isinstance(array, h5py.Dataset) for array in arrays):
-        return hdf5_guard.stored_bytes(arrays)
-    if not isinstance(path, RemoteLocation) and is_zip(path):
-        return ZipArchive.of(path).stored_bytes(array.path for array in arrays)
-    # At a URL, counting the stored bytes would need a request for each chunk.
-    return enough if isinstance(path, RemoteLocation) else zarr_guard.stored_bytes(path, arrays, enough=enough)
-
-
 def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
     """Yield the arrays of a stored element, including those that permitted HDF5 links lead to."""
     if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, RemoteLocation):
@@ -127,8 +99,6 @@ def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
                 f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, which are "
                 "far too large for its shape. The file is corrupt; write it again from its source."
             )
-        if isinstance(stored, h5py.Dataset) and stored.chunks:
-            hdf5_guard.check_chunks(stored, f"{path}:{stored.name}")
         yield stored
         return
     for name in stored:

@@ -26,7 +26,6 @@ from dasksc.displays import first_of
 from dasksc.errors import InputError, StorageError
 from dasksc.inspection.report import Report
 from dasksc.storage import Layout, is_url, redact_url
-from dasksc.storage.safety.zarr_codecs import codecs_within
 
 __all__ = ["codec_of", "describe"]
 
@@ -257,8 +256,7 @@ def codec_of(array: h5py.Dataset | zarr.Array[Any]) -> str | None:
         filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
         names = [_HDF5_FILTERS.get(number, text.decode() or f"filter {number}") for number, _, _, text in filters]
     else:
-        codecs = [one for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)]
-        names = [_codec_name(codec) for codec in codecs]
+        names = [_codec_name(codec) for codec in (*array.filters, *array.compressors)]
     return ", ".join(names) or None
 
 

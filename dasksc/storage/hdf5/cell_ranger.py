@@ -16,12 +16,12 @@ import numpy as np
 from dasksc.errors import CorruptDataError
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.safety.decompression_limits import ROOM_BYTES
-from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.safety.hdf5_links import check_item
 
 __all__ = ["csr_attributes", "is_cell_ranger_matrix"]
 
+# Size of the only chunk of a shape, which is read whole.
+_MOST_SHAPE_BYTES = 2**25
 _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 
 
@@ -39,11 +39,10 @@ def csr_attributes(group: h5py.Group, file: LocalFile | RemoteFile) -> dict[str,
         raise CorruptDataError(
             f"{label} must be two integers, the numbers of features and cells. Copy or download the file again."
         )
-    if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > ROOM_BYTES:
+    if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > _MOST_SHAPE_BYTES:
         raise CorruptDataError(
             f"{label} holds two integers, but in chunks of {stored.chunks[0]} values. The file is corrupt or malicious."
         )
-    check_chunks(stored, label)
     n_vars, n_obs = map(int, stored[()])
     if min(n_vars, n_obs) < 0 or n_obs >= np.iinfo(np.int64).max:
         raise CorruptDataError(
