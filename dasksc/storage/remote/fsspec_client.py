@@ -6,10 +6,10 @@ request a version of an object, so a check of its identity follows it.
 
 from __future__ import annotations
 
-import ftplib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from ftplib import error_perm
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -32,48 +32,24 @@ _TIMES = ("mtime", "LastModified", "last_modified", "modify", "modified", "modif
 _RECHECK_S = 1.0
 # Placeholder for an unknown modification time. It cannot distinguish versions, so the cache skips such objects.
 _UNKNOWN_TIME = "1970-01-01"
-# Packages whose names differ from those of their modules.
-_PACKAGES = {"smbclient": "smbprotocol", "libarchive": "libarchive-c"}
-# Errors that a retry would raise again; those of the operating system other than these are worth a retry.
-_FINAL = (
-    ftplib.error_perm,
-    AttributeError,
-    FileNotFoundError,
-    ImportError,
-    IsADirectoryError,
-    LookupError,
-    NotADirectoryError,
-    NotImplementedError,
-    PermissionError,
-    TypeError,
-    ValueError,
-)
+# Errors that a retry would raise again.
+_FINAL = (error_perm, FileNotFoundError, NotADirectoryError, PermissionError, LookupError, TypeError, ValueError)
 
 
 def _class_of(url: str) -> Any:
     """Return the file system class of fsspec for a URL."""
-    from fsspec.registry import get_filesystem_class, known_implementations, registry
+    from fsspec.registry import get_filesystem_class
 
-    scheme = urlsplit(url).scheme
     if "::" in url:
         raise InputError(
             f"{redact_url(url)!r} is a chain of URLs, which is not supported. Give the URL of an atlas, and settings "
             "of its file system as storage_options"
         )
-    known_schemes = {*known_implementations, *registry}
-    if scheme not in known_schemes:
-        others = sorted(known_schemes.difference(SCHEMES))
-        raise InputError(
-            f"{redact_url(url)!r} begins with {scheme}://; supported are {', '.join(SCHEMES)}, and through fsspec "
-            f"{', '.join(others)}"
-        )
     try:
-        return get_filesystem_class(scheme)
-    except ImportError as error:
-        missing = getattr(error.__cause__, "name", None)
-        hint = f": pip install {_PACKAGES.get(missing, missing.replace('_', '-'))}" if missing else ""
+        return get_filesystem_class(urlsplit(url).scheme)
+    except (ImportError, ValueError) as error:
         raise InputError(
-            f"{scheme}:// is read through fsspec, which lacks a package for it{hint}. fsspec says: {error}"
+            f"{redact_url(url)!r} is read by neither obstore, which reads {', '.join(SCHEMES)}, nor fsspec: {error}"
         ) from error
 
 

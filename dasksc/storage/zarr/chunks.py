@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError
+from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.remote.remote_file import RemoteFile, in_order
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes", "versions_of"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -33,6 +37,33 @@ _NEVER = 2**64 - 1
 At: TypeAlias = tuple[int, ...]
 """Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
+
+
+def versions_of(array: str | RemoteLocation, keys: Iterable[str]) -> str:
+    """Return a digest of the sizes and times, or ETags, of the objects of an array."""
+    # The metadata of an array do not change when its objects do, and folders do not change when a file is written in
+    # place. Web servers are asked for each object, and buckets for a listing.
+    found: Iterable[object]
+    if isinstance(array, str):
+        found = (_version(f"{array}/{key}") for key in keys)
+    elif array.is_on_web:
+        found = in_order([(partial(_version, array.below(key)), 0) for key in keys])
+    else:
+        found = sorted(array.client.listed(array.key).items())
+    hashed = hashlib.blake2b(digest_size=16)
+    for one in found:
+        hashed.update(repr(one).encode())
+    return hashed.hexdigest()
+
+
+def _version(place: str | RemoteLocation) -> object:
+    try:
+        if isinstance(place, RemoteLocation):
+            return place.client.stat(place.key)
+        status = os.stat(place)
+    except (FileNotFoundError, NotADirectoryError, MissingPathError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 class ObjectCache(Generic[V]):
@@ -66,7 +97,7 @@ class Objects(Protocol):
 
     @property
     def working_bytes(self) -> int:
-        """Memory for stored bytes during a fetch, in bytes; see `ChunkSource.working_bytes`."""
+        """See `ChunkSource.working_bytes`."""
 
     @property
     def can_map(self) -> bool:
@@ -148,27 +179,14 @@ class _Shard:
     sizes: NDArray[np.int64]
 
 
-class _Shards:
+class _Shards(_Chunks):
     """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
-        self._objects = objects
+        super().__init__(objects, layout)
         self._layout = layout
         # State of each shard when this process first read it; (None,) if it did not exist.
         self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
-
-    @property
-    def working_bytes(self) -> int:
-        """See `ChunkSource.working_bytes`."""
-        return self._objects.working_bytes
-
-    def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced."""
-        self._objects.require_unchanged()
-
-    def versions(self) -> str:
-        """See `ChunkSource.versions`."""
-        return self._objects.versions()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""

@@ -16,9 +16,8 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.versions import versions_of
 
 __all__ = ["direct_array"]
 

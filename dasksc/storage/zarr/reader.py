@@ -14,9 +14,9 @@ from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
 from dasksc.storage.sliced import ReadSlice, SlicedArray
+from dasksc.storage.zarr.chunks import versions_of
 from dasksc.storage.zarr.remote import RemoteMetadata
 from dasksc.storage.zarr.stores import store_at
-from dasksc.storage.zarr.versions import versions_of
 from dasksc.storage.zarr.zipped import ZipArchive
 
 __all__ = ["ZarrArray", "ZarrFile"]

@@ -15,9 +15,8 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.versions import versions_of
 
 __all__ = ["RemoteMetadata", "direct_array"]
 

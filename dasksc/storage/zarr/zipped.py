@@ -13,7 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,20 +103,6 @@ class ZipArchive:
     def path(self) -> str:
         """Path of the file."""
         return self.file.path
-
-    @cached_property
-    def folders(self) -> dict[str, list[str]]:
-        """Names of the members in each folder; folders have no trailing slash."""
-        found: dict[str, dict[str, None]] = {}
-        for name in self.members:
-            while name:
-                folder, _, last = name.rpartition("/")
-                inside = found.setdefault(folder, {})
-                if last in inside:
-                    break
-                inside[last] = None
-                name = folder
-        return {folder: list(inside) for folder, inside in found.items()}
 
     def read(self, name: str) -> bytes | None:
         """Return the bytes of a member; None if there is no such member."""

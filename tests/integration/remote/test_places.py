@@ -351,7 +351,7 @@ def test_forked_dataloader_workers_read_through_fsspec(folder: Path) -> None:
     ("url", "options", "says"),
     [
         ("nosuch://host/atlas.h5ad", None, "s3"),
-        ("smb://host/atlas.h5ad", None, "pip install smbprotocol"),
+        ("smb://host/atlas.h5ad", None, "smbprotocol"),
         ("zip://atlas.h5ad::s3://bucket/atlases.zip", None, "chain of URLs"),
         ("ftp://host/", None, "URL of a whole bucket"),
         ("faulty://atlas.h5ad", {"nothing": 1, "skip_instance_cache": 1}, "storage_options"),
