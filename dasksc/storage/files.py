@@ -27,7 +27,6 @@ from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.runs import merge
 
 __all__ = [
-    "READ_FLAGS",
     "LocalFile",
     "UseMmap",
     "can_map",
@@ -66,7 +65,7 @@ _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
 # Limits of a thread's work before it returns to Python: number of ranges, and approximate number of bytes.
 _PART_RANGES, _PART_BYTES = 16, 2**21
 # Flags for opening a file to read; the available flags differ on Windows.
-READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_READ_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # Windows has no call that reads at an offset, so threads take turns to use the file position. It has no fork either.
 _position = threading.Lock()
 
@@ -354,7 +353,7 @@ class _Descriptor:
     """Open file descriptor that is closed when the object is garbage-collected."""
 
     def __init__(self, path: str, flags: int = 0) -> None:
-        self.number = os.open(path, READ_FLAGS | flags)
+        self.number = os.open(path, _READ_FLAGS | flags)
         weakref.finalize(self, os.close, self.number)
 
 

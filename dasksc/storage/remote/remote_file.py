@@ -10,7 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,28 +37,19 @@ REQUEST_BYTES = 2**22
 AHEAD_BYTES = 2**25
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RangeRequest:
-    """Request for bytes [start, stop), which cover the ranges with numbers [first, after)."""
-
-    start: int
-    stop: int
-    first: int
-    after: int
-
-
-def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, longest: int, block: int = 0) -> list[RangeRequest]:
-    """Merge byte ranges into few requests, preserving their order."""
-    parts: list[RangeRequest] = []
-    for number, (start, stop) in enumerate(ranges):
-        if parts:
-            last = parts[-1]
-            is_near = last.stop <= start <= last.stop + gap and stop - last.start <= longest
-            if is_near or (block and last.stop <= start and start // block == max(last.stop - 1, 0) // block):
-                parts[-1] = RangeRequest(start=last.start, stop=stop, first=last.first, after=number + 1)
-                continue
-        parts.append(RangeRequest(start=start, stop=stop, first=number, after=number + 1))
-    return parts
+def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, block: int = 0) -> list[list[tuple[int, int]]]:
+    """Split byte ranges into groups, in order; each group is one request."""
+    # Ranges with gaps of at most `gap` are in one group, unless it would be longer than `REQUEST_BYTES`, and so are
+    # ranges in the same block of `block` bytes.
+    groups: list[list[tuple[int, int]]] = []
+    for start, stop in ranges:
+        first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
+        is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
+        if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
+            groups[-1].append((start, stop))
+        else:
+            groups.append([(start, stop)])
+    return groups
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
@@ -118,6 +109,8 @@ class RemoteFile:
 
     def fetch(self, start: int, stop: int) -> memoryview:
         """Return bytes [start, stop), from one request or from the cache."""
+        if stop <= start:
+            return memoryview(b"")
         if self._cache is None:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
@@ -149,11 +142,13 @@ class RemoteFile:
                 next(places)[1][:] = next(filled)
             yield
 
-    def parts(self, ranges: Sequence[tuple[int, int]]) -> list[RangeRequest]:
-        """Return the requests needed for ranges."""
-        if self._cache is None:
-            return merged_ranges(ranges, gap=GAP_BYTES, longest=REQUEST_BYTES)
-        return merged_ranges(ranges, gap=0, longest=REQUEST_BYTES, block=BLOCK_BYTES)
+    def requests(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Split ranges into groups, each to be requested at once; see `merged_ranges`."""
+        return (
+            merged_ranges(ranges, gap=GAP_BYTES)
+            if self._cache is None
+            else merged_ranges(ranges, gap=0, block=BLOCK_BYTES)
+        )
 
     def _verify(self) -> None:
         self.identity.compare(self.location.client.stat(self.location.key))
@@ -176,9 +171,10 @@ def ranges_of(
     def calls() -> Iterator[tuple[Callable[[], memoryview], int]]:
         for file, offsets, sizes in groups:
             ranges = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
-            for part in file.parts(ranges):
-                cuts.append([(a - part.start, b - part.start) for a, b in ranges[part.first : part.after]])
-                yield _fetching(file, part.start, part.stop), part.stop - part.start
+            for group in file.requests(ranges):
+                start, stop = group[0][0], group[-1][1]
+                cuts.append([(a - start, b - start) for a, b in group])
+                yield partial(file.fetch, start, stop), stop - start
 
     answers = in_order(itertools.chain(checks, calls()))
     for _ in checks:
@@ -186,7 +182,3 @@ def ranges_of(
     for data in answers:
         for begin, end in cuts.popleft():
             yield data[begin:end]
-
-
-def _fetching(file: RemoteFile, start: int, stop: int) -> Callable[[], memoryview]:
-    return lambda: file.fetch(start, stop) if stop > start else memoryview(b"")

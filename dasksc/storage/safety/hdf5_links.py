@@ -12,7 +12,7 @@ import h5py
 
 from dasksc.errors import StorageError
 
-__all__ = ["check_item", "check_links", "check_path", "others_of"]
+__all__ = ["check_item", "check_links", "check_path"]
 
 
 def check_links(root: h5py.File, path: str, *, folder: str | None) -> None:
@@ -59,13 +59,6 @@ def check_item(item: h5py.Dataset | h5py.Group, path: str, *, folder: str) -> No
     for other in _external_of(item):
         if not _is_inside(os.path.abspath(other) if os.path.exists(other) else other, parent):
             _refuse(path, item.name.strip("/"), other, folder)
-
-
-def others_of(dataset: h5py.Dataset) -> list[str]:
-    """Return the paths of other files, if they exist, that contain values of a dataset."""
-    parent = os.path.dirname(str(dataset.file.filename))
-    found = (os.path.join(parent, name) for name in _sources_of(dataset))
-    return [path for path in (*found, *map(os.path.abspath, _external_of(dataset))) if os.path.exists(path)]
 
 
 def _sources_of(dataset: h5py.Dataset) -> list[str]:

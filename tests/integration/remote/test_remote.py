@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from distributed import Client
-from hypothesis import strategies as st
 
 import dasksc
 from dasksc.errors import InputError, StorageError
@@ -67,20 +66,18 @@ def test_a_server_without_ranges_is_refused(web_stores: HTTPServer) -> None:
         dasksc.open(f"{web_stores.url}/csr.h5ad")
 
 
-@pytest.mark.parametrize("status", [400, 403, 405, 501])
-@pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
+@pytest.mark.parametrize(("name", "status"), [("csr.h5ad", 400), ("csr.h5ad", 501), ("dense.zarr3.zarr", 403)])
 def test_a_server_that_refuses_head_is_read(stores: Path, web_stores: HTTPServer, name: str, status: int) -> None:
     web_stores.faults.head = status
     same(dasksc.open(f"{web_stores.url}/{name}"), dasksc.open(stores / name))
     assert sum(method == "HEAD" for method, _, _ in web_stores.faults.requests) == 1
 
 
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_a_presigned_url_without_an_ending_is_read(stores: Path, tmp_path: Path, status: int) -> None:
+def test_a_presigned_url_without_an_ending_is_read(stores: Path, tmp_path: Path) -> None:
     shutil.copy(stores / "csr.h5ad", tmp_path / "3f9a")
     signature = "X-Amz-Signature=a%2Fb%3D"
     with serving(tmp_path) as server:
-        server.faults.head = status
+        server.faults.head = 405
         server.faults.signature = signature
         server.faults.status = lambda number: None if server.faults.requests[-1][1] == "/3f9a" else 403
         same(dasksc.open(f"{server.url}/3f9a?{signature}"), dasksc.open(stores / "csr.h5ad"))
@@ -102,8 +99,9 @@ def test_redirects_are_followed(stores: Path, web_stores: HTTPServer, head: int 
     same(dasksc.open(f"{web_stores.url}/moved/csr.h5ad?token=a%2Fb"), dasksc.open(stores / "csr.h5ad"))
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "br", "identity"])
-@pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("csr.h5ad", "gzip"), ("dense.zarr3.zarr", "br"), ("csr.h5ad", "identity")]
+)
 def test_compressed_answers_are_refused(stores: Path, web_stores: HTTPServer, name: str, encoding: str) -> None:
     web_stores.faults.headers = {"Content-Encoding": encoding}
     if encoding == "identity":
@@ -211,7 +209,7 @@ def _first_rows(matrix: Matrix) -> np.ndarray:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nosuch://host/atlas.h5ad", "supported are s3"),
+        ("nosuch://host/atlas.h5ad", "reads s3"),
         ("s3://bucket", "URL of a whole bucket"),
         ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
     ],
@@ -266,8 +264,3 @@ def test_a_store_on_a_web_server_needs_consolidated_metadata(tmp_path: Path) -> 
     (path / ".zmetadata").unlink()
     with serving(tmp_path) as server, pytest.raises(StorageError, match="consolidate_metadata"):
         dasksc.open(f"{server.url}/{path.name}")
-
-
-ranges = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)), max_size=20).map(
-    lambda pairs: [(start, start + size) for start, size in sorted(pairs)]
-)

@@ -56,24 +56,6 @@ def test_a_zipped_store_opens_as_its_directory(tmp_path: Path, format: str, mmap
     np.testing.assert_array_equal(dense(raw.X.compute()), dense(dasksc.open(store, raw=True).X.compute()))
 
 
-@pytest.mark.parametrize("layout", ["dense", "csr"])
-@pytest.mark.parametrize("mmap", [True, False])
-def test_batches_are_those_of_the_directory(tmp_path: Path, layout: Any, mmap: bool) -> None:
-    store = write_store(make_adata(), tmp_path, "zarr3")
-
-    def yielded(path: Path) -> list[Any]:
-        dataset = dasksc.scDataset(
-            path, dasksc.BlockShuffling(4), batch_size=16, layout=layout, obs=["cell_type"], mmap=mmap, seed=3
-        )
-        return [(batch.X.to_dense().numpy(), batch.obs["cell_type"].numpy()) for batch in dataset]
-
-    found = yielded(zip_of(store))
-    assert len(found) > 1
-    for ours, theirs in zip(found, yielded(store), strict=True):
-        np.testing.assert_array_equal(ours[0], theirs[0])
-        np.testing.assert_array_equal(ours[1], theirs[1])
-
-
 CODECS = {
     "none": {"compressors": None},
     "zstd": {"compressors": ZstdCodec()},
@@ -87,7 +69,7 @@ CODECS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", ">i2", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", ">i2"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_chunk_is_found(tmp_path: Path, codec: str, dtype: str) -> None:
     options = {"zarr_format": 3} | CODECS[codec]
@@ -140,7 +122,7 @@ def archive(tmp_path: Path) -> Path:
     return zip_of(write_store(make_adata(), tmp_path, "zarr3"))
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
 def test_a_truncated_archive_is_refused(archive: Path, kept: float) -> None:
     content = archive.read_bytes()
     archive.write_bytes(content[: int(len(content) * kept)])
