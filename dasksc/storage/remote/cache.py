@@ -28,8 +28,7 @@ logger = logging.getLogger("dasksc.storage")
 
 # Size of a block, the unit of requests for missing data.
 BLOCK_BYTES = 2**22
-# Shares of the limit: each time a process has written the first, it measures the folder, and reduces one that is larger
-# than the second to the third.
+# Shares of the limit: each time a process wrote the first, it reduces a folder above the second to the third.
 _MEASURED, _FULL, _LEFT = 1 / 64, 15 / 16, 7 / 8
 
 # Bytes that this process has written to each folder since it last measured the folder.

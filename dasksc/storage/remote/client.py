@@ -6,18 +6,15 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from zarr.abc.store import Store
-
 from dasksc import config
-from dasksc.errors import CorruptDataError, DaskscError, StorageError
+from dasksc.errors import CorruptDataError, DaskscError
 from dasksc.storage.arrays import caused_by_data
 
 __all__ = [
     "SCHEMES",
-    "Client",
     "ObjectIdentity",
     "pauses",
     "redact_error",
@@ -76,44 +73,6 @@ def replaced_error(path: str) -> CorruptDataError:
     )
 
 
-class Client(Protocol):
-    """Client of one store, for several threads at once. Keys are relative to the root of the store."""
-
-    # All methods raise `MissingPathError` if an object does not exist, and `StorageError` for any other failure.
-
-    # Number of requests that a store of zarr-python may have in flight.
-    zarr_requests: int
-
-    def stat(self, key: str) -> ObjectIdentity:
-        """Return the identity of an object."""
-
-    def get(
-        self,
-        key: str,
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        expected: ObjectIdentity | None = None,
-        longest: int | None = None,
-    ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes [start, stop) of an object of at most `longest` bytes, and its identity."""
-
-    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
-
-    def children(self, prefix: str) -> list[str]:
-        """Return the names of the entries directly below a prefix, in ascending order."""
-
-    def zarr_store(self, prefix: str) -> tuple[Store, str]:
-        """Return a store of zarr-python, and what precedes the keys below `prefix` in it."""
-
-    def is_final(self, error: Exception) -> bool:
-        """Return True for an error of the library that a retry would raise again."""
-
-    def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
-        """Return the error, without credentials, for an error of the library."""
-
-
 def redact_url(url: str) -> str:
     """Return a URL without user, password and query, for display."""
     scheme, _, rest = re.split(r"[?#]", url, maxsplit=1)[0].partition("://")
@@ -130,18 +89,18 @@ def pauses() -> Iterator[float]:
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
-    """Call a function, and again after an error unless it is final; see `pauses`."""
+def retry(client: Any, request: Callable[[], T], key: str, span: str = "") -> T:
+    """Return the result of a request; repeat it after errors that are not final, and translate the last error."""
     waits = pauses()
     while True:
         try:
             return request()
-        except DaskscError:
-            raise
         except Exception as error:
-            pause = next(waits, None)
-            if pause is None or is_final(error) or not caused_by_data(error):
+            if isinstance(error, DaskscError) or not caused_by_data(error):
                 raise
+            pause = next(waits, None)
+            if pause is None or client.is_final(error):
+                raise client.translated(error, key, span) from None
         time.sleep(pause)
 
 

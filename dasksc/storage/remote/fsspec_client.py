@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 from zarr.abc.store import Store
 
 from dasksc._compat.fsspec import options_in_url, path_in
-from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
-from dasksc.storage.arrays import caused_by_data
+from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.remote.client import SCHEMES, ObjectIdentity, redact_error, redact_url, retry, secrets_of
 
 __all__ = ["FsspecClient", "split_fsspec_url"]
@@ -63,7 +62,7 @@ def split_fsspec_url(url: str) -> tuple[str, str]:
 
 
 class FsspecClient:
-    """Client of a file system of fsspec; see `Client`."""
+    """Client of a file system of fsspec, with the methods and errors of `ObstoreClient`."""
 
     zarr_requests = 1  # the file system may hold a single connection
 
@@ -76,7 +75,7 @@ class FsspecClient:
         self._checked_at: dict[str, float] = {}  # time of the last check of each object
 
     def stat(self, key: str) -> ObjectIdentity:
-        """Return the identity of an object; see `Client.stat`."""
+        """Return the identity of an object."""
 
         def query(system: Any, path: str) -> ObjectIdentity:
             system.invalidate_cache()
@@ -98,7 +97,7 @@ class FsspecClient:
         expected: ObjectIdentity | None = None,
         longest: int | None = None,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes of an object; see `Client.get`."""
+        """Return bytes [start, stop) of an object of at most `longest` bytes, and its identity."""
         identity = expected or self.stat(key)
         identity.check_size(longest)
         end = identity.size if stop is None else stop
@@ -115,7 +114,7 @@ class FsspecClient:
         return memoryview(data), identity
 
     def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the objects below a prefix; see `Client.listed`."""
+        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
         base = len(self._path(prefix).strip("/"))
 
         def query(system: Any, path: str) -> dict[str, ObjectIdentity]:
@@ -129,7 +128,7 @@ class FsspecClient:
             return {}
 
     def children(self, prefix: str) -> list[str]:
-        """Return names below a prefix; see `Client.children`."""
+        """Return the names of the entries directly below a prefix, in ascending order."""
 
         def query(system: Any, path: str) -> list[str]:
             system.invalidate_cache()
@@ -142,7 +141,7 @@ class FsspecClient:
             return []
 
     def zarr_store(self, prefix: str) -> tuple[Store, str]:
-        """Return an `FsspecStore`; see `Client.zarr_store`."""
+        """Return a store of zarr-python, and what precedes the keys below `prefix` in it."""
         from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
         from zarr.storage import FsspecStore
 
@@ -150,14 +149,14 @@ class FsspecClient:
         return FsspecStore(system, read_only=True, path=self._path(prefix)), ""
 
     def is_final(self, error: Exception) -> bool:
-        """Return True if a retry would fail as well; see `Client.is_final`."""
+        """Return True for an error that a retry would raise again."""
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return 400 <= status < 500 and status not in (408, 429)
         return isinstance(error, _FINAL)
 
     def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
-        """Return the error that names the object; see `Client.translated`."""
+        """Return the error, without credentials, for an error of fsspec."""
         path = f"{redact_url(self._root)}{key}"
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return MissingPathError(f"there is nothing at {path}")
@@ -191,14 +190,7 @@ class FsspecClient:
             self._of_thread.system = system
             return result
 
-        try:
-            return retry(attempt, self.is_final)
-        except DaskscError:
-            raise
-        except Exception as error:
-            if not caused_by_data(error):
-                raise
-            raise self.translated(error, key, span) from None
+        return retry(self, attempt, key, span)
 
     def _new_system(self) -> Any:
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -17,7 +17,7 @@ from zarr.abc.store import Store
 from zarr.storage import ObjectStore
 
 from dasksc import config
-from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
+from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
     ObjectIdentity,
@@ -47,9 +47,11 @@ _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"
 
 
 class ObstoreClient:
-    """Client of a store through obstore; see `Client`."""
+    """Client of a store through obstore, for several threads at once; keys are relative to the root of the store."""
 
-    zarr_requests = 32
+    # All methods raise `MissingPathError` if an object does not exist, and `StorageError` for any other failure.
+
+    zarr_requests = 32  # number of requests that a store of zarr-python may have in flight
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         try:
@@ -79,7 +81,7 @@ class ObstoreClient:
             ) from None
 
     def stat(self, key: str) -> ObjectIdentity:
-        """Return the identity of an object; see `Client.stat`."""
+        """Return the identity of an object."""
         if self._is_on_web and not self._refuses_head:
             try:
                 return self._identity(key, self._library.head(self._impatient_store, key))
@@ -87,11 +89,11 @@ class ObstoreClient:
                 if not caused_by_data(error):
                     raise
                 if _HEAD_REFUSED.search(str(error)) is not None:
-                    identity = self._request(lambda: self._identity(key, self._head_by_get(key)), key)
+                    identity = retry(self, lambda: self._identity(key, self._head_by_get(key)), key)
                     self._refuses_head = True
                     return identity
         head = self._head_by_get if self._refuses_head else lambda key: self._library.head(self._store, key)
-        return self._request(lambda: self._identity(key, head(key)), key)
+        return retry(self, lambda: self._identity(key, head(key)), key)
 
     def _head_by_get(self, key: str) -> Mapping[str, Any]:
         """Return the headers of a GET request for one byte, or for an object that is empty or without byte ranges."""
@@ -114,7 +116,7 @@ class ObstoreClient:
         expected: ObjectIdentity | None = None,
         longest: int | None = None,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes of an object; see `Client.get`."""
+        """Return bytes [start, stop) of an object of at most `longest` bytes, and its identity."""
         options: dict[str, Any] = {} if stop is None else {"range": (start, stop)}
         # If-Match never matches a weak ETag.
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
@@ -134,36 +136,36 @@ class ObstoreClient:
             identity.check_size(longest)
             return memoryview(result.bytes()), identity
 
-        data, identity = self._request(request, key, "" if stop is None else f"bytes {start} to {stop}")
+        data, identity = retry(self, request, key, "" if stop is None else f"bytes {start} to {stop}")
         identity.check_answer(start, stop, len(data))
         return data, identity
 
     def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the objects below a prefix; see `Client.listed`."""
+        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
 
         def request() -> dict[str, ObjectIdentity]:
             found = {item["path"]: item for page in self._library.list(self._store, prefix or None) for item in page}
             return {key: self._identity(key, found[key]) for key in sorted(found) if key != prefix}
 
-        return self._request(request, prefix)
+        return retry(self, request, prefix)
 
     def children(self, prefix: str) -> list[str]:
-        """Return names below a prefix; see `Client.children`."""
-        result = self._request(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+        """Return the names of the entries directly below a prefix, in ascending order."""
+        result = retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
     def zarr_store(self, prefix: str) -> tuple[Store, str]:
-        """Return an `ObjectStore`; see `Client.zarr_store`."""
+        """Return a store of zarr-python, and what precedes the keys below `prefix` in it."""
         return ObjectStore(self._store, read_only=True), f"{prefix}/"
 
     def is_final(self, error: Exception) -> bool:
-        """Return True unless a response was broken off; see `Client.is_final`."""
+        """Return True for an error that a retry would raise again."""
         return _BROKEN_OFF not in str(error)
 
     def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
-        """Return the error that names the object and the likely cause; see `Client.translated`."""
+        """Return the error, without credentials, for an error of obstore."""
         path, reason = self._path(key), redact_error(error, self._secrets)
         if failed := _FAILED.match(reason):
             reason = failed[4] + (f" (retried for {float(failed[1]):.0f} {failed[2]})" if failed[3] else "")
@@ -185,16 +187,6 @@ class ObstoreClient:
             )
         place = "address is" if self._is_on_web else "endpoint and the region are"
         return StorageError(f"{what} Check that the {place} right and that the server responds.")
-
-    def _request(self, request: Callable[[], T], key: str, span: str = "") -> T:
-        try:
-            return retry(request, self.is_final)
-        except DaskscError:
-            raise
-        except Exception as error:
-            if not caused_by_data(error):
-                raise
-            raise self.translated(error, key, span) from None
 
     def _path(self, key: str) -> str:
         root = self._public_root.removeprefix("file://")

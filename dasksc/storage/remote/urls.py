@@ -8,13 +8,13 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
 from dasksc.platforms import after_fork
-from dasksc.storage.remote.client import SCHEMES, Client, redact_url
+from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.fsspec_client import FsspecClient, split_fsspec_url
 from dasksc.storage.remote.obstore_client import ObstoreClient
 
@@ -24,6 +24,8 @@ HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 # Part of a pattern that matches folders at any depth.
 _STARS = "**"
+
+Client: TypeAlias = ObstoreClient | FsspecClient
 
 # Clients, one per process and store, shared by all arrays, tasks and threads.
 _clients: dict[tuple[Any, ...], Client] = {}
