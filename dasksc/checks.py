@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["check_flags", "is_whole", "name_or_none", "names_or_none", "true_or_false", "whole_number"]
+__all__ = [
+    "check_flags",
+    "check_one_of",
+    "is_whole",
+    "list_of_names",
+    "name_or_none",
+    "names_or_none",
+    "true_or_false",
+    "whole_number",
+]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -39,6 +48,12 @@ def check_flags(**flags: Any) -> None:
         true_or_false(name, value)
 
 
+def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise an error unless `value` is one of the `allowed` names."""
+    if value not in allowed:
+        raise InputError(f"{name} must be {' or '.join(map(repr, allowed))}; got {value!r}")
+
+
 def name_or_none(name: str, value: Any) -> str | None:
     """Return `value` if it is a string or None."""
     if value is None or isinstance(value, str):
@@ -56,3 +71,10 @@ def names_or_none(name: str, value: Any) -> list[str]:
     if not all(isinstance(one, str) for one in names):
         raise WrongTypeError(f"{name} must be the name of a column or a list of names; got {value!r}")
     return names
+
+
+def list_of_names(name: str, value: Any) -> list[str]:
+    """Return several names as a list, which is empty for None; a single name is refused."""
+    if isinstance(value, str):
+        raise WrongTypeError(f"{name}={value!r} is a string; give a list of names: {name}=[{value!r}]")
+    return names_or_none(name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +62,6 @@ def test_sizes_count_controls(path: Path) -> None:
     # With a limit of half the projected memory, the larger fetches do not fit.
     with pytest.raises(InputError, match="memory_limit"):
         dataset(path, sets(n_controls=2), fetch_factor=64, memory_limit=2_000)
-
-
-WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "synchronous": lambda path: {"data": path, "scheduler": "synchronous"},
-    "read, not mapped": lambda path: {"data": path, "mmap": False},
-    "in memory": lambda path: {"data": screen()},
-    "lazy": lambda path: {"data": dasksc.open(path)},
-    "other fetches": lambda path: {"data": path, "fetch_factor": 7},
-    "prefetched": lambda path: {"data": path, "prefetch": 5},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_of_reading_yields_the_same_batches(path: Path, way: str) -> None:
-    expected = [numbers(batch) for batch in dataset(path)]
-    assert [numbers(batch) for batch in dataset(**WAYS[way](path))] == expected
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
