@@ -511,7 +511,7 @@ class scDataset(IterableDataset[Any]):
             number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
         consumed, n_done = self._tracker.resume(number).split_consumed(self._sizes(world))
         plan = self._plan_of(world, number, consumed)
-        if not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
+        if not plan.n_batches and not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
         agreement = self.ranks.agreement if worker is None else None
         iteration = self._iteration
@@ -553,8 +553,7 @@ class scDataset(IterableDataset[Any]):
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
         last worker to finish writes the log line, and this method combines the statistics of the workers that have
-        finished so far: batches, rows, fetch tasks, bytes and work times are added, while ``wait_s``, ``elapsed_s`` and
-        ``wait_share`` are each the maximum over the workers.
+        finished so far: times of the loop are the maximum over the workers, and other figures are added.
 
         Returns
         -------
@@ -566,38 +565,29 @@ class scDataset(IterableDataset[Any]):
             - ``epoch``, ``rank``, ``world_size``
             - ``n_batches``, ``n_rows``: batches and rows yielded
             - ``n_control_rows``: control rows yielded in addition (`CellSets`)
-            - ``n_batches_before``: batches yielded before the epoch was resumed; 0 if the world size, batch size or
-              fetch size has changed
+            - ``n_batches_before``: batches yielded before the epoch was resumed with the same sizes
             - ``n_batches_left``: remaining batches
 
-            Sizes of the epoch; if it was resumed with another world size, batch size or fetch size, those of its
-            remainder:
+            Sizes of the epoch, or of its remainder if it was resumed with other sizes:
 
-            - ``n_rank_batches``: batches of this rank
+            - ``n_rank_batches``, ``n_rank_fetches``: batches and fetches of this rank
             - ``n_rank_padded``, ``n_rank_dropped``: repeated and omitted rows of this rank
             - ``n_padded``, ``n_dropped``: repeated and omitted rows over all ranks; omitted rows include those assigned
-              to no rank.
-              At the end of an epoch that was not resumed, the sum of ``n_rows`` over all ranks is the number of rows of
-              the epoch + ``n_padded`` - ``n_dropped``.
+              to no rank. The ranks together yield the rows of the epoch + ``n_padded`` - ``n_dropped``.
 
-            - ``n_rank_fetches``: fetches of this rank
+            Speed of the loop, in seconds:
 
-            Speed of the loop:
-
-            - ``compile_s``: time that the loop waited while kernels were compiled, in seconds; no other figure contains
-              it
-            - ``wait_s``: time that the loop waited for batches, in seconds
-            - ``elapsed_s``: time from the request of the first batch until the latest batch, in seconds
-            - ``wait_share``: ``wait_s / elapsed_s``
-            - ``rows_per_s``: rows yielded per second
+            - ``compile_s``: time that the loop waited while kernels were compiled; no other figure contains it
+            - ``wait_s``: time that the loop waited for batches
+            - ``elapsed_s``: time from the request of the first batch until the latest batch
+            - ``wait_share``: ``wait_s / elapsed_s``; ``rows_per_s``: rows yielded per second
 
             Fetch tasks (a large fetch consists of several):
 
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
               tasks received
             - ``in_flight_bytes``: size of the results not yet received, plus an estimate for the tasks in progress (for
-              each, the size of the largest result so far)
-            - ``limit_bytes``: limit of ``in_flight_bytes``
+              each, the size of the largest result so far); ``limit_bytes``: its limit
 
             Work times in seconds, summed over threads:
 

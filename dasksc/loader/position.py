@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -16,6 +16,9 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
+
+if TYPE_CHECKING:
+    from dasksc.loader.epoch import Epoch
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
@@ -45,19 +48,11 @@ class EpochPosition:
         return self.consumed, 0
 
 
-class _Reading(Protocol):
-    """Epoch that is being read."""
-
-    @property
-    def position(self) -> EpochPosition:
-        """Position after the batches yielded so far."""
-
-
 class EpochTracker:
     """Current position of a process in its epochs, and the position to resume from."""
 
     def __init__(self) -> None:
-        self._current: EpochPosition | _Reading | None = None
+        self._current: EpochPosition | Epoch | None = None
         self._resume: EpochPosition | None = None
         # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
         self._ended: int | None = None
@@ -72,7 +67,7 @@ class EpochTracker:
         """Set the position from which the next iteration resumes."""
         self._current = self._resume = position
 
-    def move(self, to: _Reading) -> None:
+    def move(self, to: Epoch) -> None:
         """Set the current position to that of an epoch that is being read."""
         self._current = to
 

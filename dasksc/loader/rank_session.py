@@ -82,8 +82,8 @@ class RankSession:
         world = self._world
         if world is None:
             world = self.detect()
-            agreement = Agreement(world)
-            if world.world_size > 1 and not self.seed_is_given and self._is_random:
+            agreement = Agreement(world) if world.world_size > 1 else None
+            if agreement is not None and not self.seed_is_given and self._is_random:
                 if get_worker_info() is not None:
                     raise InputError(
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "

@@ -29,5 +29,5 @@ class RowRange(scDataset):
         options["fetch_factor"] = dataset.memory.ordered_fetch_factor
         options["transform"] = None if given is None else Transforms(given.steps, start // dataset.batch_size)
         options["device"] = spec.device if device is None else device
-        super().__init__(dataset.source, **options, scheduler=dataset.scheduler(), rank=0, world_size=1, seed=0)
+        super().__init__(dataset.source, **options, scheduler=dataset._scheduler(), rank=0, world_size=1, seed=0)
         self._title = title or f"rows {start:,} to {stop:,}"

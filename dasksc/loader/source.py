@@ -60,31 +60,27 @@ class Source:
 
     def labels_of(self, key: str) -> Any:
         """Return a column of obs."""
-        table = self._table()
-        if table is None:
-            raise InputError(
-                f"{key!r} names an obs column, but this collection has no obs. Give an AnnData, or labels= if the "
-                "strategy accepts it"
-            )
+        table = self._obs_for(f"the column {key!r}")
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
         return table[require_key("obs", key, table, of=self.collection)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return a boolean mask of the rows for which an expression over obs holds."""
-        table = self._table()
-        if table is None:
-            raise InputError(
-                f"filter={expression!r} needs obs, which this collection does not have; give indices= to the strategy "
-                "instead"
-            )
+        table = self._obs_for(f"the filter {expression!r}")
         for name in filtering.columns_of(expression):
             self.labels_of(name)  # raises an error that names the atlas if the column is missing
         return filtering.holds(expression, table)
 
-    def _table(self) -> Any:
+    def _obs_for(self, what: str) -> Any:
         is_view = isinstance(self.collection, AnnDataView)
-        return getattr(self.collection, "table" if is_view else "obs", None)
+        table = getattr(self.collection, "table" if is_view else "obs", None)
+        if table is None:
+            raise InputError(
+                f"{what} needs obs, which this collection does not have. Give an AnnData, or the strategy labels= or "
+                "indices="
+            )
+        return table
 
 
 class MatrixSource(Source):
