@@ -269,7 +269,7 @@ class scDataset(IterableDataset[Any]):
             self.source = source_of(data_collection, spec)
         self.collection = self.source.collection
         self.categories = self.source.categories
-        self.gene_match = self.source.gene_match
+        self.gene_match: Any = self.source.gene_match
         self.strategy, self._sampler = bound(spec, self.source)
         self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
         self.memory = MemoryProjection(
@@ -288,9 +288,9 @@ class scDataset(IterableDataset[Any]):
         self.ranks.fix_world_if_distributed()
 
     _title = EPOCH_TITLE
-    batch_size = _argument("batch_size")
-    drop_last = _argument("drop_last")
-    equal_ranks = _argument("equal_ranks")
+    batch_size: int = _argument("batch_size")
+    drop_last: bool = _argument("drop_last")
+    equal_ranks: bool = _argument("equal_ranks")
     fetch_callback = _argument("fetch_callback")
     fetch_transform = _argument("fetch_transform")
     batch_callback = _argument("batch_callback")
@@ -469,12 +469,8 @@ class scDataset(IterableDataset[Any]):
                 "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
                 "from its own. Use the same num_workers as before"
             )
-        last = position.consumed[-1] if position.consumed else None
-        if (
-            worker is not None
-            and last is not None
-            and len(position.split_consumed(self._sizes(self.ranks.current_world()))[0])
-        ):
+        if worker is not None and position.split_consumed(self._sizes(self.ranks.current_world()))[0]:
+            last = position.consumed[-1]
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
                 f"fetch_factor as before ({last.world_size}, {last.batch_size} and {last.fetch_factor}). Restore them, "
@@ -514,10 +510,11 @@ class scDataset(IterableDataset[Any]):
         if not plan.n_batches and not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
             logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
         agreement = self.ranks.agreement if worker is None else None
-        iteration = self._iteration
+        iteration, after_first = self._iteration, None
         self._iteration += 1
         if agreement is not None:
             agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
+            after_first = functools.partial(agreement.require_not_abandoned, iteration, 1)
         epoch = Epoch(
             *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
             memory=self.memory,
@@ -525,14 +522,12 @@ class scDataset(IterableDataset[Any]):
             key=self._token,
         )
         self._stats = epoch.stats
-        self._tracker.move(epoch)  # before reading, so that an epoch that fails can also be resumed
-        batches = epoch.batches(shown=self.spec.progress and first == 0)
+        self._tracker.move(epoch.position)  # before reading, so that an epoch that fails can also be resumed
+        batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
             for batch in batches:
-                self._tracker.move(epoch)
+                self._tracker.move(epoch.position)
                 yield batch
-                if agreement is not None and epoch.stats.n_batches == 1:
-                    agreement.require_not_abandoned(iteration, 1)
             self._tracker.finish(number)
         finally:
             batches.close()

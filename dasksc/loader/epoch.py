@@ -87,9 +87,8 @@ class Epoch:
         """True if all batches have been yielded."""
         return self.stats.n_batches == self.n_batches
 
-    @property
     def position(self) -> EpochPosition:
-        """Position of the process in the epoch, after the batches yielded so far."""
+        """Return the position of the process in the epoch, after the batches yielded so far."""
         plan, n_batches = self._plan, self._n_done + self.stats.n_batches
         sizes = {"world_size": plan.world_size, "batch_size": plan.batch_size, "fetch_factor": plan.fetch_factor}
         # A DataLoader worker that has yielded nothing yet resumes with the sizes of the others.
@@ -243,8 +242,8 @@ class Epoch:
 
     # --- Yield ----------------------------------------------------------------------------------------
 
-    def batches(self, *, shown: bool) -> Generator[Any, None, None]:
-        """Yield the batches, with a progress bar if `shown`; closing the generator ends reading."""
+    def batches(self, *, shown: bool, after_first: Callable[[], None] | None) -> Generator[Any, None, None]:
+        """Yield the batches, with a progress bar if `shown`; call `after_first` when the first one has been used."""
         pid, source = os.getpid(), self._source
         made: Any = self._of_matrices(source) if isinstance(source, MatrixSource) else self._of_indexed(source)
         try:
@@ -256,6 +255,8 @@ class Epoch:
                         raise FetchError(
                             "This iteration was started before a fork. Start a new one in the child process."
                         )
+                    if after_first is not None and self.stats.n_batches == 1:
+                        after_first()
         finally:
             if os.getpid() == pid:
                 made.close()

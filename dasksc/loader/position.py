@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
@@ -16,9 +16,6 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
-
-if TYPE_CHECKING:
-    from dasksc.loader.epoch import Epoch
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
@@ -52,7 +49,7 @@ class EpochTracker:
     """Current position of a process in its epochs, and the position to resume from."""
 
     def __init__(self) -> None:
-        self._current: EpochPosition | Epoch | None = None
+        self._current: EpochPosition | Callable[[], EpochPosition] | None = None
         self._resume: EpochPosition | None = None
         # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
         self._ended: int | None = None
@@ -61,14 +58,14 @@ class EpochTracker:
     def current(self) -> EpochPosition | None:
         """Current position; None before the first epoch."""
         current = self._current
-        return current if current is None or isinstance(current, EpochPosition) else current.position
+        return current() if callable(current) else current
 
     def load(self, position: EpochPosition) -> None:
         """Set the position from which the next iteration resumes."""
         self._current = self._resume = position
 
-    def move(self, to: Epoch) -> None:
-        """Set the current position to that of an epoch that is being read."""
+    def move(self, to: Callable[[], EpochPosition]) -> None:
+        """Set the current position to that of an epoch that is being read, which a function returns."""
         self._current = to
 
     def forget(self) -> None:

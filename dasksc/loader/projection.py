@@ -54,7 +54,7 @@ class MemoryProjection:
         self._batch_size = batch_size  # with controls
         self.run_rows = run_rows
         self.prefetch = spec.prefetch
-        self.limit = spec.memory_limit
+        self.limit: int = spec.memory_limit
         fetch_factor = spec.fetch_factor
         if fetch_factor is None:
             if isinstance(source, IndexedSource):
