@@ -84,32 +84,52 @@ class Source:
 
 
 class MatrixSource(Source):
-    """Matrices of an atlas, by names such as ``"layers/counts"``, whose rows `maker` makes into tensors."""
+    """Matrices of an atlas, by names such as ``"layers/counts"``, whose rows a `BatchMaker` makes into tensors."""
 
     def __init__(
         self,
+        spec: LoaderSpec,
         name: str,
         collection: Any,
         n_obs: int,
-        *,
-        matrices: dict[str, Matrix],
-        maker: BatchMaker,
-        categories: dict[str, list[Any]],
-        gene_match: GeneMatch | dict[str, GeneMatch] | None = None,
+        arrays: Mapping[str, Any],
+        columns: dict[str, Columns],
+        gene_match: GeneMatch | dict[str, GeneMatch] | None,
+        obs: Mapping[str, pd.Series[Any]] = MappingProxyType({}),
+        modalities: tuple[str, ...] = (),
     ) -> None:
         super().__init__(name, collection, n_obs)
-        self.matrices = matrices
-        self.maker = maker
-        self.categories = categories
         self.gene_match = gene_match
-        for key, matrix in matrices.items():
-            columns = maker.columns.get(key)
-            n_missing = matrix.n_missing(columns) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
+        self.categories: dict[str, list[Any]] = Categories()
+        encoded: dict[str, NDArray[Any]] = {}
+        for key, column in obs.items():
+            encoded[key], labels = encode_column(column, narrow=True)  # codes in the smallest data type
+            if labels is not None:
+                self.categories[key] = labels
+        for key, array in arrays.items():
+            if not isinstance(array, da.Array):
+                raise InputError(
+                    f"{key} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it"
+                )
+        self.matrices: dict[str, Matrix] = {key: lazy.matrix_of(array) for key, array in arrays.items()}
+        self.maker = BatchMaker(
+            obs=encoded,
+            n_classes={key: len(labels) for key, labels in self.categories.items()},
+            layout=spec.layout,
+            dtype=spec.value_dtype,
+            columns=columns,
+            only_x=spec.only_x and not modalities,
+            pinned=spec.pin_memory,
+            modalities=modalities,
+        )
+        for key, matrix in self.matrices.items():
+            kept = columns.get(key)
+            n_missing = matrix.n_missing(kept) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
             if n_missing:
                 logger.warning(
                     "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. For "
                     "zeros instead, open the atlases with dasksc.open(..., join='outer', fill_value=0)",
-                    *(n_missing, matrix.shape[1] if columns is None else len(columns), matrix.label),
+                    *(n_missing, matrix.shape[1] if kept is None else len(kept), matrix.label),
                 )
 
     @functools.cached_property
@@ -293,7 +313,7 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     if spec.obs or spec.layers or spec.obsm:
         raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has no such elements")
     columns, match = spec.gene_request.columns_of(None, data.shape[1])
-    return _made(spec, name, data, int(data.shape[0]), {"X": data}, _for_each(columns, ["X"]), match)
+    return MatrixSource(spec, name, data, int(data.shape[0]), {"X": data}, _for_each(columns, ["X"]), match)
 
 
 def _count(data: Any, spec: LoaderSpec) -> int:
@@ -319,7 +339,7 @@ def _of_atlas(name: str, collection: Any, adata: AnnData, spec: LoaderSpec) -> M
         arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(spec, group)}
     columns, match = spec.gene_request.columns_of(adata.var, adata.n_vars, of=adata)
     obs = {key: adata.obs[require_key("obs", key, adata.obs, of=adata)] for key in spec.obs}
-    return _made(spec, name, collection, int(adata.n_obs), arrays, _for_each(columns, arrays), match, obs)
+    return MatrixSource(spec, name, collection, int(adata.n_obs), arrays, _for_each(columns, arrays), match, obs)
 
 
 def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
@@ -354,43 +374,7 @@ def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
         if match is not None:
             matches[modality] = match
     obs = {key: data.obs[require_key("obs", key, data.obs)] for key in spec.obs}
-    return _made(spec, name, data, data.n_obs, arrays, columns, matches or None, obs, modalities=tuple(data.mod))
-
-
-def _made(
-    spec: LoaderSpec,
-    name: str,
-    collection: Any,
-    n_obs: int,
-    arrays: Mapping[str, Any],
-    columns: dict[str, Columns],
-    gene_match: GeneMatch | dict[str, GeneMatch] | None,
-    obs: Mapping[str, pd.Series[Any]] = MappingProxyType({}),
-    modalities: tuple[str, ...] = (),
-) -> MatrixSource:
-    encoded: dict[str, NDArray[Any]] = {}
-    categories: dict[str, list[Any]] = Categories()
-    for key, column in obs.items():
-        encoded[key], labels = encode_column(column, narrow=True)  # codes in the smallest data type
-        if labels is not None:
-            categories[key] = labels
-    for key, array in arrays.items():
-        if not isinstance(array, da.Array):
-            raise InputError(f"{key} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it")
-    maker = BatchMaker(
-        obs=encoded,
-        n_classes={key: len(labels) for key, labels in categories.items()},
-        layout=spec.layout,
-        dtype=spec.value_dtype,
-        columns=columns,
-        only_x=spec.only_x and not modalities,
-        pinned=spec.pin_memory,
-        modalities=modalities,
-    )
-    matrices = {key: lazy.matrix_of(array) for key, array in arrays.items()}
-    return MatrixSource(
-        name, collection, n_obs, matrices=matrices, maker=maker, categories=categories, gene_match=gene_match
-    )
+    return MatrixSource(spec, name, data, data.n_obs, arrays, columns, matches or None, obs, modalities=tuple(data.mod))
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:
