@@ -193,6 +193,8 @@ class scDataset(IterableDataset[Any]):
     gene_match
         `GeneMatch` of the names in `genes`; its ``names`` are the columns of a batch. For several modalities, a dict of
         `GeneMatch`. None if `genes` contains no names.
+    spec, source, ranks, memory
+        Checked arguments, data to read, rank and seed, and memory of an epoch, for other parts of dasksc.
 
     Raises
     ------
