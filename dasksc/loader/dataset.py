@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import cloudpickle
 import dask.array as da
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -647,11 +646,10 @@ class scDataset(IterableDataset[Any]):
         del state["_stats"]
         if isinstance(self.source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either
-        # Plain pickle, which DataLoader uses for workers, fails on lambdas.
-        return state | {"spec": cloudpickle.dumps(self.spec)}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"spec": cloudpickle.loads(state["spec"])})
+        self.__dict__.update(state)
         self._stats = EpochStats()
 
     # --- Displays -------------------------------------------------------------------------------------

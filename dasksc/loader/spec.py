@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -108,6 +109,15 @@ class LoaderSpec:
     def compared_columns(self) -> list[str]:
         """Columns of obs that the filter and the expression of controls use."""
         return [name for one in (self.filter, self.control) if one is not None for name in filtering.columns_of(one)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plain pickle, which DataLoader uses for workers, fails on lambdas.
+        functions = {name: getattr(self, name) for name in (*HOOKS, "transform", "transforms")}
+        return self.__dict__ | dict.fromkeys(functions) | {"_functions": cloudpickle.dumps(functions)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        functions = cloudpickle.loads(state.pop("_functions"))
+        self.__dict__.update(state | functions)
 
     def refuse_matrix_options(self, why: str) -> None:
         """Raise an error for options that only apply to matrices of an atlas."""
