@@ -39,9 +39,6 @@ _COUNTED = 128
 # number.
 _GROUP = 24
 
-# Number of segments whose weights are loaded together, to overlap cache misses.
-_ABREAST = 64
-
 # Number of weights processed at a time in passes over all weights.
 _CHUNK = 1024
 
@@ -87,30 +84,21 @@ def _copy_weights(start, size, values, table, lookup, out):
 @kernel
 def segment_sums(n, segment, values, table, lookup, out):
     """Sum the weights of each segment into `out`; return the first candidate of an invalid weight, or -1."""
+    # The weights in `table` are not negative.
+    weights = np.empty(segment, dtype=np.float64)
     for s in range(out.shape[0]):
         start = s * segment
-        stop = min(start + segment, n)
+        size = min(segment, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
         total = 0.0
-        if values.shape[0] == 0:
-            total = np.float64(stop - start)
-        elif table.shape[0] > 0:
-            if lookup.shape[0] > 0:
-                for i in range(start, stop):
-                    total += table[np.uint64(np.int64(values[lookup[i]]) + 1)]
-            else:
-                for i in range(start, stop):
-                    total += table[np.uint64(np.int64(values[i]) + 1)]
-        else:
-            n_wrong = 0
-            for i in range(start, stop):
-                weight = np.float64(values[lookup[i] if lookup.shape[0] > 0 else i])
-                n_wrong += not (weight >= 0.0 and weight < math.inf)
-                total += weight
-            if n_wrong:
-                for i in range(start, stop):
-                    weight = np.float64(values[lookup[i] if lookup.shape[0] > 0 else i])
-                    if not (weight >= 0.0 and weight < math.inf):
-                        return i
+        n_wrong = 0
+        for i in range(size):
+            n_wrong += not (weights[i] >= 0.0 and weights[i] < math.inf)
+            total += weights[i]
+        if n_wrong:
+            for i in range(size):
+                if not (weights[i] >= 0.0 and weights[i] < math.inf):
+                    return start + i
         out[s] = total
     return -1
 
@@ -402,19 +390,6 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
 
 
 @kernel
-def _touch(start, stop, values, lookup):
-    # Read an element of every cache line, to overlap the cache misses of several segments.
-    touched = 0.0
-    if lookup.shape[0] > 0:
-        for i in range(start, stop, 8):
-            touched += lookup[np.uint64(i)]
-    elif values.shape[0] > 0:
-        for i in range(start, stop, 64 // values.itemsize):
-            touched += values[np.uint64(i)]
-    return touched
-
-
-@kernel
 def uniforms(counters, key, out):
     """Write the uniform random number in [0, 1) of each counter into `out`, float64."""
     for i in range(counters.shape[0]):
@@ -431,55 +406,31 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
         rests[i] = shares[i] * tree[1]
     _descend(tree, n_levels, n_wanted, nodes, rests)
     segment = 1 << segment_levels
-    weights = np.zeros(segment, dtype=np.float64)
-    n_runs = segment // _RUN
-    sums = np.empty(n_runs, dtype=np.float64)
-    is_plain = values.shape[0] > 0 and table.shape[0] == 0 and lookup.shape[0] == 0
-    touched = 0.0
-    for first in range(0, n_wanted, _ABREAST):
-        stop = min(first + _ABREAST, n_wanted)
-        for i in range(first, stop):
-            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
-            touched += _touch(start, min(start + segment, n), values, lookup)
-        for i in range(first, stop):
-            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
-            size = min(segment, n - start)
-            # All runs are summed before the search. The sums are independent, so the processor overlaps them.
-            if is_plain and size == segment:
-                for run in range(n_runs):
-                    total = 0.0
-                    for k in range(_RUN):
-                        total += values[np.uint64(start) + np.uint64(run * _RUN + k)]
-                    sums[run] = total
-            else:
-                _copy_weights(start, size, values, table, lookup, weights)
-                weights[size:] = 0.0
-                for run in range(n_runs):
-                    total = 0.0
-                    for k in range(_RUN):
-                        total += weights[run * _RUN + k]
-                    sums[run] = total
-            rest = rests[i]
-            run = 0
-            while run < n_runs - 1 and rest >= sums[run]:
-                rest -= sums[run]
-                run += 1
-            if is_plain and size == segment:
-                for k in range(_RUN):
-                    weights[run * _RUN + k] = values[np.uint64(start) + np.uint64(run * _RUN + k)]
+    weights = np.empty(segment, dtype=np.float64)
+    for i in range(n_wanted):
+        start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
+        size = min(segment, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        weights[size:] = 0.0
+        rest = rests[i]
+        passed = 0  # candidates of the runs before the draw
+        while True:
             total = 0.0
-            n_passed = 0
             for k in range(_RUN):
-                total += weights[run * _RUN + k]
-                n_passed += total <= rest
-            n_passed = run * _RUN + min(n_passed, _RUN - 1)
-            if weights[n_passed] == 0.0:  # as in `_descend`
-                _copy_weights(start, size, values, table, lookup, weights)
-                while weights[n_passed] == 0.0:
-                    n_passed -= 1
-            out[i] = start + n_passed
-    if touched == -0.5:  # never true, but if `touched` were not used, the compiler would remove the reads
-        out[:] = -1
+                total += weights[passed + k]
+            if rest < total or passed + _RUN == segment:
+                break
+            rest -= total
+            passed += _RUN
+        total = 0.0
+        n_passed = 0
+        for k in range(_RUN):
+            total += weights[passed + k]
+            n_passed += total <= rest
+        passed += min(n_passed, _RUN - 1)
+        while weights[passed] == 0.0:  # as in `_descend`
+            passed -= 1
+        out[i] = start + passed
 
 
 @kernel

@@ -19,10 +19,6 @@ from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns in a lookup table for sorting the columns of each row. For a wider matrix, the few columns
-# that occur in the batch are renumbered, so that the table has only these columns.
-_MOST_NUMBERED = 2**22
-
 
 class CSRRowBuffer(RowBufferBase):
     """Fetched CSR rows, at arbitrary addresses in memory."""
@@ -54,9 +50,6 @@ class CSRRowBuffer(RowBufferBase):
     def nbytes(self) -> int:
         """Anonymous memory held, in bytes."""
         return self.data.held_bytes + self.indices.held_bytes
-
-    def __sizeof__(self) -> int:
-        return object.__sizeof__(self) + self.nbytes
 
     def gather(
         self,
@@ -95,11 +88,7 @@ class CSRRowBuffer(RowBufferBase):
         if mapped is None:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
         else:
-            maps, lookups = mapped
-            if lookups.renumbered is None:
-                bad = kernels.scatter_columns(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
-            else:
-                bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
+            bad = kernels.scatter_columns(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
         return self._is_ordered(bad)
 
     def gather_csr(
@@ -126,13 +115,11 @@ class CSRRowBuffer(RowBufferBase):
         if n_values < 0:
             check_positions(self.shape[0], positions)
         mapped = self._mapped(columns)
-        if mapped is not None and mapped[1].renumbered is None:
+        if mapped is not None and mapped[1].drops:
             counts = np.empty(len(positions), dtype=np.int64)
-            maps, lookups = mapped
+            tables = mapped[0], mapped[1].to
             self._refuse(
-                kernels.count_columns(
-                    positions, self.lengths, self.indices.at, maps, lookups.kinds, counts, self.indices.like
-                )
+                kernels.count_columns(positions, self.lengths, self.indices.at, *tables, counts, self.indices.like)
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
@@ -264,12 +251,7 @@ class CSRRowBuffer(RowBufferBase):
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
-            maps, lookups = mapped
-            if lookups.renumbered is None:
-                bad = kernels.copy_columns_csr(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
-            else:
-                n_kept = self.shape[1] if columns is None else len(columns)
-                bad = kernels.renumber_rows_csr(positions, *self._where, maps, lookups.renumbered, n_kept, *to)
+            bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
         return self._is_ordered(bad)
 
     def _merge(
@@ -282,27 +264,15 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Copy rows, sorting their columns and summing repeated ones; write the offsets of the rows into `indptr`."""
         mapped = self._mapped(columns)
-        if mapped is None and self._n_columns > _MOST_NUMBERED:
-            # The columns that occur are renumbered, which avoids tables as wide as the matrix.
-            values = np.empty(len(data), dtype=self.data.dtype)
-            self._copy(positions, indptr, indices, values, any_order=True)
-            present, numbers = np.unique(indices, return_inverse=True)
-            block = indptr.copy(), numbers.astype(np.int32), values
-            numbered = self.of_block(self.label, self.rows[positions], len(present), self.dtype, block)
-            numbered._merge(np.arange(len(positions), dtype=np.int64), indptr, indices, data, None)
-            indices[: indptr[-1]] = present[indices[: indptr[-1]]]
-            return
-        maps, lookups = (self._maps, self._identity_lookups) if mapped is None else mapped
+        tables = (self._maps, self._identity) if mapped is None else (mapped[0], mapped[1].to)
         sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
         likes = self.data.like, self.indices.like
-        bad = kernels.merge_columns_csr(
-            positions, *self._where, maps, lookups.to, lookups.kinds, indptr, indices, data, sums, *likes
-        )
+        bad = kernels.merge_columns_csr(positions, *self._where, *tables, indptr, indices, data, sums, *likes)
         self._refuse(bad)
 
     @cached_property
-    def _identity_lookups(self) -> Lookups:
-        return Lookups.of(np.arange(self._n_columns, dtype=np.int32)[None])
+    def _identity(self) -> NDArray[np.int32]:
+        return np.arange(self._n_columns, dtype=np.int32)[None]
 
     def _is_ordered(self, bad_row: int) -> bool:
         if bad_row == kernels.UNORDERED:

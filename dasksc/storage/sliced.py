@@ -60,7 +60,7 @@ class SlicedArray:
         """Read the runs into one block of memory, with one slice for neighboring runs."""
         read = self.reader()
         stride = row_bytes(self)
-        kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
+        kept_starts, kept_stops = merge(starts, stops)
         block = buffers.empty((int((kept_stops - kept_starts).sum()), *self.shape[1:]), memory_dtype(self.dtype))
         at = 0
         for runs in self._slices(kept_starts.tolist(), kept_stops.tolist()):
