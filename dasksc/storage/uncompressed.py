@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,32 +17,15 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import merge
 
-__all__ = ["Extents", "PlainArray"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extents:
-    """Locations of the rows of an array, or of the elements of a one-dimensional array, in a file."""
-
-    # First row of each extent, shape (n_extents,), int64, ascending from 0. An extent ends where the next one begins.
-    firsts: NDArray[np.int64]
-    # Byte offset of each extent, shape (n_extents,), int64; -1 for an extent that was never written.
-    offsets: NDArray[np.int64]
-
-    @classmethod
-    def joined(cls, *, firsts: NDArray[np.int64], offsets: NDArray[np.int64], row_bytes: int) -> Extents:
-        """Return the extents after joining those that are contiguous in the file."""
-        written = offsets >= 0
-        follows = (offsets[1:] == offsets[:-1] + (firsts[1:] - firsts[:-1]) * row_bytes) & written[:-1]
-        follows |= ~written[1:] & ~written[:-1]
-        keep = np.concatenate((np.ones(min(len(firsts), 1), dtype=bool), ~follows))
-        return cls(firsts=firsts[keep], offsets=offsets[keep])
+__all__ = ["PlainArray"]
 
 
 class PlainArray:
     """Uncompressed array in one file."""
 
-    # If the file is memory-mapped, only runs that cross extents are copied. Otherwise the requested rows are read.
+    # `firsts` holds the first row of each extent, ascending from 0; an extent ends where the next one begins. `offsets`
+    # holds its byte offset in the file, or -1 for an extent that was never written. If the file is memory-mapped, only
+    # runs that cross extents are copied. Otherwise the requested rows are read.
 
     def __init__(
         self,
@@ -52,7 +34,8 @@ class PlainArray:
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         file: LocalFile | RemoteFile,
-        extents: Extents,
+        firsts: NDArray[np.int64],
+        offsets: NDArray[np.int64],
         fill: np.generic,
         use_mmap: UseMmap,
     ) -> None:
@@ -60,12 +43,17 @@ class PlainArray:
         self.shape = shape
         self.dtype = dtype
         self._file = file
-        self._extents = extents
         self._fill = np.frombuffer(fill.tobytes(), dtype=np.uint8)
         self._row_bytes = row_bytes(self)
         self._use_mmap = use_mmap
-        ends = extents.offsets + np.diff(extents.firsts, append=shape[0]) * self._row_bytes
-        if len(ends) and ends[extents.offsets >= 0].max(initial=0) > file.identity.size:
+        # Extents that are contiguous in the file are joined.
+        written = offsets >= 0
+        follows = (offsets[1:] == offsets[:-1] + np.diff(firsts) * self._row_bytes) & written[:-1]
+        follows |= ~written[1:] & ~written[:-1]
+        keep = np.concatenate((np.ones(min(len(firsts), 1), dtype=bool), ~follows))
+        self._firsts, self._offsets = firsts[keep], offsets[keep]
+        ends = offsets + np.diff(firsts, append=shape[0]) * self._row_bytes
+        if len(ends) and ends[written].max(initial=0) > file.identity.size:
             raise CorruptDataError(
                 f"{label} ends at byte {ends.max()}, but the file has {file.identity.size} bytes: it is truncated. "
                 "Copy or download it again."
@@ -78,7 +66,7 @@ class PlainArray:
 
     def held_share(self, run: float) -> float:
         """Return 1 if the file is read; if it is mapped, the share of runs that cross extents and are copied."""
-        n_ends = max(len(self._extents.firsts) - 1, 0)
+        n_ends = max(len(self._firsts) - 1, 0)
         return min(1.0, run * n_ends / max(1, self.shape[0])) if should_map(self._use_mmap) else 1.0
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
@@ -86,17 +74,19 @@ class PlainArray:
         # If the file is memory-mapped, the pages of the runs are requested ahead. Otherwise, the runs are read.
         with reading():
             self._file.require_unchanged()
-            return self._mapped(starts, stops) if should_map(self._use_mmap) else self._read(starts, stops)
+            return (
+                self._locate_mapped(starts, stops) if should_map(self._use_mmap) else self._locate_read(starts, stops)
+            )
 
-    def _mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         assert isinstance(self._file, LocalFile)
-        firsts, offsets = self._extents.firsts, self._extents.offsets
+        firsts, offsets = self._firsts, self._offsets
         source = self._file.mapped() if (stops > starts).any() else np.empty(0, dtype=np.uint8)
         return self._inside(
             source, (firsts, np.append(firsts[1:], self.shape[0]), offsets), starts, stops, held_bytes=0
         )
 
-    def _read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
+    def _locate_read(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         runs = merge(starts, stops)
         begins, ends, offsets = self._pieces(*runs)
         sizes = (ends - begins) * self._row_bytes
@@ -174,7 +164,7 @@ class PlainArray:
         self, starts: NDArray[np.int64], stops: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Cut runs at extents; return first row, end and byte offset (-1 if never written) of each piece."""
-        firsts, offsets = self._extents.firsts, self._extents.offsets
+        firsts, offsets = self._firsts, self._offsets
         begins = np.union1d(starts, firsts)
         run = np.searchsorted(starts, begins, side="right") - 1
         begins, run = begins[run >= 0], run[run >= 0]

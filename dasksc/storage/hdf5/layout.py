@@ -17,7 +17,7 @@ from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_item
-from dasksc.storage.uncompressed import Extents, PlainArray
+from dasksc.storage.uncompressed import PlainArray
 
 __all__ = ["direct_array"]
 
@@ -71,13 +71,13 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     else:
         raise UnknownLayoutError("it is stored in its object header")
     _check_offsets(dataset, file, offsets)
-    stride = math.prod(dataset.shape[1:]) * dtype.itemsize
     return PlainArray(
         label=label,
         shape=dataset.shape,
         dtype=dtype,
         file=file,
-        extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
+        firsts=firsts,
+        offsets=offsets,
         fill=fill[0],
         use_mmap=use_mmap if file.can_map else False,
     )
