@@ -108,7 +108,7 @@ class Zstd:
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Decompress `data`, and verify the checksum if there is one."""
         size = zstd.get_frame_info(data).decompressed_size
-        if size is None:
+        if not size:  # not in the header
             return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
         if size > n_bytes + _SLACK_BYTES:
             raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")

@@ -63,9 +63,8 @@ class CSRRowBuffer(RowBufferBase):
         # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
         # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
         # common type (`np.result_type`) of the held values and the data type for computation.
-        narrow = out.dtype.kind in "iu"
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
-        if not narrow and not may_round(held, out.dtype):
+        if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
             held = np.result_type(held, memory_dtype(self.dtype))
         target = kernel_target(out, held)
         if not self._scatter(positions, target, columns):
@@ -97,18 +96,11 @@ class CSRRowBuffer(RowBufferBase):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
-        return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
-
-    def _gather_csr(
-        self,
-        positions: NDArray[np.int64],
-        dtype: np.dtype[Any],
-        columns: Columns | None = None,
-        *,
         any_order: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
+        # With `any_order`, columns are left as stored, and repeated ones are not summed.
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
         positions = np.ascontiguousarray(positions, dtype=np.int64)
         indptr = np.empty(len(positions) + 1, dtype=np.int64)
         n_values = kernels.row_starts(positions, self.lengths, indptr)
@@ -170,7 +162,7 @@ class CSRRowBuffer(RowBufferBase):
         # columns are not summed, since their sums may not fit into `data`.
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:
-            indptr, columns, values = self._gather_csr(positions, data, any_order=True)
+            indptr, columns, values = self.gather_csr(positions, dtype=data, any_order=True)
             columns = columns.astype(indices, copy=False)
         else:
             indptr = indptr_of(self.lengths)

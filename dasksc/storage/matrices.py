@@ -81,12 +81,17 @@ class CSRMatrix:
         starts, stops = self._bounds(rows)
         _, indices, data = self.arrays
         try:
-            pointers = {"data": data.locate(starts, stops), "indices": indices.locate(starts, stops)}
+            data_runs, index_runs = data.locate(starts, stops), indices.locate(starts, stops)
         except BrokenRunError as error:
             raise _unreadable(error, rows[(stops > error.start) & (starts < error.stop)]) from error
-        lengths = stops - starts
         return CSRRowBuffer(
-            label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, lengths=lengths, **pointers
+            label=self.label,
+            rows=rows,
+            n_vars=self.shape[1],
+            dtype=self.dtype,
+            lengths=stops - starts,
+            data=data_runs,
+            indices=index_runs,
         )
 
     def __getstate__(self) -> dict[str, Any]:
