@@ -20,7 +20,7 @@ from dasksc.memory import limits as process_memory
 from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
-from dasksc.storage.uncompressed import Extents, PlainArray
+from dasksc.storage.uncompressed import PlainArray
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -179,7 +179,8 @@ def test_direct_reads_gather_what_lies_in_several_places(
         shape=values.shape,
         dtype=values.dtype,
         file=LocalFile(FileIdentity.of(str(path))),
-        extents=Extents(firsts=firsts, offsets=offsets),
+        firsts=firsts,
+        offsets=offsets,
         fill=np.int32(7),
         use_mmap="auto",
     )
