@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -29,13 +28,14 @@ class UserSampler(Sampler):
     strategy: SamplingStrategy
     collection: Any
     n_obs: int
-    n_rows: int
+    n_drawn: int
+    shuffle_rows: bool
     block_size = None
     shuffle_blocks = False
 
-    @cached_property
-    def shuffle_rows(self) -> bool:
-        return bool(self.strategy._shuffle_before_yield)
+    @property
+    def n_rows(self) -> int:
+        return self.n_drawn
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
         # An int below 2**63, which `np.random.default_rng`, `random.Random` and `torch.Generator` accept as a seed.
@@ -68,7 +68,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     n_rows: Any = strategy.get_len(collection)
     if not is_whole(n_rows) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
-    return UserSampler(strategy, collection, n_obs, int(n_rows))
+    return UserSampler(strategy, collection, n_obs, int(n_rows), bool(strategy._shuffle_before_yield))
 
 
 def is_random(sampler: Sampler) -> bool:

@@ -336,7 +336,8 @@ class CellSets(BuiltInStrategy):
             if not control:
                 raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
             masks = [one.where("control=", control[one.name]) for one in columns.named("control=", control)]
-            return np.logical_and.reduce(masks)
+            matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
+            return matches
         mask = np.asarray(control.holds if isinstance(control, Expression) else control)
         if mask.dtype != np.bool_ or mask.shape != (columns.n_obs,):
             raise InputError(

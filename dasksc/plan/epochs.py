@@ -27,31 +27,43 @@ __all__ = ["EpochCounter"]
 _REMEMBERED_PASSES = 16
 
 
-class EpochCounter:
-    """Epoch counter shared by every copy of a data set on this machine."""
+class _File:
+    """File of a count; the process that made it removes it together with the last of its counters, or when it exits."""
 
-    # The original counter owns the file and removes it when the counter is garbage-collected or the process exits. A
-    # copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
-    # or if the copy begins an epoch in another process that is not a DataLoader worker.
-
-    def __init__(self) -> None:
-        self._make(next_epoch=0)
-
-    def _make(self, next_epoch: int) -> None:
+    def __init__(self, next_epoch: int) -> None:
         try:
-            descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
-            self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
+            descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
+            finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
             try:
                 with os.fdopen(descriptor, "w") as file:
                     json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
             except OSError:
-                self._finalizer()
+                finalizer()
                 raise
         except OSError as error:
             raise StorageError(
                 f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Free disk space there, or "
                 "set TMPDIR to another folder"
             ) from error
+
+
+# Files that this process made, by path.
+_files: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
+
+
+class EpochCounter:
+    """Epoch counter shared by every copy of a data set on this machine."""
+
+    # A copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
+    # or if the copy begins an epoch in another process that is not a DataLoader worker.
+
+    def __init__(self) -> None:
+        self._make(next_epoch=0)
+
+    def _make(self, next_epoch: int) -> None:
+        self._file: _File | None = _File(next_epoch)
+        self._path = self._file.path
+        _files[self._path] = self._file
         self._next = next_epoch
         self._pid = os.getpid()
 
@@ -60,6 +72,9 @@ class EpochCounter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._path, self._next, self._pid = state["path"], state["next"], state["pid"]
+        self._file = _files.get(self._path)  # None in another process
+        if not os.path.exists(self._path):  # DataLoader workers of this process shall share the new file
+            self._make(self._next)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:

@@ -33,13 +33,29 @@ class Draw(Protocol):
 class Sampler:
     """Strategy bound to a collection, as used by `EpochPlan`."""
 
-    n_rows: int  # Number of rows in an epoch, over all ranks; a multiple of `unit`
     block_size: int | None  # Number of units that the plan moves as a whole; None for blocks of the size of a fetch
-    unit: int = 1  # Number of consecutive rows of an epoch that stay together in a batch; 1 if rows are independent
-    n_controls: int = 0  # Number of control rows for each row
     shuffle_blocks: bool = True  # True if blocks are in random order, False if they are in storage order
     shuffle_rows: bool = True  # True if the rows of a fetch are permuted
-    is_shuffled: bool = False  # True if the draws are already in random order, so that blocks need no permutation
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows in an epoch, over all ranks; a multiple of `unit`."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """Number of consecutive rows of an epoch that stay together in a batch; 1 if rows are independent."""
+        return 1
+
+    @property
+    def n_controls(self) -> int:
+        """Number of control rows for each row."""
+        return 0
+
+    @property
+    def is_shuffled(self) -> bool:
+        """True if the draws are already in random order, so that blocks need no permutation."""
+        return False
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """Return the draw of an epoch."""
@@ -80,11 +96,11 @@ class RowSampler(Sampler):
     shuffle_rows: bool
     drop_last: bool = False
 
-    @cached_property
+    @property
     def _n_skipped(self) -> int:
         return self.candidates.n % self.block_size if self.drop_last and self.block_size else 0
 
-    @cached_property
+    @property
     def n_rows(self) -> int:
         return self.candidates.n - self._n_skipped
 

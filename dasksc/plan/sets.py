@@ -96,15 +96,15 @@ class SetSampler(Sampler):
     block_size = 1
     shuffle_rows = False
 
-    @cached_property
+    @property
     def unit(self) -> int:
         return self.set_size
 
-    @cached_property
+    @property
     def n_rows(self) -> int:
         return self.n_sets * self.set_size
 
-    @cached_property
+    @property
     def n_controls(self) -> int:
         return 0 if self.controls is None else self.controls.n_controls
 
@@ -116,7 +116,7 @@ class SetSampler(Sampler):
         n_controls = self.controls.n_controls
         return (1 + n_controls) / (1 / self.block_rows + n_controls / self.controls.block_size)
 
-    @cached_property
+    @property
     def is_shuffled(self) -> bool:
         return self.cumulative is not None
 

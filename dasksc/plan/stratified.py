@@ -142,7 +142,7 @@ class StratifiedSampler(Sampler):
         """Number of rows of each class in an epoch, shape (n_classes,), int64."""
         return largest_remainders(self.share, self.n_rows)
 
-    @cached_property
+    @property
     def unit(self) -> int:
         """Number of rows in a batch; the rows of a batch stay together."""
         return max(1, self.n_rows) if self.batch_rows is None else self.batch_rows

@@ -89,15 +89,19 @@ class WeightedRows:
 
 @dataclass(frozen=True)
 class WeightedSampler(Sampler):
-    """Sampler of `n_rows` weighted draws: with replacement, or without it in rounds of `round_size`."""
+    """Sampler of `n_draws` weighted draws: with replacement, or without it in rounds of `round_size`."""
 
     candidates: Candidates
     weights: Weights
     block_size: int
-    n_rows: int
+    n_draws: int
     round_size: int | None
 
-    @cached_property
+    @property
+    def n_rows(self) -> int:
+        return self.n_draws
+
+    @property
     def is_shuffled(self) -> bool:
         return self.round_size is None and self.block_size == 1
 
@@ -127,9 +131,9 @@ class WeightedSampler(Sampler):
         """Raise `InputError` if rows cannot be drawn with these weights."""
         tree = self._tree
         if self.round_size is not None:
-            if self.n_rows > self.round_size * _MAX_ROUNDS:
+            if self.n_draws > self.round_size * _MAX_ROUNDS:
                 raise InputError(
-                    f"total_size={self.n_rows} takes more than 2**32 rounds of sampling_size={self.round_size}; lower "
+                    f"total_size={self.n_draws} takes more than 2**32 rounds of sampling_size={self.round_size}; lower "
                     "total_size"
                 )
             positive = self._n_positive
@@ -152,15 +156,15 @@ class WeightedSampler(Sampler):
             candidates=self.candidates,
             weights=self.weights,
             tree=self._tree,
-            n_draws=self.n_rows,
+            n_draws=self.n_draws,
             key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
             in_order=not self.is_shuffled,
         )
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
         assert self.round_size is not None
-        n_rounds = -(-self.n_rows // self.round_size)
-        sizes = [self.round_size] * (n_rounds - 1) + [self.n_rows - self.round_size * (n_rounds - 1)]
+        n_rounds = -(-self.n_draws // self.round_size)
+        sizes = [self.round_size] * (n_rounds - 1) + [self.n_draws - self.round_size * (n_rounds - 1)]
         keys = (epoch_keys(seed, epoch, Purpose.DRAW, i)[0] for i in range(n_rounds))
         rounds = [self._choose(size, key) for size, key in zip(sizes, keys, strict=True)]
         if n_rounds == 1:
