@@ -127,30 +127,30 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
 
 
 def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
-    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler))], minlength=len(sampler.table))
+    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler, 100))], minlength=len(sampler.table))
 
 
 def test_groups_are_drawn_by_cells_alike_or_by_weight() -> None:
     obs = screen()
     cells = obs.gene.value_counts().sort_index()
-    by_cells = group_counts(bound(obs, "gene", 4, n_sets=20_000))
-    assert stats.chisquare(by_cells, cells / cells.sum() * 20_000).pvalue > ERROR
-    alike = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights="groups"))
+    by_cells = group_counts(bound(obs, "gene", 4, n_sets=5_000))
+    assert stats.chisquare(by_cells, cells / cells.sum() * 5_000).pvalue > ERROR
+    alike = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights="groups"))
     assert stats.chisquare(alike).pvalue > ERROR
     weights = {"A": 1.0, "B": 2.0, "C": 0.0, "D": 3, "ctrl": 4}
-    weighted = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights=weights))
+    weighted = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights=weights))
     assert weighted[2] == 0
     kept = [0, 1, 3, 4]
-    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 2000).pvalue > ERROR
+    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 500).pvalue > ERROR
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted: bool, block_size: int) -> None:
     obs = screen(600, is_sorted=is_sorted)
-    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=60_000)
+    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=10_000)
     targets, controls = np.zeros(600), np.zeros(600)
-    for _, rows, own in sets_of(plan_of(sampler, 50)):
+    for _, rows, own in sets_of(plan_of(sampler, 200)):
         targets[list(rows)] += 1
         controls[list(own)] += 1
     is_control = (obs.gene == "ctrl").to_numpy()
@@ -252,23 +252,21 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
         assert rest.n_rows + rest.n_padded >= set_size * later.total()
 
 
-def test_digests_tell_samplers_and_draws_apart() -> None:
+def test_digests_tell_samplers_apart() -> None:
     obs = screen()
-    options: list[dict[str, Any]] = [
+    control: dict[str, Any] = {"control": CONTROL}
+    options = [
         {},
         {"set_size": 4},
         {"by": "line"},
-        {"control": CONTROL},
-        {"control": CONTROL, "n_controls": 2},
-        {"control": CONTROL, "match": ["batch"]},
-        {"replace": False},
-        {"weights": "groups"},
-        {"n_sets": 7},
-        {"indices": slice(0, 1500)},
+        control,
+        control | {"n_controls": 2},
+        control | {"match": ["batch"]},
     ]
-    digests = {bound(obs, **({"by": "gene", "set_size": 8} | option)).digest() for option in options}
-    assert len(digests) == len(options)
-    assert bound(obs, "gene", 8).digest() == bound(obs, "gene", 8).digest()
+    options += [{"replace": False}, {"weights": "groups"}, {"n_sets": 7}, {"indices": slice(0, 1500)}]
+    digests = [[bound(obs, **({"by": "gene", "set_size": 8} | one)).digest() for one in options] for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == len(options)
 
 
 # --- Unmatched cells --------------------------------------------------------------------------------
@@ -423,18 +421,19 @@ def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogC
 
 
 DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
-TIMES = {
-    "days": pd.Series(DAYS),
-    "seconds": pd.Series(DAYS.astype("datetime64[s]")),
-    "categories": pd.Series(pd.Categorical(DAYS)),
-    "zone": pd.Series(DAYS.tz_localize("UTC")),
-    "durations": pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
-    "short": pd.Series((DAYS - DAYS[0]) // 10**13),
-}
 
 
-@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, list, lambda day: day[0], set], ids=range(5))
-@pytest.mark.parametrize("column", TIMES.values(), ids=TIMES.keys())
+@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, lambda day: day[0]], ids=range(3))
+@pytest.mark.parametrize(
+    "column",
+    [
+        pd.Series(DAYS),
+        pd.Series(pd.Categorical(DAYS)),
+        pd.Series(DAYS.tz_localize("UTC")),
+        pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
+    ],
+    ids=["days", "categories", "zone", "durations"],
+)
 def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_given: Any) -> None:
     obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
     day = pd.Index(column.iloc[20:21])

@@ -62,6 +62,7 @@ def strategy_of(name: str, n: int, block_size: int) -> dasksc.SamplingStrategy:
             block_size, weights=1.0 + np.arange(n) % 3, total_size=max(1, n // 2), replace=False
         ),
         "balanced": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size),
+        "balanced batches": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size, per_batch=True),
         "balanced, no replacement": lambda: dasksc.ClassBalancedSampling(np.arange(n) % 3, block_size, replace=False),
         "user": Backwards,
         "user shuffled": Shuffled,
@@ -162,7 +163,7 @@ def test_batches_have_the_number_and_sizes_of_the_plan(name: str, n: int, block_
             assert max(totals) - min(totals) <= 1
 
 
-@given(**SIZES)
+@given(**SIZES | {"name": st.sampled_from([*ALL, "balanced batches"])})
 def test_any_fetch_is_the_same_when_computed_alone_elsewhere(name: str, n: int, block_size: int, **sizes: Any) -> None:
     for rank in range(sizes["world_size"]):
         here = plan_of(strategy_of(name, n, block_size), n, rank=rank, **sizes)

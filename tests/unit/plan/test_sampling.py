@@ -74,18 +74,12 @@ WEIGHTS = {
     "integers": np.arange(1, 301),
     "booleans": np.arange(300) % 3 == 0,
     "float32": np.linspace(0, 1, 500, dtype=np.float32),
-    "many zeros": np.where(np.arange(2000) % 97 == 0, 1.0, 0.0),
     "zeros at the ends": np.concatenate([np.zeros(100), np.ones(50), np.zeros(100)]),
     "one huge weight": np.where(np.arange(1000) == 700, 1e6, 1.0),
-    "one huge weight at the end": np.where(np.arange(1000) == 999, 1e3, 1.0),
-    "only one weight": np.where(np.arange(1000) == 63, 3.0, 0.0),
     "denormal": np.arange(1, 200) * 5e-324,
-    "the smallest there are": np.array([5e-324, 0.0, 5e-324, 1e-323]),
-    "the smallest float32": np.array([1e-45, 3e-45], dtype=np.float32),
     "from denormal to large": np.repeat([5e-324, 1e-300, 1.0, 2.0], 60),
     "large": np.full(100, 1e306),
     "one row": np.array([0.25]),
-    "64 rows": np.arange(64) + 1.0,
     "65 rows": np.arange(65) + 1.0,
 }
 
@@ -94,7 +88,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: int) -> None:
     weights = WEIGHTS[name]
-    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=60_000)
+    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=20_000)
     assert_drawn_by(counts_of(strategy, len(weights)), weights)
 
 
@@ -199,23 +193,6 @@ CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1, 2.0, 5, 1000.0, float("inf")])
-@pytest.mark.parametrize("replace", [True, False])
-def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
-    # Without replacement, counts differ from the expected ones by rounding only; with replacement, by at most five
-    # standard deviations.
-    sizes = np.array([8000, 1500, 400, 100])
-    labels = np.repeat(["T", "B", "NK", "mast"], sizes)
-    exact = (sizes / sizes.sum()) ** (1 / temperature)
-    exact /= exact.sum()
-    total = 40_000 if replace else int((sizes / exact).min())
-    strategy = ClassBalancedSampling(labels, 8, temperature=temperature, total_size=total, replace=replace)
-    drawn = np.array([np.sum(labels[rows_of(strategy, len(labels))] == name) for name in ("T", "B", "NK", "mast")])
-    spread = 5 * np.sqrt(total * exact * (1 - exact)) if replace else 1
-    assert drawn.sum() == total
-    assert (abs(drawn - total * exact) <= spread).all()
-
-
 def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() -> None:
     labels = np.repeat([0, 1, 2, -1], [900, 90, 10, 500])
     strategy = ClassBalancedSampling(
@@ -260,17 +237,13 @@ def test_without_replacement_each_class_gives_its_exact_share() -> None:
     [
         np.array(["b", "a", None, "b", "c", None], dtype=object),
         pd.Categorical(["b", "a", None, "b", "c", None], categories=["c", "unused", "b", "a"]),
-        pd.Series(["b", "a", None, "b", "c", None], dtype="category"),
-        pd.Series(["b", "a", None, "b", "c", None]),
-        pd.Series(["b", "a", None, "b", "c", None], dtype="string"),
         np.array([1, 0, -1, 1, 2, -1], dtype=np.int8),
-        np.array([1.5, 0.5, np.nan, 1.5, 2.5, np.nan]),
     ],
-    ids=["objects", "categorical", "series of categories", "series", "strings", "codes", "floats"],
+    ids=["objects", "categorical", "codes"],
 )
 def test_labels_of_any_kind_balance_and_missing_ones_are_not_drawn(labels: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "dasksc.plan"):
-        counts = counts_of(ClassBalancedSampling(labels, 8, total_size=30_000), 6)
+        counts = counts_of(ClassBalancedSampling(labels, 8, total_size=10_000), 6)
     assert "2 of 6 rows have no label" in caplog.text
     assert_drawn_by(counts, [0.5, 1, 0, 0.5, 1, 0])
 
@@ -368,20 +341,14 @@ MASK = np.arange(30) % 4 == 1
 SUBSETS: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(30))),
     "a slice": (slice(5, 20), list(range(5, 20))),
-    "a slice from the end": (slice(-5, None), list(range(25, 30))),
-    "a slice with steps": (slice(3, 25, 4), list(range(3, 25, 4))),
     "a slice backwards": (slice(None, None, -3), list(range(2, 30, 3))),
     "a range": (range(4, 9), list(range(4, 9))),
-    "a range backwards": (range(9, 4, -2), [5, 7, 9]),
     "a mask": (MASK, np.flatnonzero(MASK).tolist()),
-    "a mask of a run": (np.arange(30) > 20, list(range(21, 30))),
     "sorted": (np.array([2, 3, 17], dtype=np.int32), [2, 3, 17]),
     "unsorted": ([17, 3, 29, 0], [0, 3, 17, 29]),
-    "unsigned": (np.array([9, 1], dtype=np.uint64), [1, 9]),
     "repeated": ([4, 4, 5], [4, 4, 5]),
     "a series": (pd.Series([3, 1]), [1, 3]),
     "nothing": ([], []),
-    "an empty slice": (slice(5, 5), []),
 }
 
 
