@@ -18,7 +18,7 @@ from anndata import AnnData
 import dasksc
 from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
-from dasksc.plan import rank_sequence
+from dasksc.plan import deal
 from dasksc.plan.binding import bind
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
@@ -31,7 +31,7 @@ N = 2**20
 PIECES = [
     (splitting, "_PIECE_ROWS"),
     (filtering, "_PIECE_ROWS"),
-    (rank_sequence, "_COMPUTED_AT_ONCE"),
+    (deal, "_COMPUTED_AT_ONCE"),
     (converting, "_PIECE_ROWS"),
 ]
 PIECES += [(tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
