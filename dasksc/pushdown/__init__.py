@@ -17,11 +17,11 @@ import numpy as np
 from dask.utils import format_bytes
 
 from dasksc.errors import InputError
-from dasksc.pushdown.computed_chunks import DaskMatrix
+from dasksc.pushdown.compiler import NotRowLocalError
 from dasksc.pushdown.dask_leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.pushdown.rowlocal.graph import NotRowLocalError
-from dasksc.pushdown.rowlocal.matrix import RowLocalMatrix
-from dasksc.pushdown.trust import is_strict, row_local
+from dasksc.pushdown.dask_matrix import DaskMatrix
+from dasksc.pushdown.functions import row_local
+from dasksc.pushdown.row_matrix import RowLocalMatrix
 from dasksc.storage import Matrix
 
 __all__ = [
@@ -55,7 +55,7 @@ def matrix_of(array: da.Array) -> Matrix:
     if leaf is not None:
         return leaf
     try:
-        return RowLocalMatrix(array, strict=is_strict())
+        return RowLocalMatrix(array)
     except NotRowLocalError as reason:
         matrix = DaskMatrix(array)
         _warn_of_cost(matrix, str(reason))

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc._compat.dask import concatenation_functions, shuffle_functions
 from dasksc.errors import InputError
 from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, leaves_of, matrix_of, row_local, to_dask
 from dasksc.storage import as_matrix
@@ -39,10 +38,6 @@ pytestmark = [
 
 N_OBS, N_VARS = 60, 17
 SIZES = np.arange(1.0, N_OBS + 1)
-
-
-(concatenate_shaped,) = concatenation_functions()
-shuffle_getitem, concatenate_arrays = shuffle_functions()
 
 
 def leaf(layout: str, chunk_rows: int = 13) -> da.Array:
@@ -269,7 +264,6 @@ def assert_rows_are_right(layout: str, name: str, draws: NDArray[np.float64]) ->
     fetched = matrix.fetch(rows)
     assert fetched.dtype == values.dtype
     np.testing.assert_allclose(rows_of(matrix, rows), values[rows], rtol=1e-6)
-    assert matrix._believed
 
 
 @pytest.mark.parametrize(("layout", "name"), LOCAL, ids=[f"{layout}: {name}" for layout, name in LOCAL])
@@ -292,7 +286,8 @@ MIXING: dict[str, Callable[[da.Array], da.Array]] = {
     "no matrix of ours": lambda x: da.from_array(np.arange(12.0).reshape(4, 3), chunks=2),
     "sorted columns": lambda x: x.map_blocks(np.sort, axis=0),
     "sums down the columns": lambda x: x.map_blocks(np.cumsum, axis=0),
-    "a row_local that is not": lambda x: x.map_blocks(row_local(lambda block: block - block.mean(axis=0))),
+    "sorted genes": lambda x: x.map_blocks(np.sort, axis=1),
+    "one stage of several": lambda x: da.log1p(da.log1p(x).map_blocks(lambda block: block + 1)),
 }
 
 
@@ -311,103 +306,6 @@ def test_code_that_mixes_rows_is_computed_by_whole_chunks_and_still_right(
     np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-
-
-def believed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function as if it belonged to a library, whose functions are assumed to be row-local."""
-    function.__module__ = "scipy.library"
-    return function
-
-
-@believed
-def sorted_if_many(block: Any) -> Any:
-    return np.sort(block, axis=0) if len(block) > 50 else block
-
-
-@believed
-def sorted_if_large(block: Any) -> Any:
-    return np.sort(block, axis=0) if block.max() > 1000 else block
-
-
-@believed
-def swapped_if_huge(block: Any) -> Any:
-    return np.roll(block, 1, axis=0) if block.max() > 50_000 else block
-
-
-@believed
-def sorted_if_some_are_alike(block: Any) -> Any:
-    return block[::-1] if len(np.unique(block[:, 0])) < len(block) > 45 else block
-
-
-# Code that mixes rows only for some sizes, values or blocks, so that a trial with six made-up rows does not detect it.
-SLY: dict[str, Callable[[da.Array], da.Array]] = {
-    **{f"rolled by {n}": (lambda x, n=n: x.map_blocks(np.roll, n, axis=0)) for n in (1, 6, 7, 12, 41, 42)},
-    "scored in the lower part": lambda x: da.concatenate([x[:30], x[30:].map_blocks(scipy.stats.zscore)]),
-    "sorted in the lowest of many parts": lambda x: da.concatenate(
-        [x[:10], x[10:20] * 2, x[20:30] * 3, x[30:40] * 4, x[40:50] * 5, x[50:].map_blocks(np.sort, axis=0)]
-    ),
-    "sorted where a block has many rows": lambda x: x.map_blocks(sorted_if_many),
-    "sorted beyond some value": lambda x: x.map_blocks(sorted_if_large),
-    "rolled beyond what is made up": lambda x: densified(x * 1e6).map_blocks(swapped_if_huge),
-    "cleared far below the diagonal": lambda x: x.map_blocks(np.triu, k=-45),
-    "turned where values repeat": lambda x: x.map_blocks(sorted_if_some_are_alike),
-}
-
-
-@pytest.mark.parametrize("chunk_rows", [13, 60])
-@pytest.mark.parametrize("name", SLY)
-def test_code_that_mixes_rows_at_times_is_found_out(name: str, chunk_rows: int) -> None:
-    array = SLY[name](leaf("dense", chunk_rows))
-    values = array.compute(scheduler="synchronous")
-    rows = np.sort(np.random.default_rng(0).integers(0, len(values), 30))
-    np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows], rtol=1e-6)
-    # A first fetch of whole chunks does not validate later fetches of parts of chunks.
-    matrix = matrix_of(array)
-    for later in (np.arange(len(values)), rows):
-        np.testing.assert_allclose(rows_of(matrix, later), values[later], rtol=1e-6)
-
-
-def test_assumed_row_local_code_is_compared_with_one_whole_chunk_in_each_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    array = leaf("dense", 13).map_blocks(np.sort, axis=1)
-    matrix, counts = read_rows(array, np.array([1, 17, 18, 40]), monkeypatch)
-    assert type(matrix) is RowLocalMatrix
-    # The first fetch reads one row for the comparison, its whole chunk, and the requested rows.
-    assert counts == [1 + 13 + 4, 4, 4]
-    assert matrix.cost.kept >= 3 * 13 * N_VARS * matrix.dtype.itemsize
-
-
-STRICTLY = {
-    "known": (normalized, RowLocalMatrix),
-    "sums over genes": (lambda x: x / x.sum(axis=1, keepdims=True), RowLocalMatrix),
-    "declared": (lambda x: x.map_blocks(row_local(doubled)), RowLocalMatrix),
-    "believed": (lambda x: x.map_blocks(np.sort, axis=1), DaskMatrix),
-    "sums over cells in one chunk": (lambda x: x / x.sum(axis=0, keepdims=True), DaskMatrix),
-}
-
-
-@pytest.mark.parametrize("name", STRICTLY)
-def test_strictly_only_known_and_declared_code_runs_on_rows(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    code, expected = STRICTLY[name]
-    array = code(leaf("dense", N_OBS))
-    with dask.config.set({"dasksc.array-code": "strict"}):
-        matrix = matrix_of(array)
-        assert type(matrix) is expected
-        again = pickle.loads(pickle.dumps(matrix))
-    rows = np.array([0, 7, 30])
-    np.testing.assert_allclose(rows_of(again, rows), array.compute()[rows], rtol=1e-6)
-    if expected is DaskMatrix:
-        assert "with dasksc.array-code='strict', dasksc does not assume that it treats each row" in caplog.text
-        assert "dasksc.row_local" in caplog.text
-
-
-def test_an_unknown_value_of_array_code_is_refused() -> None:
-    with (
-        dask.config.set({"dasksc.array-code": "never"}),
-        pytest.raises(InputError, match=r"array-code='never'.*'tried' or 'strict'"),
-    ):
-        matrix_of(da.log1p(leaf("csr")))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
