@@ -142,6 +142,8 @@ class Compiler:
         if task.func is _getitem:  # a shuffle hides its index from Dask's optimization, in a pair
             index = index[1]
         first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if all(isinstance(one, slice) and one == slice(None) for one in rest):
+            rest = []
         child = self._nodes.get(_target(task.args[0]))
         places = None if child is None else _selected(range(child.n_rows), first)
         if child is None or places is None:
@@ -178,7 +180,8 @@ class Compiler:
                 "dasksc opened",
             )
         bounds = np.cumsum([0, *(child.n_rows for child in children)]).astype(np.int64)
-        depth, kind = 1 + max(child.depth for child in children), self._kind("concat", key)
+        depth = 1 + max(child.depth for child in children)
+        kind = self._kind("concat", frozenset(child.kind for child in children))
         whole = Concat(n_rows=int(bounds[-1]), kind=kind, depth=depth, children=children, bounds=bounds)
         if task.func is concatenate_shaped:
             return whole
@@ -243,11 +246,13 @@ def _selected(values: Rows, index: Any) -> Rows | None:
     """Return the values that a slice, mask or list of positions selects; None for any other index."""
     if isinstance(index, slice):
         return values[index]
+    if not isinstance(index, list | np.ndarray):
+        return None
     try:
-        selected = np.asarray(values, dtype=np.int64)[index] if isinstance(index, list | np.ndarray) else None
+        selected = (np.arange(len(values)) if isinstance(values, range) else values)[index]
     except IndexError:
         return None
-    return selected if selected is not None and selected.ndim == 1 else None
+    return selected if selected.ndim == 1 else None
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -153,15 +153,19 @@ class Plan:
         return (lambda: step()[(slice(None), *rest)]) if rest else step
 
     def _concat(self, nodes: tuple[Concat, ...], needs: Needs) -> Step:
-        steps, places, n_before = [], [], 0
+        # Children of the same kind are computed together.
+        groups: dict[int, list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]] = {}
+        n_before = 0
         for node, need in zip(nodes, needs, strict=True):
             which = np.searchsorted(node.bounds, need, side="right") - 1
             for number in np.unique(which).tolist():
-                here = np.flatnonzero(which == number)
-                steps.append(self.step((node.children[number],), (need[here] - node.bounds[number],)))
-                places.append(n_before + here)
+                child, here = node.children[number], np.flatnonzero(which == number)
+                part = child, need[here] - node.bounds[number], n_before + here
+                groups.setdefault(child.kind, []).append(part)
             n_before += len(need)
-        order = np.argsort(np.concatenate(places), kind="stable")
+        children, rows, places = zip(*(zip(*group, strict=True) for group in groups.values()), strict=True)
+        steps = list(map(self.step, children, rows))
+        order = np.argsort(np.concatenate([place for group in places for place in group]), kind="stable")
         return lambda: concatenate_rows([step() for step in steps])[order]
 
     def _apply(self, nodes: tuple[Apply, ...], needs: Needs) -> Step:
