@@ -1,5 +1,8 @@
 """Compiler from the tasks of a Dask array to nodes, which proves that every row comes from single stored rows.
 
+Requested rows of ``da.log1p(X * s)`` depend only on the same rows of X and of s. A node maps its rows to the same rows
+of its inputs. Nodes of the same `kind` have the same computation, so rows of several can be computed together.
+
 If every function treats rows independently (`dasksc.pushdown.functions`), the tasks show which rows each value depends
 on. The indices of Dask's blockwise layers, or the block numbers in keys, show which inputs have the rows of the result.
 """
@@ -10,6 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -23,19 +27,68 @@ from dask.blockwise import Blockwise
 from dask.core import toposort
 from dask.optimization import cull
 from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
+from numpy.typing import NDArray
 
 from dasksc.pushdown.dask_leaf import MatrixRows
 from dasksc.pushdown.dask_matrix import Key, layer_of
 from dasksc.pushdown.functions import is_elementwise, row_local, unknown_function
-from dasksc.pushdown.nodes import Apply, Concat, Node, Read, Rows, Take, at_rows
+from dasksc.storage import Matrix
 
-__all__ = ["Compiler", "NotRowLocalError"]
+__all__ = ["Apply", "Compiler", "Concat", "Node", "NotRowLocalError", "Read", "Take", "at_rows"]
+
+Rows = range | NDArray[np.int64]
 
 _GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy, _getitem)
 # Planning and steps recurse through the nodes, and Python limits recursion.
 _MAX_DEPTH = 200
 # Classes whose values are compared by repr, which distinguishes 0.0 from -0.0; values of others, by identity.
 _COMPARABLE = (str, bytes, bool, int, float, complex, slice, type(None), np.generic, np.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """Rows of a key of a Dask graph."""
+
+    n_rows: int
+    kind: int
+    # Number of nodes between this one and the matrices.
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Read(Node):
+    """Rows of a stored matrix, and its columns, or all of them (None)."""
+
+    matrix: Matrix
+    rows: Rows
+    columns: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Take(Node):
+    """Selection of rows of a node, in any order; indices for other axes (`rest`) are applied afterwards."""
+
+    child: Node
+    rows: Rows
+    rest: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Concat(Node):
+    """Rows of several nodes, concatenated."""
+
+    children: tuple[Node, ...]
+    bounds: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Apply(Node):
+    """Task applied to the same rows of all its inputs, in the order in which the task refers to them."""
+
+    task: Task
+    inputs: Mapping[Key, Node]
+    # Inputs that do not depend on a stored matrix, and whether their rows are the rows of the block.
+    constants: Mapping[Key, bool]
 
 
 class NotRowLocalError(Exception):
@@ -70,19 +123,12 @@ class Compiler:
                 if node.depth > _MAX_DEPTH:
                     raise NotRowLocalError("its graph has too many steps. Combine them in one function with map_blocks")
         for key in itertools.chain.from_iterable(keys):
-            n_rows = self._array.chunks[0][key[1]]
             if key not in self._nodes:
                 raise _refused(
-                    key,
-                    "does not come from an array that dasksc opened. Open the file with dasksc.open and apply the "
-                    "operations to its X, layers or obsm",
+                    key, "does not come from an array that dasksc opened. Apply it to the result of dasksc.open"
                 )
-            if self._nodes[key].n_rows != n_rows:
-                raise _refused(
-                    key,
-                    f"computes {n_rows} rows from {self._nodes[key].n_rows} stored rows, but each row must come from "
-                    "one stored row. Select rows with adata[rows] or indices=, or write the array to a file",
-                )
+            if self._nodes[key].n_rows != self._array.chunks[0][key[1]]:
+                raise _refused(key, "adds or leaves out rows. Select rows with adata[rows] or indices=")
         return [tuple(self._nodes[key] for key in row) for row in keys]
 
     def _compiled(self, key: Key, task: GraphNode) -> Node | None:
@@ -98,18 +144,15 @@ class Compiler:
         if task.func in _GETITEMS and isinstance(task.args[0], TaskRef | Alias):
             return self._taken(key, task)
         if unknown := unknown_function(task):
+            name = getattr(unknown, "__qualname__", unknown)
             raise _refused(
                 key,
-                f"applies {getattr(unknown, '__qualname__', unknown)!r}, and dasksc cannot know whether it treats each "
-                "row independently. If it does, declare it with dasksc.row_local(function)",
+                f"applies {name!r}, and dasksc cannot know whether it treats each row independently. If it does, "
+                "declare it with dasksc.row_local(function)",
             )
         layer = self._array.dask.layers.get(layer_of(key))
         if isinstance(layer, Blockwise) and layer.io_deps:
-            raise _refused(
-                key,
-                "passes block_info or block_id to its function, so a row depends on its chunk. Use a function of the "
-                "values alone",
-            )
+            raise _refused(key, "gives its function block_info or block_id. Use a function of the values alone")
         aligned = _by_indices(task, layer) if isinstance(layer, Blockwise) else _by_numbers(key, task)
         return self._applied(key, task, aligned)
 
@@ -118,9 +161,7 @@ class Compiler:
         if isinstance(value, TaskRef | Alias):
             value = self._tasks[_target(value)]
         if isinstance(value, GraphNode) and value.dependencies:
-            raise _refused(
-                key, "selects rows by numbers that are not computed yet. Compute them first: X[rows.compute()]"
-            )
+            raise _refused(key, "selects rows by numbers that are not computed yet. Use X[rows.compute()]")
         return value({}) if isinstance(value, GraphNode) else value
 
     def _kind(self, *signature: Hashable) -> int:
@@ -147,11 +188,7 @@ class Compiler:
         child = self._nodes.get(_target(task.args[0]))
         places = None if child is None else _selected(range(child.n_rows), first)
         if child is None or places is None:
-            raise _refused(
-                key,
-                f"indexes rows with {first!r}, where a slice, a mask or valid row numbers are expected. Use X[10:20] "
-                "or X[np.array([...])]",
-            )
+            raise _refused(key, f"indexes rows with {first!r}. Use a slice, a mask or valid row numbers")
         if not isinstance(child, Read) or len(rest) > 1:
             return self._take(child, places, tuple(rest))
         rows = child.rows[first] if isinstance(first, slice) else at_rows(child.rows, np.asarray(places))
@@ -174,11 +211,7 @@ class Compiler:
             return self._applied(key, task, dict.fromkeys(task.dependencies, True))
         children = tuple(self._nodes[one] for one in sources if one in self._nodes)
         if not len(children) == len(sources) == n_rows:
-            raise _refused(
-                key,
-                "joins stored rows and other values, or a grid of chunks. Use dask.array.concatenate on arrays that "
-                "dasksc opened",
-            )
+            raise _refused(key, "joins stored rows with other values, or a grid of chunks. Join arrays of files only")
         bounds = np.cumsum([0, *(child.n_rows for child in children)]).astype(np.int64)
         depth = 1 + max(child.depth for child in children)
         kind = self._kind("concat", frozenset(child.kind for child in children))
@@ -197,8 +230,8 @@ class Compiler:
         if aligned is None or not all(aligned[one] for one in inputs) or len(lengths) != 1:
             raise _refused(
                 key,
-                "combines rows with other rows, as a mean over cells, X.T or rechunking do, but each row must come "
-                "from one stored row. Compute such a value first, with .compute(), and use the result",
+                "combines rows with other rows, as a mean over cells, X.T or rechunking do. Compute such a value "
+                "first, with .compute(), and use the result",
             )
         constants = {one: aligned[one] for one in references if one not in inputs}
         self.has_elementwise |= is_elementwise(task.func)
@@ -236,6 +269,11 @@ def _by_indices(task: Task, layer: Any) -> dict[Key, bool] | None:
             if (places and (places != [0] or not fits)) or by_name.setdefault(name, bool(places)) != bool(places):
                 return None
     return {one: by_name.get(layer_of(one), False) for one in task.dependencies}
+
+
+def at_rows(rows: Rows, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Translate positions in `rows` to row numbers of the underlying matrix or node."""
+    return rows.start + rows.step * places if isinstance(rows, range) else rows[places]
 
 
 def _target(reference: Any) -> Key:

@@ -4,10 +4,8 @@ For Dask, ``X * s`` and ``X ** 2`` are elementwise. SciPy computes the matrix pr
 not support ``X + 1`` or ``da.clip(X, 0, 10)``, and NumPy's ``nan_to_num`` returns a CSR block unchanged. `for_blocks`
 gives all of them the elementwise result: it applies the function to the stored values, among them stored zeros, NaN and
 infinity, as NumPy would to an array. Implicit zeros become what the function makes of a zero (`ZEROS`). Blocks stay
-``csr_matrix`` while zeros stay zero: scanpy, anndata and Dask's serializers expect that class.
-
-Results share the index arrays of their arguments, which become read-only. Copies, which SciPy and scanpy make, take as
-long as the arithmetic, a fifth of the processor time of normalized batches (benchmarks/README.md).
+``csr_matrix`` while zeros stay zero, and share the index arrays of the argument, which become read-only: the copies
+that SciPy and scanpy make take a fifth of the processor time of normalized batches (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -24,18 +22,8 @@ import scipy.sparse as sp
 # Private functions that Dask applies to chunks.
 from dask._task_spec import _identity_cast
 from dask.array import chunk
+from dask.array import reductions as of_dask
 from dask.array.core import _concatenate2, _elemwise_handle_where, _enforce_dtype
-from dask.array.reductions import (
-    chunk_max,
-    chunk_min,
-    mean_agg,
-    mean_chunk,
-    mean_combine,
-    moment_agg,
-    moment_chunk,
-    moment_combine,
-    safe_sqrt,
-)
 from dask.base import tokenize
 from dask.task_spec import DataNode, GraphNode, List, Task
 from numpy.typing import NDArray
@@ -52,7 +40,7 @@ _KEPT = (
     *(np.deg2rad, np.degrees, np.expm1, np.fabs, np.floor, np.isinf, np.isnan, np.log1p, np.negative, np.positive),
     *(np.rad2deg, np.radians, np.rint, np.sign, np.signbit, np.sin, np.sinh, np.sqrt, np.square, np.tan, np.tanh),
     *(np.trunc, np.angle, np.fix, np.imag, np.iscomplex, np.isneginf, np.isposinf, np.nan_to_num, np.real),
-    *(operator.abs, operator.neg, operator.pos, safe_sqrt),
+    *(operator.abs, operator.neg, operator.pos, of_dask._sqrt),
 )
 _FILLED = (
     *(np.arccos, np.arccosh, np.cos, np.cosh, np.exp, np.exp2, np.isfinite, np.log, np.log10, np.log2),
@@ -94,7 +82,8 @@ _CONVERSIONS = frozenset(
 _REDUCTIONS = frozenset(
     [
         *(np.sum, np.prod, np.min, np.max, np.mean, np.var, np.std, np.any, np.all, np.nansum, np.nanmin, np.nanmax),
-        *(chunk_max, chunk_min, mean_chunk, mean_combine, mean_agg, moment_chunk, moment_combine, moment_agg),
+        *(of_dask.chunk_max, of_dask.chunk_min, of_dask.mean_chunk, of_dask.mean_combine, of_dask.mean_agg),
+        *(of_dask.moment_chunk, of_dask.moment_combine, of_dask.moment_agg),
         *(chunk_sum, chunk_moments, combine_moments),
     ]
 )
@@ -185,12 +174,8 @@ def _calls(value: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     elif isinstance(value, tuple | list):
         for part in value:
             yield from _calls(part)
-    elif callable(value) and not isinstance(value, GraphNode) and not _is_scalar_type(value):
+    elif callable(value) and not isinstance(value, GraphNode | type):
         yield from _inner_calls(value, {})
-
-
-def _is_scalar_type(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, np.generic)
 
 
 def _inner_calls(function: Any, keywords: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:

@@ -26,7 +26,7 @@ N_OBS, N_VARS = 12, 6
 ROW, COLUMN = np.arange(N_VARS) - 2, np.arange(N_OBS)[:, None] - 4
 INTEGER = {"bitwise_and", "bitwise_count", "bitwise_or", "bitwise_xor", "gcd", "invert", "lcm", "left_shift"}
 INTEGER |= {"right_shift", "and_", "or_", "xor", "inv"}
-ONE_ARGUMENT = {"abs", "neg", "pos", "invert", "safe_sqrt", "around", "round"}
+ONE_ARGUMENT = {"abs", "neg", "pos", "invert", "_sqrt", "around", "round"}
 
 
 def values(dtype: Any) -> NDArray[Any]:
