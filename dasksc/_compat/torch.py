@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional
+from dasksc._compat.unsupported import UnsupportedVersionError
 
 __all__ = ["check_training", "default_store", "set_collation"]
 
@@ -19,17 +19,13 @@ def check_training(version: str) -> None:
 
 
 def default_store(distributed: Any) -> Any:
-    """Return the store of the process group."""
-    # Uses ``torch.distributed.distributed_c10d._get_default_store``, which has no public equivalent; raises if missing.
-    module = attribute(distributed, "distributed_c10d", library="torch")
-    return attribute(module, "_get_default_store", library="torch")()
+    """Return the store of the process group, for which there is no public function."""
+    return distributed.distributed_c10d._get_default_store()
 
 
 def set_collation(cls: type, collate: Callable[..., Any]) -> None:
     """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
-    # Uses ``default_collate_fn_map``, which the documentation of ``default_collate`` names for this purpose.
-    functions = optional(
-        "torch", "torch.utils.data._utils.collate", "default_collate_fn_map", without="a DataLoader may stack batches"
-    )
-    if functions is not None:
-        functions[cls] = collate
+    # The documentation of ``default_collate`` names this table for the purpose.
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[cls] = collate
