@@ -14,17 +14,14 @@ from typing import Any, NoReturn
 import numpy as np
 import pandas as pd
 
-from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, RemoteLocation, caused_by_data, is_url, redact_url
-from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
-from dasksc.storage.zarr.reader import ZarrFile
+from dasksc.errors import InputError, MissingPathError
+from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
+from dasksc.storage import RemoteLocation, is_url, redact_url
+from dasksc.storage.remote.urls import is_recursive, matching
 
 __all__ = ["AtlasInput", "is_anncollection", "atlas_inputs", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
-
-# Suffixes of atlases in a directory.
-ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +165,7 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
             return _urls_at(location)
         path = location.local
     if os.path.exists(path):
-        return _paths_in(path) or None
+        return _atlases_in(path) or None
     # The existing part of the path is no pattern, even if a folder has a name such as run[3].
     folder = os.path.dirname(path)
     while folder and not os.path.isdir(folder):
@@ -176,64 +173,34 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     pattern = path[len(folder) :]
     if not glob.has_magic(pattern):
         return None
-    found = [(one, _paths_in(one)) for one in matching(glob.escape(folder) + pattern)]
+    found = [(one, _atlases_in(one)) for one in matching(glob.escape(folder) + pattern)]
     return _joined(path, found) or _refuse_no_match(path)
-
-
-def _paths_in(path: str) -> list[str] | None:
-    """Return the atlases in a directory, possibly none; None if the path is an atlas itself."""
-    if not os.path.isdir(path):
-        return None
-    if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
-        inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
-        return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
-    return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name))
 
 
 def _urls_at(location: RemoteLocation) -> list[str] | None:
     """Return the atlases at a URL, as `_paths_at` does for paths."""
-    is_pattern = glob.has_magic(location.key)
-    if location.key.endswith(HDF5_ENDINGS) and not is_pattern:
-        return None
-    if location.is_zarr():
-        return _groups_of(location)
-    if location.exists():
-        return None
-    if is_pattern:
-        found = [(one.url, _urls_in(one)) for one in location.matching()]
+    if glob.has_magic(location.key) and not location.is_zarr() and not location.exists():
+        found = [(one.url, _atlases_in(one)) for one in location.matching()]
         return _joined(location.key, found) or _refuse_no_match(str(location))
-    if location.is_on_web:
+    return _atlases_in(location) or None
+
+
+def _atlases_in(path: str | RemoteLocation) -> list[str] | None:
+    """Return the atlases in a folder or store, possibly none; None if the path is an atlas itself."""
+    # At a URL, every question to a reader may take requests.
+    if is_file_name(path.name) if isinstance(path, RemoteLocation) else not os.path.isdir(path):
+        return None
+    reader = reader_of(path)
+    if reader is not None:
+        return reader.parts(path) or None
+    if not isinstance(path, RemoteLocation):
+        return sorted(entry.path for entry in os.scandir(path) if is_listed_name(entry.name))
+    if path.is_on_web:
         raise MissingPathError(
-            f"there is nothing at {location}. If it is a folder, give the URLs of its atlases as a list, since web "
+            f"there is nothing at {path}. If it is a folder, give the URLs of its atlases as a list, since web "
             "servers do not list folders"
         )
-    return _urls_in(location) or None
-
-
-def _urls_in(location: RemoteLocation) -> list[str] | None:
-    """Return the atlases in a folder at a URL, as `_paths_in` does for paths."""
-    if location.key.endswith(HDF5_ENDINGS):
-        return None
-    if location.is_zarr():
-        return _groups_of(location)
-    children = location.children()
-    if not children and location.exists():
-        return None
-    return [one.url for one in children if _is_atlas(one.name)]
-
-
-def _groups_of(location: RemoteLocation) -> list[str] | None:
-    try:
-        root = ZarrFile(location).root()
-        names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
-    except StorageError:
-        raise
-    # zarr-python may raise any error for damaged metadata.
-    except Exception as error:
-        if not caused_by_data(error):
-            raise
-        raise StorageError(f"{location} cannot be read as a Zarr store: {error}") from error
-    return [location.below(name).url for name in sorted(names, key=_by_number)] or None
+    return [one.url for one in path.children() if is_listed_name(one.name)]
 
 
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
@@ -243,15 +210,5 @@ def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list
     return list(dict.fromkeys(path for paths in inside for path in paths))
 
 
-def _is_atlas(name: str) -> bool:
-    """Return True if a directory entry is an atlas; hidden files, which some systems add, are not."""
-    return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
-
-
 def _refuse_no_match(pattern: str) -> NoReturn:
     raise MissingPathError(f"no file matches the pattern {pattern!r}")
-
-
-def _by_number(path: str) -> tuple[int, str]:
-    digits = path.rpartition("_")[2]
-    return int(digits) if digits.isdigit() else 0, path

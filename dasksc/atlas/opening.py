@@ -19,10 +19,13 @@ from anndata import AnnData
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
-from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, is_anncollection, quoted
-from dasksc.atlas.options import (
+from dasksc.atlas.stored import open_path
+from dasksc.checks import check_flags, name_or_none
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.readers.names import any_repeat, number_rows
+from dasksc.readers.options import (
     ACCEPTED,
     Openable,
     OpenOptions,
@@ -30,9 +33,6 @@ from dasksc.atlas.options import (
     names_given,
     refuse_feature_choice,
 )
-from dasksc.atlas.stored_anndata import open_path
-from dasksc.checks import check_flags, name_or_none
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.storage import Cache, UseMmap
 
 __all__ = ["is_several", "open", "several_of", "warn_of_repeated_names"]

@@ -15,12 +15,12 @@ from dasksc.atlas.condition_splits import ConditionRequest, Conditions, SplitRow
 from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
-from dasksc.atlas.options import Openable
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
+from dasksc.readers.options import Openable
 from dasksc.sampling.candidates import Candidates
 from dasksc.sampling.labels import check_categories, encode_labels
 from dasksc.sampling.random_keys import Purpose, epoch_keys

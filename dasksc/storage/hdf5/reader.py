@@ -37,6 +37,12 @@ class H5File:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
 
+    def close(self) -> None:
+        """Close the handle of this process; the next call of `open` opens the file again."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            opened[1].close()
+
     def open(self) -> h5py.File:
         """Check that the file has not changed, and return the handle of this process."""
         self.file.require_unchanged()
