@@ -16,8 +16,8 @@ from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.sampling.arrays import EMPTY_INTS
-from dasksc.sampling.labels import check_categories, listed
+from dasksc.plan.arrays import EMPTY_INTS
+from dasksc.plan.labels import check_categories, listed
 
 __all__ = ["ConditionRequest", "Conditions", "SplitRows", "is_control", "table_of"]
 

@@ -20,10 +20,10 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
+from dasksc.plan.candidates import Candidates
+from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.labels import check_categories, encode_labels
 from dasksc.readers.options import Openable
-from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.labels import check_categories, encode_labels
-from dasksc.sampling.random_keys import Purpose, epoch_keys
 
 __all__ = ["split"]
 
