@@ -23,11 +23,9 @@ from dasksc.readers.options import OpenOptions
 __all__ = ["layers_of", "open_anndata"]
 
 
-def open_anndata(
-    adata: AnnData, obs: Sequence[str] | None, options: OpenOptions, *, table: pd.DataFrame | None = None
-) -> AnnData:
-    """Open an AnnData lazily, with `table` in place of its obs."""
-    table = _in_memory(adata.obs if table is None else table)
+def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+    """Open an AnnData lazily."""
+    table = _in_memory(adata.obs)
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
     if obs is not None:

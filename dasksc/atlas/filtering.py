@@ -80,7 +80,7 @@ def rows_where(
     ----------
     data
         Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or an obs table. From a path, only the columns in `expression` are read. For
+        file), or an obs table. From a path, only the columns in `expression` are read. For
         several modalities, columns are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
     expression
         Expression such as ``"cell_type == 'T cell' and n_genes > 500"``, evaluated by pandas. It may contain columns of

@@ -6,20 +6,17 @@ import glob
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
-
-import numpy as np
-import pandas as pd
 
 from dasksc.errors import InputError, MissingPathError
 from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
 from dasksc.storage import RemoteLocation, is_url, redact_url
 from dasksc.storage.remote.urls import is_recursive, matching
 
-__all__ = ["AtlasInput", "is_anncollection", "atlas_inputs", "quoted", "stem_of"]
+__all__ = ["AtlasInput", "atlas_inputs", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
 
@@ -30,7 +27,6 @@ class AtlasInput:
 
     data: Any  # Path, URL or AnnData
     name: str = ""  # Name of the atlas: its key, the end of its path, or its number
-    obs: pd.DataFrame | None = None  # Table of its cells from an AnnCollection, in place of its own obs
 
 
 def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
@@ -41,11 +37,6 @@ def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | No
         return _named([part for given in data for part in _inside(given, options) or [AtlasInput(data=given)]])
     found = _inside(data, options)
     return None if found is None else _named(found)
-
-
-def is_anncollection(data: Any) -> bool:
-    """Return True if `data` is an AnnCollection of AnnData."""
-    return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
 
 
 def quoted(data: Any) -> str:
@@ -60,13 +51,6 @@ def stem_of(path: str | os.PathLike[str]) -> str:
 
 
 def _inside(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
-    if is_anncollection(data):
-        return list(_of_collection(data))
-    if type(data).__name__ == "AnnCollectionView":
-        raise InputError(
-            "an AnnCollectionView cannot be opened. Open its AnnCollection and select the rows: "
-            "dasksc.open(view.reference)[view.oidx]"
-        )
     if not isinstance(data, str | os.PathLike):
         return None
     paths = _paths_at(os.fspath(data), options)
@@ -82,44 +66,6 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
             "a key for each atlas"
         )
     return parts[0]
-
-
-# --- AnnCollection ------------------------------------------------------------------------------------
-
-
-def _of_collection(collection: Any) -> Iterator[AtlasInput]:
-    if collection.convert is not None:
-        logger.warning("convert= of the AnnCollection is ignored; apply the function with adata.X.map_blocks instead")
-    own = collection.obs
-    # Columns that join_obs=None leaves in the parts.
-    viewed = [name for name in collection.attrs_keys.get("obs", ()) if name not in own]
-    stops = np.cumsum([adata.n_obs for adata in collection.adatas]).tolist()
-    keys = _keys_in(own, stops)
-    for number, (adata, start, stop) in enumerate(zip(collection.adatas, [0, *stops], stops, strict=False)):
-        table = own.iloc[start:stop].copy()
-        for name in table.columns.intersection(adata.obs.columns):
-            table[name] = _restored_categories(table[name], adata.obs[name])
-        if viewed:
-            table = pd.concat([adata.obs[viewed].set_axis(table.index), table], axis=1)
-        yield AtlasInput(data=adata, name=keys[number] if keys else "", obs=table)
-
-
-def _restored_categories(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
-    """Restore the categories of a column of a part, since an AnnCollection joins unequal categories as strings."""
-    if not isinstance(stored.dtype, pd.CategoricalDtype) or isinstance(column.dtype, pd.CategoricalDtype):
-        return column
-    restored = column.astype(stored.dtype)
-    return column if (restored.isna() & column.notna()).any() else restored
-
-
-def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
-    """Return the keys of an AnnCollection from the column that `label` created; None without that column."""
-    codes = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
-    for column in (obs[name] for name in obs):
-        is_one = isinstance(column.dtype, pd.CategoricalDtype) and len(column.cat.categories) == len(stops)
-        if is_one and np.array_equal(column.cat.codes, codes):
-            return [str(key) for key in column.cat.categories]
-    return None
 
 
 # --- Names --------------------------------------------------------------------------------------------

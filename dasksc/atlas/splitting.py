@@ -64,7 +64,7 @@ def split(
     ----------
     data
         Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or an obs table. From a path, only the columns given here are read. For several
+        file), or an obs table. From a path, only the columns given here are read. For several
         modalities, columns are ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
         Fraction of each part: a dict by name, two numbers for ``train`` and ``test``, or three for ``train``,

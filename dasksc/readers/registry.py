@@ -23,10 +23,6 @@ logger = logging.getLogger("dasksc.readers")
 
 ENTRY_POINTS = "dasksc.readers"
 
-# For error messages: functions of anndata.io for other formats, by suffix; and suffixes of files saved by R.
-_OF_ANNDATA = {".csv": "read_csv", ".tsv": "read_text", ".tab": "read_text", ".txt": "read_text", ".mtx": "read_mtx"}
-_OF_R = (".rds", ".rda", ".rdata")
-
 
 @cache
 def readers() -> tuple[Reader, ...]:
@@ -81,24 +77,15 @@ def _unknown(path: str | RemoteLocation) -> StorageError:
             f"{path} is a directory, but neither a Zarr group (it has no zarr.json and no .zgroup) nor a directory of "
             f"atlases. Expected {ACCEPTED}."
         )
-    name = os.path.basename(path)
-    stem, suffix = os.path.splitext(name)
-    suffix = suffix.lower()
-    n_bytes = os.path.getsize(path)
+    name, n_bytes = os.path.basename(path), os.path.getsize(path)
+    suffix = os.path.splitext(name)[1].lower()
     if n_bytes and suffix == ".gz":
         return StorageError(f"{path} is compressed as a whole. Decompress it first: gunzip {name}")
     if n_bytes and suffix and not is_file_name(name) and not is_listed_name(name):
-        target = f"{stem}.h5ad"
-        read = _OF_ANNDATA.get(suffix)
-        advice = (
-            f"with anndata: anndata.io.{read}({name!r}).write_h5ad({target!r})"
-            if read
-            else f"in R: zellkonverter::writeH5AD(object, {target!r})"
-            if suffix in _OF_R
-            else f"to an AnnData, and write it: adata.write_h5ad({target!r})"
-        )
         return StorageError(
-            f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu and .zarr. Convert it {advice}"
+            f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu and .zarr, and the formats of installed "
+            "readers. Read it with anndata.io (read_csv, read_text, read_mtx) and write it: adata.write_h5ad(...); in "
+            "R, use zellkonverter::writeH5AD"
         )
     what = f"({n_bytes} bytes) is not an HDF5 file, or its beginning is damaged" if n_bytes else "is empty (0 bytes)"
     return CorruptDataError(f"{path} {what}. Copy, download or write it again.")

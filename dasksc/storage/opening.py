@@ -24,7 +24,7 @@ from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.safety.hdf5_links import check_item, check_path
+from dasksc.storage.safety.hdf5_links import check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
@@ -50,7 +50,7 @@ def open_matrix(
         file = hdf5_file(path, cache=cache)
         root = file.open()
         folder = os.path.dirname(path) if isinstance(path, str) else None
-        check_path(root, file.path, _legacy_name(root, key.strip("/")), folder=folder)
+        check_path(root, file.path, key.strip("/"), folder=folder)
         return matrix_in(file, key, use_mmap=use_mmap)
 
 
@@ -122,24 +122,16 @@ def as_matrix(array: Any, label: str) -> Matrix:
 
 
 def _in_hdf5(file: H5File, key: str, *, use_mmap: UseMmap, attributes: Mapping[str, Any] | None) -> Matrix:
-    path, root = file.path, file.open()
-    name = _legacy_name(root, key)
-    parent, _, last = name.rpartition("/")
-    if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
-        # AnnData before 0.7 stored obsm as one structured dataset with a field per array.
-        if isinstance(file.file, LocalFile):
-            check_item(root[parent], path, folder=os.path.dirname(path))
-        array = H5Array(file, parent, field=last)
-        return DenseMatrix(label=array.label, values=array, dtype=_logical(array.dtype, {}, array.label))
-    if name not in root:
-        raise _missing(path, key, _keys(root))
-    item = root[name]
+    root = file.open()
+    if key not in root:
+        raise MissingKeyError(f"{file.path} has no {key!r}")
+    item = root[key]
     return _matrix(
-        f"{path}:/{name}",
+        f"{file.path}:/{key}",
         attributes=dict(item.attrs) if attributes is None else attributes,
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
-        array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), use_mmap=use_mmap),
+        array=lambda member: _hdf5_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap),
     )
 
 
@@ -156,7 +148,7 @@ def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
 def _in_zarr(file: ZarrFile, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
     root = file.root()
     if key not in root:
-        raise _missing(file.path, key, _keys(root))
+        raise MissingKeyError(f"{file.path} has no {key!r}")
     item = root[key]
     return _matrix(
         f"{file.path}:/{key}",
@@ -233,25 +225,3 @@ def _log_slow(array: StoredArray, library: str, reason: UnknownLayoutError) -> N
 def _check_numeric(dtype: np.dtype[Any], label: str) -> None:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise InputError(f"{label} holds {dtype}; booleans, integers and floats of up to 64 bits can be read")
-
-
-def _legacy_name(root: h5py.Group, key: str) -> str:
-    # AnnData before 0.7 stored raw at the top level, with a dot in its name.
-    if key.startswith("raw/") and key not in root and key.replace("/", ".", 1) in root:
-        return key.replace("/", ".", 1)
-    return key
-
-
-def _keys(root: Any) -> list[str]:
-    """Return the keys of the matrices in a file."""
-    keys = [key for key in ("X", "raw/X", "raw.X") if key in root]
-    for group in ("layers", "obsm"):
-        if group in root:
-            item = root[group]
-            members = (item.dtype.names or ()) if hasattr(item, "dtype") else item.keys()
-            keys += [f"{group}/{member}" for member in sorted(members)]
-    return [key.replace("raw.X", "raw/X") for key in keys]
-
-
-def _missing(path: str | RemoteLocation, key: str, keys: list[str]) -> MissingKeyError:
-    return MissingKeyError(f"{path} has no {key!r}; it has {', '.join(keys) or 'no matrix at all'}")
