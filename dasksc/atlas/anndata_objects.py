@@ -12,7 +12,7 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc._compat.anndata import selected_rows_and_columns
-from dasksc.atlas.assemble import assemble
+from dasksc.atlas.assemble import Elements
 from dasksc.atlas.lookup import known_columns, path_of
 from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
@@ -44,11 +44,11 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
                 raw = {"X": x_of_raw, "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
         raw = {"X": lazily(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
-    return assemble(
+    return Elements(
         x=lazily(x, "X", options),
         obs=table,
         var=_in_memory(adata.var),
-        uns=adata.uns,
+        uns=dict(adata.uns),
         layers={name: lazily(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
         obsm={
             name: (
@@ -62,8 +62,7 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),
         raw=raw,
-        options=options,
-    )
+    ).to_anndata()
 
 
 def layers_of(adata: AnnData) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.assemble import assemble, raw_of, unchecked, without_genes
+from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.lookup import known_columns
 from dasksc.errors import InputError, StorageError
 from dasksc.readers.arrays import lazily
@@ -32,7 +32,7 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
                 f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with "
                 "dasksc.Modalities(...), which accepts the same path and storage_options and can be passed to scDataset"
             )
-        return _read(store, where, obs, options)
+        return _read(store, where, obs, options).to_anndata()
 
 
 def open_modalities(
@@ -57,9 +57,9 @@ def open_modalities(
         own, columns = split_columns(
             obs, store.columns("obs"), {name: part.columns("obs") for name, part in parts.items()}
         )
-        mod = {name: _read(part, where, columns[name], options) for name, part in parts.items()}
+        mod = {name: _read(part, where, columns[name], options).to_anndata() for name, part in parts.items()}
         table = _obs(store, where, own, options)
-        shared = without_genes(table, _entries(store, keys, "obsm", table, options), options)
+        shared = Elements(obs=table, obsm=_entries(store, keys, "obsm", table, options)).to_anndata()
     return shared, {name: raw_of(adata, name) for name, adata in mod.items()} if raw else mod
 
 
@@ -87,7 +87,7 @@ def split_columns(
     return of_own, dict(of_modality)
 
 
-def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
     keys = store.keys()
     missing = [name for name in ("obs", "var") if name not in keys]
     if missing:
@@ -106,7 +106,7 @@ def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, 
     if "raw/X" in keys and "raw/var" in keys:
         x_of_raw = lazily(store.matrix("raw/X"), "raw/X", options)
         raw = {"X": x_of_raw, "var": store.table("raw/var"), "varm": values("raw/varm")}
-    return assemble(
+    return Elements(
         x=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
         obs=table,
         var=store.table("var"),
@@ -117,7 +117,6 @@ def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, 
         obsp=_entries(store, keys, "obsp", table, options),
         varp=values("varp"),
         raw=raw,
-        options=options,
     )
 
 
