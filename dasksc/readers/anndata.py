@@ -25,7 +25,6 @@ from dasksc.storage import Matrix, RemoteLocation, open_matrix
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.opening import matrix_in
 from dasksc.storage.safety.hdf5_links import check_item
-from dasksc.storage.safety.zarr_codecs import codecs_within
 from dasksc.storage.zarr.reader import ZarrFile
 
 __all__ = ["AnnDataStore", "codec_of"]
@@ -228,8 +227,7 @@ def codec_of(array: h5py.Dataset | zarr.Array[Any]) -> str | None:
         filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
         names = [_HDF5_FILTERS.get(number, text.decode() or f"filter {number}") for number, _, _, text in filters]
     else:
-        codecs = [one for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)]
-        names = [_codec_name(codec) for codec in codecs]
+        names = [_codec_name(codec) for codec in (*array.filters, *array.compressors)]
     return ", ".join(names) or None
 
 

@@ -57,7 +57,7 @@ def holds_modalities(path: str) -> bool:
         return location.key.endswith(".h5mu")
     local = path if location is None or location.local is None else location.local
     if is_zip(local):
-        return "mod" in ZipArchive.of(local).folders.get("", ())
+        return any(name.startswith("mod/") for name in ZipArchive.of(local).members)
     return local.endswith(".h5mu") or (
         os.path.isdir(os.path.join(local, "mod")) and any(os.path.exists(os.path.join(local, m)) for m in ZARR_MARKERS)
     )

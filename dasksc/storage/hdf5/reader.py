@@ -16,7 +16,6 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.open_errors import open_local
 from dasksc.storage.hdf5.remote import open_remote
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
@@ -93,8 +92,6 @@ class H5Array(SlicedArray):
         _check_filters(dataset, self.label)
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
-            if dataset.chunks is not None:
-                check_chunks(dataset, self.label, rows=(start, stop))
             if into.size:
                 dataset.read_direct(into, np.s_[start:stop])
 
