@@ -63,11 +63,11 @@ def open_modalities(
     return shared, {name: raw_of(adata, name) for name, adata in mod.items()} if raw else mod
 
 
-def path_names(path: str, options: OpenOptions | None = None) -> Iterator[Sequence[str]]:
+def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
     """Yield the names of the cells of the atlas at a path, in pieces."""
     options = OpenOptions() if options is None else options
     with opened(where_of(path, options), options) as store:
-        yield from store.names()
+        yield from map(list, store.names())
 
 
 def split_columns(

@@ -44,7 +44,7 @@ class UnreadNames:
         found = types.pop() if len(types) == 1 else None
         return None if found is None else cls(paths=paths, options=options, name=found[0], dtype=found[1])
 
-    def pieces(self) -> Iterator[Sequence[str]]:
+    def pieces(self) -> Iterator[list[str]]:
         """Yield the names in the order of the cells, some at a time."""
         for path in self.paths:
             yield from path_names(path, self.options)
