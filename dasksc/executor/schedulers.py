@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -132,7 +133,10 @@ def _active_scheduler() -> FetchScheduler:
         client = distributed.Client.current()
     except ValueError:
         return _configured_scheduler()
-    if client.asynchronous or (client in _before_fork and _is_inproc(address_of(client))):
+    if client.asynchronous:
+        warnings.warn("The active Dask Client is asynchronous, so fetches run on threads.", stacklevel=2)
+        return FetchScheduler(kind="threads")
+    if client in _before_fork and _is_inproc(address_of(client)):
         return FetchScheduler(kind="threads")
     return _with_client(client)
 
