@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
+from dasksc.obs_codes import check_categories
 from dasksc.sampling.arrays import EMPTY_INTS, array_of
 
 __all__ = ["check_categories", "encode_labels", "listed", "pandas_label"]
@@ -18,22 +19,6 @@ _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
 _MAX_FRACTIONAL_LABELS = 100
-
-
-def check_categories(categories: Any, column: object) -> None:
-    """Raise an error for categories of several types, such as 1 and "1", which would be different classes."""
-    objects = np.dtype(object)
-    if getattr(categories, "dtype", objects) != objects:
-        return
-    values = np.asarray(categories, dtype=object).tolist()
-    types = {str if isinstance(one, str) else type(one): one for one in values}
-    if len(types) > 1 and not all(issubclass(one, Real) and not issubclass(one, bool) for one in types):
-        first, second = list(types.values())[:2]
-        raise InputError(
-            f"the categories of {column} mix types: {first!r} is a {type(first).__name__}, and {second!r} a "
-            f"{type(second).__name__}. In all joined atlases, labels must have the same type; convert them to "
-            "strings"
-        )
 
 
 def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
