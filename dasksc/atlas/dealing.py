@@ -14,7 +14,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.kernels import split as kernels
-from dasksc.sampling.arrays import EMPTY_INTS
+from dasksc.plan.arrays import EMPTY_INTS
 
 __all__ = ["N_TRIES", "combined", "deal", "deal_groups", "linked", "taken"]
 

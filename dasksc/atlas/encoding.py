@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.sampling.labels import check_categories
+from dasksc.plan.labels import check_categories
 
 __all__ = ["encode_column"]
 

@@ -19,9 +19,9 @@ from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
 from dasksc.obs_codes import label_codes
-from dasksc.sampling.candidates import Candidates
-from dasksc.sampling.labels import encode_labels, listed
-from dasksc.sampling.random_keys import Purpose, epoch_keys
+from dasksc.plan.candidates import Candidates
+from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.labels import encode_labels, listed
 
 __all__ = ["split"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.planning.plan import EpochPlan
+from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Matrix, RowBuffer, join, mapping, mapping_of
 from dasksc.storage.read_timing import Clock, ThreadTimes
 

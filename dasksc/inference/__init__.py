@@ -40,9 +40,9 @@ from dasksc.loader.row_range import over_range, world_of
 from dasksc.loader.source import MatrixSource
 from dasksc.output.inputs import token_of
 from dasksc.output.progress_bars import progress_bar, require_tqdm
-from dasksc.planning.ranks import World
+from dasksc.plan.ranks import World
+from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
-from dasksc.sampling.strategies import Streaming
 from dasksc.storage import is_url
 
 __all__ = ["PredictionReport", "predict"]

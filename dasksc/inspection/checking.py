@@ -16,11 +16,11 @@ from dasksc.kernels.draw import count_codes
 from dasksc.loader import MatrixSource, components_of, scDataset
 from dasksc.loader.empty_epochs import is_empty, reason_for_no_batches
 from dasksc.memory.limits import recommended_bytes
-from dasksc.planning.label_entropy import Diversity
-from dasksc.planning.plan import EpochPlan
-from dasksc.planning.ranks import World
-from dasksc.sampling.labels import encode_labels
-from dasksc.sampling.set_sampler import SetSampler
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.label_entropy import Diversity
+from dasksc.plan.labels import encode_labels
+from dasksc.plan.ranks import World
+from dasksc.plan.sets import SetSampler
 from dasksc.storage import is_url
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ def _columns(obs: pd.DataFrame) -> Iterator[Report]:
 def _rates(data: AnnData | Modalities, seconds: float) -> Iterator[Report]:
     from dasksc.inspection.suggestions import rows_per_s  # needs torch
     from dasksc.loader import scDataset
-    from dasksc.sampling.strategies import BlockShuffling
+    from dasksc.plan.strategies import BlockShuffling
 
     layouts: tuple[Layout, ...] = ("dense", "csr")
     for layout, block_size in product(layouts, (_PROBED_BLOCK, 1)):

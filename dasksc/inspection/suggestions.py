@@ -18,7 +18,7 @@ from dasksc.loader import components_of, scDataset
 from dasksc.loader.source import Hooks
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
-from dasksc.sampling.strategies import BlockShuffling
+from dasksc.plan.strategies import BlockShuffling
 
 __all__ = ["estimate_sample_size", "rows_per_s", "suggest_parameters"]
 

@@ -191,7 +191,7 @@ def deal(start, block_size, rank, world_size, first, piece_round, piece, n_block
         Position in the block order of the first full block to deal.
     piece_round, piece
         Round before which the piece is inserted, and storage positions of the piece, shape (n_piece,), int64. The piece
-        is the rank's share of the leftover rows, which do not fill a round (`dasksc.planning.plan`).
+        is the rank's share of the leftover rows, which do not fill a round (`dasksc.plan.epoch_plan`).
     n_blocks, table, half_bits, round_keys
         Order of the blocks, see `permuted` and `shuffle`.
     out

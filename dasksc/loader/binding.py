@@ -5,11 +5,11 @@ from __future__ import annotations
 from dasksc.atlas import filtering
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
-from dasksc.sampling.binding import bind, restricted
-from dasksc.sampling.cell_sets import CellSets
-from dasksc.sampling.samplers import Sampler
-from dasksc.sampling.strategies import SamplingStrategy
-from dasksc.sampling.stratified import StratifiedSampler
+from dasksc.plan.binding import bind, restricted
+from dasksc.plan.cell_sets import CellSets
+from dasksc.plan.samplers import Sampler
+from dasksc.plan.strategies import SamplingStrategy
+from dasksc.plan.stratified import StratifiedSampler
 
 __all__ = ["bound", "columns_of_expressions"]
 

@@ -38,15 +38,15 @@ from dasksc.loader.rank_session import RankSession
 from dasksc.loader.request import BatchRequest
 from dasksc.loader.settings import settings_of, settings_of_batches
 from dasksc.loader.source import Hooks, MatrixSource, source_of
-from dasksc.planning.consumed_segments import ConsumedSegment
-from dasksc.planning.epochs import EpochCounter
-from dasksc.planning.plan import EpochPlan
-from dasksc.planning.ranks import World
-from dasksc.sampling.binding import is_random
-from dasksc.sampling.cell_sets import CellSets
-from dasksc.sampling.named import StrategyName, as_strategy
-from dasksc.sampling.set_sampler import SetSampler
-from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.plan.binding import is_random
+from dasksc.plan.cell_sets import CellSets
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.epochs import EpochCounter
+from dasksc.plan.named import StrategyName, as_strategy
+from dasksc.plan.ranks import World
+from dasksc.plan.sets import SetSampler
+from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import Layout, UseMmap
 from dasksc.transforms.composed import as_transforms
 

@@ -12,9 +12,9 @@ from dasksc.batches.batch import tensor_dtype
 from dasksc.errors import DaskscError
 from dasksc.loader.parts import LoaderParts
 from dasksc.loader.source import IndexedSource, MatrixSource
-from dasksc.planning.plan import EpochPlan
-from dasksc.planning.ranks import World
-from dasksc.sampling.set_sampler import SetSampler
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.ranks import World
+from dasksc.plan.sets import SetSampler
 
 __all__ = ["display_rows"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dasksc.planning.plan import EpochPlan
-from dasksc.sampling.samplers import RowSampler
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.samplers import RowSampler
 
 __all__ = ["is_empty", "reason_for_no_batches"]
 

@@ -33,9 +33,9 @@ from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import Hooks, IndexedSource, MatrixSource
 from dasksc.memory.model import ReadingMode
 from dasksc.multiindexable import take_rows
-from dasksc.planning.consumed_segments import ConsumedSegment
-from dasksc.planning.fetches import FetchPlan
-from dasksc.planning.plan import EpochPlan
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.fetches import FetchPlan
 from dasksc.transforms.composed import Transforms
 
 __all__ = ["EpochRun", "DeviceTransfer"]

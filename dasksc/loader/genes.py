@@ -16,7 +16,7 @@ from anndata import AnnData
 from dasksc.atlas.lookup import require_key, some, with_advice
 from dasksc.checks import name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.sampling.arrays import array_of
+from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
 from dasksc.transforms.vocabulary import Vocabulary
 

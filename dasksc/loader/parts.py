@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.source import IndexedSource, MatrixSource
-from dasksc.planning.epochs import EpochCounter
-from dasksc.planning.plan import EpochPlan
-from dasksc.planning.ranks import World
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.epochs import EpochCounter
+from dasksc.plan.ranks import World
 
 __all__ = ["LoaderParts"]
 

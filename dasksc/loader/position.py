@@ -14,7 +14,7 @@ from dasksc import checks
 from dasksc.displays import brief
 from dasksc.errors import InputError
 from dasksc.loader.settings import differences
-from dasksc.planning.consumed_segments import ConsumedSegment
+from dasksc.plan.deal import ConsumedSegment
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "state_of"]
 

@@ -10,8 +10,8 @@ from torch.utils.data import get_worker_info
 
 from dasksc import checks
 from dasksc.errors import InputError
-from dasksc.planning.agreement import Agreement
-from dasksc.planning.ranks import World
+from dasksc.plan.agreement import Agreement
+from dasksc.plan.ranks import World
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

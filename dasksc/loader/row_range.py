@@ -10,10 +10,10 @@ from dasksc.loader.dataset import scDataset
 from dasksc.loader.epoch_run import DeviceTransfer
 from dasksc.loader.position import EpochTracker
 from dasksc.loader.rank_session import RankSession
-from dasksc.planning.epochs import EpochCounter
-from dasksc.planning.ranks import World
-from dasksc.sampling.binding import bind
-from dasksc.sampling.strategies import Streaming
+from dasksc.plan.binding import bind
+from dasksc.plan.epochs import EpochCounter
+from dasksc.plan.ranks import World
+from dasksc.plan.strategies import Streaming
 from dasksc.transforms.composed import Transforms, as_transforms
 
 __all__ = ["over_range", "world_of"]

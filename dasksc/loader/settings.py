@@ -8,7 +8,7 @@ from typing import Any
 
 from dasksc.displays import brief
 from dasksc.loader.source import IndexedSource, MatrixSource
-from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.plan.strategies import SamplingStrategy
 
 __all__ = ["differences", "settings_of", "settings_of_batches"]
 

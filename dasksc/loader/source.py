@@ -32,8 +32,8 @@ from dasksc.loader.genes import GeneMatch
 from dasksc.loader.request import BatchRequest
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
-from dasksc.sampling.binding import n_rows_from_indices
-from dasksc.sampling.strategies import SamplingStrategy
+from dasksc.plan.binding import n_rows_from_indices
+from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import (
     Columns,
     ConcatenatedMatrix,

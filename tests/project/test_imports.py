@@ -34,7 +34,7 @@ USED = """
 import sys
 import dasksc
 from dasksc import cli
-from dasksc.sampling.binding import bind
+from dasksc.plan.binding import bind
 
 def without_torch(what):
     assert "torch" not in sys.modules, f"{what} imports torch"

@@ -22,7 +22,7 @@ import zarr
 
 import dasksc
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.sampling.arrays import array_of
+from dasksc.plan.arrays import array_of
 from dasksc.storage import open_matrix
 from dasksc.storage.safety import zarr_metadata as zarr_guard
 from dasksc.storage.safety.decompression_limits import check_decompressed_size

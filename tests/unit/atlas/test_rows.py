@@ -18,10 +18,10 @@ from anndata import AnnData
 import dasksc
 from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
-from dasksc.planning import rank_sequence
-from dasksc.planning.consumed_segments import ConsumedSegment
-from dasksc.planning.plan import EpochPlan
-from dasksc.sampling.binding import bind
+from dasksc.plan import rank_sequence
+from dasksc.plan.binding import bind
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import matrices
 from dasksc.storage.hdf5 import strings as hdf5_strings
 

@@ -24,9 +24,9 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.planning.consumed_segments import ConsumedSegment
-from dasksc.planning.plan import EpochPlan
-from dasksc.sampling.binding import bind
+from dasksc.plan.binding import bind
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epoch_plan import EpochPlan
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from dasksc.loader import projection
 from dasksc.loader.rank_session import RankSession
 from dasksc.memory.limits import Limit
 from dasksc.memory.model import MemoryModel
-from dasksc.planning.ranks import World
+from dasksc.plan.ranks import World
 
 pytestmark = pytest.mark.core
 
