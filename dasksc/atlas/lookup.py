@@ -59,10 +59,10 @@ def some(names: Iterable[Any]) -> str:
 
 
 def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
-    """Return `name` if `held` has it; otherwise raise an error with similar names."""
+    """Return `name` if `held` has it; otherwise raise an error with similar names, and with the path of `of`."""
     if name in held:
         return name
-    path = path_of(of)
+    path = str(of) if isinstance(of, str | RemoteLocation) else path_of(of)
     if of is not None and all(one is None for one in held):
         kind = f"columns in {kind}" if kind in ("obs", "var") else kind
         raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out the argument that names {name!r}")
@@ -88,20 +88,8 @@ def known_columns(
 ) -> list[str]:
     """Return the distinct `wanted` columns of obs; missing ones raise an error, unless `may_lack` is True."""
     known = list(known)
-    missing = [name for name in wanted if name not in known]
-    if may_lack:
-        wanted = [name for name in wanted if name in known]
-    elif missing:
-        near = [match for name in missing for match in similar(name, known, n=3)]
-        columns = f"Its columns: {', '.join(map(repr, known[:_N_KNOWN]))}{', ...' if len(known) > _N_KNOWN else ''}"
-        raise MissingKeyError(
-            with_advice(
-                f"obs of {where} has no column{'s' if len(missing) > 1 else ''} {' and '.join(map(repr, missing))}"
-                + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
-                columns,
-            )
-        )
-    return list(dict.fromkeys(wanted))
+    wanted = [name for name in dict.fromkeys(wanted) if name in known or not may_lack]
+    return [require_key("obs", name, known, of=where) for name in wanted]
 
 
 def nothing_at(path: str) -> str:

@@ -135,38 +135,23 @@ def split(
     >>> parts = dasksc.split("atlas.h5ad", groups="donor", stratify="cell_type", fractions=(0.8, 0.1, 0.1))
     >>> {name: len(rows) for name, rows in parts.items()}
     {'train': 1673, 'validation': 158, 'test': 169}
-    >>> held_out = dasksc.split(
-    ...     "screen.h5ad",
-    ...     conditions=["cell_line", "gene"],
-    ...     hold_out={"cell_line": ["K562"]},
-    ...     control={"gene": "non-targeting"},
-    ... )
-    >>> held_out.table["test cells"].to_dict()
+    >>> conditions = ["cell_line", "gene"]
+    >>> held_out = {"cell_line": ["K562"]}
+    >>> parts = dasksc.split("screen.h5ad", conditions=conditions, hold_out=held_out, control={"gene": "non-targeting"})
+    >>> parts.table["test cells"].to_dict()
     {'K562': 1749, 'RPE1': 0}
-    >>> few_shot = dasksc.split(
-    ...     "screen.h5ad",
-    ...     conditions=["cell_line", "gene"],
-    ...     hold_out={"cell_line": ["K562"]},
-    ...     few_shot=0.4,
-    ...     control={"gene": "non-targeting"},
-    ... )
-    >>> few_shot.table[["train conditions", "test conditions"]].loc["K562"].to_list()
-    [2, 3]
     """
     seed = whole_number("seed", seed, 0, 2**64)
+    if conditions is None:
+        excluded = {"hold_out": hold_out, "few_shot": few_shot or None, "control": control}
+        why = "need conditions=, the columns of obs whose combinations are held out"
+    else:
+        excluded = {"by": by, "groups": groups, "stratify": stratify}
+        why = "cannot be combined with conditions=; hold out a donor with conditions=['donor', ...] and hold_out="
+    if given := [f"{name}=" for name, value in excluded.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} {why}")
     if conditions is not None:
-        refused = {"by": by, "groups": groups, "stratify": stratify}
-        if given := [f"{name}=" for name, value in refused.items() if value is not None]:
-            raise InputError(
-                f"{', '.join(given)} cannot be combined with conditions=, which already defines the groups of cells. "
-                "Hold out a donor with conditions=['donor', ...] and hold_out={'donor': [...]}"
-            )
         return _split_conditions(data, conditions, hold_out, few_shot, control, fractions, indices, seed)
-    of_conditions = {"hold_out": hold_out is not None, "few_shot": bool(few_shot), "control": control is not None}
-    if given := [f"{name}=" for name, is_given in of_conditions.items() if is_given]:
-        raise InputError(
-            f"to use {', '.join(given)}, also give conditions=, the columns of obs whose combinations are held out"
-        )
     names, shares = _fractions(fractions, _NAMES)
     if by is not None and not isinstance(by, str):
         raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
