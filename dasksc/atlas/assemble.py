@@ -10,10 +10,10 @@ import anndata
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.elements import Unwrapped, lazy_matrix
-from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, to_dask
+from dasksc.readers.arrays import Lazy, lazily
+from dasksc.readers.options import OpenOptions
 
 __all__ = ["assemble", "raw_of", "without_genes", "unchecked"]
 
@@ -42,16 +42,16 @@ def assemble(
     """Build an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
     # Checked first, since a Dask array with a corrupt number of rows could have a huge number of chunks.
     for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
-        if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
+        if isinstance(array, Lazy) and array.matrix.shape[0] != len(obs):
             raise CorruptDataError(
                 f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(obs)}. The file is corrupt; "
                 "write it again from its source."
             )
-    alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, Unwrapped)]
+    alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, Lazy)]
     chunk_rows = chunk_rows_for(*alike) if alike else None
 
     def wrapped(array: Any, chunk_rows: int | None = None) -> Any:
-        if not isinstance(array, Unwrapped):
+        if not isinstance(array, Lazy):
             return array
         return to_dask(array.matrix, chunk_rows=chunk_rows, token=array.token)
 
@@ -64,7 +64,7 @@ def assemble(
         var=var,
         uns=dict(uns),
         layers=all_wrapped(layers, chunk_rows),
-        obsm=all_wrapped({name: lazy_matrix(array, f"obsm/{name}", options) for name, array in obsm.items()}),
+        obsm=all_wrapped({name: lazily(array, f"obsm/{name}", options) for name, array in obsm.items()}),
         varm=varm,
         obsp=all_wrapped(obsp),
         varp=varp,

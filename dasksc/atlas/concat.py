@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.anndata_objects import layers_of
-from dasksc.atlas.cell_names import is_nameless, nameless_index
 from dasksc.atlas.lookup import some
 from dasksc.errors import InputError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
+from dasksc.readers.names import is_nameless, nameless_index
 from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
 
 __all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "collecting_dropped"]

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from dasksc.atlas import opening
 from dasksc.atlas.lookup import require_key, with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.options import Openable
 from dasksc.errors import InputError, MissingKeyError
+from dasksc.readers.options import Openable
 
 __all__ = ["columns_of", "explaining_control", "holds", "obs_of", "rows_where"]
 

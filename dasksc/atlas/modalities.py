@@ -14,11 +14,11 @@ from anndata import AnnData
 from dasksc.atlas import opening
 from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.lookup import require_key
-from dasksc.atlas.stored_mudata import open_modalities, split_columns
-from dasksc.atlas.stores import holds_modalities
+from dasksc.atlas.stored import open_modalities, split_columns
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
+from dasksc.readers.mudata import holds_modalities
 from dasksc.storage import UseMmap
 from dasksc.storage.reordered import ReorderedMatrix
 

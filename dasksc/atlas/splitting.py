@@ -14,7 +14,6 @@ from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, t
 from dasksc.atlas.filtering import columns_of, explaining_control, holds, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
-from dasksc.atlas.options import Openable
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
@@ -22,6 +21,7 @@ from dasksc.obs_codes import label_codes
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import encode_labels, listed
+from dasksc.readers.options import Openable
 
 __all__ = ["split"]
 

@@ -12,11 +12,11 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
-from dasksc.atlas.attaching import path_names
-from dasksc.atlas.cell_names import is_nameless, names_in_pieces
 from dasksc.atlas.lookup import require_key
+from dasksc.atlas.stored import path_names
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block, matrix_of
+from dasksc.readers.names import is_nameless, names_in_pieces
 from dasksc.storage import Matrix
 
 __all__ = ["AnnDataView"]

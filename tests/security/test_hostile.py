@@ -16,7 +16,6 @@ from tests.support.hostile import (
     h5ad_whose_values_are_elsewhere,
     h5ad_whose_x_is_elsewhere,
     h5ad_with_bombs,
-    h5ad_without_room,
     opener,
     store_of_shape,
     store_with_a_column_called,
@@ -42,7 +41,6 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
     "X through a link": lambda folder: h5ad_whose_x_is_elsewhere(folder, "absolute"),
     "table is external": lambda folder: h5ad_whose_values_are_elsewhere(folder, "obsm/n/n", "external"),
     "column elsewhere": lambda folder: store_with_a_column_called(folder, "zarr3", "../../secret"),
-    "never written": lambda folder: h5ad_without_room(folder, "obs/huge", "never written"),
 }
 
 

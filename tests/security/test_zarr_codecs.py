@@ -13,7 +13,7 @@ import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, GzipCodec, TransposeCodec, ZstdCodec
 
 import dasksc
-from dasksc.inspection.describing import codec_of
+from dasksc.readers.anndata import codec_of
 from dasksc.storage.safety.zarr_codecs import bounded_metadata, codecs_within
 from dasksc.storage.safety.zarr_metadata import GuardedLocalStore
 

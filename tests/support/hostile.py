@@ -24,8 +24,8 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import element_sizes
 from dasksc.memory import limits as process_memory
+from dasksc.readers import sizes
 from tests.support.data import write_store
 from tests.support.servers import serving
 
@@ -273,23 +273,6 @@ def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
     return path
 
 
-def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
-    """Write an h5ad file that declares an array far larger than the file."""
-    path = write_store(full(), folder, "h5ad")
-    length = {"obs": 20, "varm": 6}.get(where.partition("/")[0], 1)
-    with h5py.File(path, "r+") as file:
-        layout = {} if how == "contiguous" else {"chunks": (1, 2**22), "compression": "gzip"}
-        n_bytes = 2**28 if how == "many names of one chunk" else 2**31
-        dataset = file.create_dataset(where, (length, n_bytes // length), "i1", **layout)
-        dataset.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-        if how not in ("never written", "contiguous"):
-            dataset[0, : 2**22] = 0
-        if how == "many names of one chunk":
-            for i in range(6):
-                file[f"uns/again{i}"] = dataset
-    return path
-
-
 # --- Both formats -----------------------------------------------------------------------------------------
 
 
@@ -354,4 +337,4 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the memory of this process to `n_bytes`."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
-    monkeypatch.setattr(element_sizes, "memory_limit", lambda: limit)
+    monkeypatch.setattr(sizes, "memory_limit", lambda: limit)

@@ -12,9 +12,10 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.atlas import cell_names, dealing, filtering
+from dasksc.atlas import dealing, filtering
 from dasksc.conversion import converting, tables
 from dasksc.inference import store
+from dasksc.readers import names as cell_names
 from dasksc.summaries import reading
 from tests.support.data import write_store
 
