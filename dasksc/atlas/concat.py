@@ -99,7 +99,7 @@ def _joined(
     stacked = {} if without else {"X": _stacked([adata.X for adata in adatas], sizes, names, "X", maps)}
     for name, arrays in _common([layers_of(adata) for adata in adatas], names, "layers", join).items():
         held = [adata.var_names if array is not None else None for adata, array in zip(adatas, arrays, strict=True)]
-        own = _maps(held, result.var_names, fill_value) if None in held else maps
+        own = maps if all(array is not None for array in arrays) else _maps(held, result.var_names, fill_value)
         stacked[name] = _stacked(arrays, sizes, names, f"layers/{name}", own)
     rows = chunk_rows_for(*stacked.values()) if stacked else None
     for name, matrix in stacked.items():
@@ -137,9 +137,9 @@ def _stacked(
     if len(types) > 1 or str(joined.dtype) not in types:
         listed = ", ".join(f"{dtype} (as in {name})" for dtype, name in types.items())
         why = (
-            "" if len(types) > 1 else ", since columns that some atlases lack need a fill value; fill_value=0 keeps it"
+            "" if len(types) > 1 else ". Columns that some atlases lack need a fill value; fill_value=0 keeps the type"
         )
-        warnings.warn(f"{label} has data types {listed} and becomes {joined.dtype}{why}", stacklevel=2)
+        warnings.warn(f"{label} has several data types and becomes {joined.dtype}: {listed}{why}", stacklevel=2)
     if joined.n_missing():
         logger.warning(
             "%s, joined from %d atlases, has NaN in %d of %d columns, for cells of atlases without these columns. "
