@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError
-from dasksc.obs_codes import label_codes
+from dasksc.plan.labels import CodedColumn
 
 __all__ = ["encode_column"]
 
@@ -33,8 +33,8 @@ def _encoded(series: pd.Series[Any]) -> tuple[NDArray[Any], list[Any] | None]:
         series = series.dt.tz_convert("UTC").dt.tz_localize(None)
     dtype = series.dtype
     if isinstance(dtype, pd.CategoricalDtype) or kind in ("string", "empty"):
-        codes, categories = label_codes(series, order="value")
-        return codes, categories.tolist()
+        coded = CodedColumn.in_order(series, "value")
+        return coded.codes, list(coded.labels)
     if pd.api.types.is_bool_dtype(dtype):
         if series.hasnans:
             return series.astype("Int8").fillna(-1).to_numpy(dtype=np.int8), [False, True]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -17,10 +18,9 @@ from dasksc.atlas.modalities import Modalities
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.obs_codes import label_codes
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.labels import encode_labels, listed
+from dasksc.plan.labels import CodedColumn, encode_labels, listed
 from dasksc.readers.options import Openable
 
 __all__ = ["split"]
@@ -164,7 +164,7 @@ def split(
     )
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=N_TRIES + 1)
     if whole:
-        values = [_group_codes(_column(obs, name, candidates), "occurrence")[0] for name in whole]
+        values = [_coded(_column(obs, name, candidates), "occurrence").codes for name in whole]
         # The class of rows that have no label in any column.
         unlabelled = next(iter(np.flatnonzero(~table.any(axis=1))), -1)
         parts = deal_groups(
@@ -220,27 +220,23 @@ def _split_conditions(
     if control is not None and not is_control.any():
         raise InputError(f"control={control!r} matches none of the {candidates.n} rows")
 
-    labels: dict[str, list[Any]] = {}
-
-    def codes() -> Iterator[tuple[NDArray[np.int32], int]]:
-        for name in columns:
-            # The order of text makes the split independent of the order of categories, and of that of rows.
-            found, values = _group_codes(_column(obs, name, candidates), "text")
-            labels[name] = values.tolist()
-            yield found, max(1, len(values))
-
-    of_row, table, counts = combined(f"conditions={columns!r}", codes(), candidates.n)
+    # The order of text makes the split independent of the order of categories, and of that of rows.
+    coded = [_coded(_column(obs, name, candidates), "text") for name in columns]
+    of_row, table, counts = combined(
+        f"conditions={columns!r}", ((one.codes, max(1, len(one.labels))) for one in coded), candidates.n
+    )
     n_dealt = np.bincount(of_row[~is_control], minlength=len(counts))
     held = np.zeros(len(counts), dtype=bool)
     for one in chosen:
         found = n_dealt > 0
         for name, wanted in one.items():
-            found &= np.isin(table[:, columns.index(name)], _codes_of(name, wanted, labels[name]))
+            i = columns.index(name)
+            found &= np.isin(table[:, i], coded[i].codes_of("hold_out=", listed(wanted)))
         held |= found
     # A context is a combination of values in the columns that `hold_out` names, or in all but the last.
     of_context = [name for name in columns if any(name in one for one in chosen)]
     of_context = of_context if 0 < len(of_context) < len(columns) else columns[:-1]
-    contexts, context_names = _contexts(table, columns, of_context, labels)
+    contexts, context_names = _contexts(table, coded, [columns.index(name) for name in of_context])
     keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)
     others = (n_dealt > 0) & ~held
     part_of = np.zeros(len(counts), dtype=np.int8)
@@ -285,17 +281,12 @@ def _held_out(hold_out: Any, columns: list[str]) -> list[Mapping[str, Any]]:
     return chosen
 
 
-def _contexts(
-    table: _Int64s, columns: list[str], of_context: list[str], labels: Mapping[str, list[Any]]
-) -> tuple[_Int64s, list[str]]:
+def _contexts(table: _Int64s, coded: list[CodedColumn], where: list[int]) -> tuple[_Int64s, list[str]]:
     """Return the context of each condition as an index, shape (n_conditions,), and the names of the contexts."""
-    if not of_context:
+    if not where:
         return np.zeros(len(table), dtype=np.int64), ["all"]
-    own = table[:, [columns.index(name) for name in of_context]]
-    distinct, contexts = np.unique(own, axis=0, return_inverse=True)
-    names = [
-        ", ".join(str(labels[name][code]) for name, code in zip(of_context, codes, strict=True)) for codes in distinct
-    ]
+    distinct, contexts = np.unique(table[:, where], axis=0, return_inverse=True)
+    names = [", ".join(str(coded[i].labels[code]) for i, code in zip(where, codes, strict=True)) for codes in distinct]
     return contexts.reshape(-1).astype(np.int64), names
 
 
@@ -337,13 +328,9 @@ def _is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> N
         return holds(control, obs)
     found = np.full(len(obs), control is not None)
     for name, wanted in (control or {}).items():
-        codes, labels = label_codes(obs[require_key("obs", name, obs.columns)], order="occurrence")
-        found &= np.isin(codes, _codes_of(name, wanted, labels.tolist()))
+        column = obs[require_key("obs", name, obs.columns)]
+        found &= CodedColumn.in_order(column, "occurrence").where("control=", wanted)
     return found
-
-
-def _codes_of(name: str, wanted: Any, labels: list[Any]) -> list[int]:
-    return [labels.index(require_key(name, value, labels)) for value in listed(wanted)]
 
 
 def _fractions(fractions: Any, names_of: _Names) -> tuple[list[str], NDArray[np.float64]]:
@@ -384,16 +371,16 @@ def _column(obs: pd.DataFrame, name: str, candidates: Candidates) -> pd.Series[A
     return obs[require_key("obs", name, obs.columns)].iloc[candidates.selector]
 
 
-def _group_codes(column: pd.Series[Any], order: Any) -> tuple[NDArray[np.int32], pd.Index[Any]]:
-    """Return codes of the values of a column, shape (n,), and the values; none may be missing."""
-    codes, labels = label_codes(column, order=order)
-    n_missing = int((codes < 0).sum())
+def _coded(column: pd.Series[Any], order: Literal["occurrence", "text"]) -> CodedColumn:
+    """Return the codes of a column without missing values, int32."""
+    coded = CodedColumn.in_order(column, order)
+    n_missing = int((coded.codes < 0).sum())
     if n_missing:
         raise InputError(
-            f"{column.name!r} is missing in {n_missing} of {len(codes)} rows, which could belong to any group. Exclude "
+            f"{column.name!r} is missing in {n_missing} of {len(column)} rows, which could belong to any group. Exclude "
             f"them (indices=dasksc.rows_where(data, '`{column.name}`.notna()')), or fill in a value"
         )
-    return codes.astype(np.int32, copy=False), labels
+    return replace(coded, codes=coded.codes.astype(np.int32, copy=False))
 
 
 def _class_codes(column: pd.Series[Any]) -> tuple[NDArray[np.int32], int]:
