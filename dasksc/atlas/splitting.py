@@ -377,7 +377,7 @@ def _coded(column: pd.Series[Any], order: Literal["occurrence", "text"]) -> Code
     n_missing = int((coded.codes < 0).sum())
     if n_missing:
         raise InputError(
-            f"{column.name!r} is missing in {n_missing} of {len(column)} rows, which could belong to any group. Exclude "
+            f"{column.name!r} is missing in {n_missing} of {len(column)} rows, which could be in any group. Exclude "
             f"them (indices=dasksc.rows_where(data, '`{column.name}`.notna()')), or fill in a value"
         )
     return replace(coded, codes=coded.codes.astype(np.int32, copy=False))

@@ -49,7 +49,7 @@ class CodedColumn:
     @classmethod
     def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
         """Encode every distinct value of a column; categories keep their order, unless it is to be that of text."""
-        # Codes have the smallest data type. The order of text depends neither on that of categories nor on that of rows.
+        # Codes have the smallest type. The order of text depends neither on that of categories nor on that of rows.
         import pandas as pd
 
         if isinstance(column.dtype, pd.CategoricalDtype):
