@@ -8,7 +8,7 @@ from typing import Any
 import dask.array as da
 from anndata import AnnData
 
-from dasksc.checks import N_KNOWN, nearest, similar, some, with_advice
+from dasksc.checks import nearest, similar, some, with_advice
 from dasksc.errors import MissingKeyError
 from dasksc.pushdown import leaves_of
 from dasksc.storage import RemoteLocation
@@ -17,10 +17,10 @@ __all__ = ["known_columns", "nearest", "path_of", "require_key", "similar", "som
 
 
 def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
-    """Return `name` if `held` has it; otherwise raise an error with similar names."""
+    """Return `name` if `held` has it; otherwise raise an error with similar names, and with the path of `of`."""
     if name in held:
         return name
-    path = path_of(of)
+    path = str(of) if isinstance(of, str | RemoteLocation) else path_of(of)
     if of is not None and all(one is None for one in held):
         kind = f"columns in {kind}" if kind in ("obs", "var") else kind
         raise MissingKeyError(f"{path or 'the atlas'} has no {kind}; leave out the argument that names {name!r}")
@@ -46,17 +46,5 @@ def known_columns(
 ) -> list[str]:
     """Return the distinct `wanted` columns of obs; missing ones raise an error, unless `may_lack` is True."""
     known = list(known)
-    missing = [name for name in wanted if name not in known]
-    if may_lack:
-        wanted = [name for name in wanted if name in known]
-    elif missing:
-        near = [match for name in missing for match in similar(name, known, n=3)]
-        columns = f"Its columns: {', '.join(map(repr, known[:N_KNOWN]))}{', ...' if len(known) > N_KNOWN else ''}"
-        raise MissingKeyError(
-            with_advice(
-                f"obs of {where} has no column{'s' if len(missing) > 1 else ''} {' and '.join(map(repr, missing))}"
-                + (f"; did you mean {' or '.join(map(repr, near))}?" if near else ""),
-                columns,
-            )
-        )
-    return list(dict.fromkeys(wanted))
+    wanted = [name for name in dict.fromkeys(wanted) if name in known or not may_lack]
+    return [require_key("obs", name, known, of=where) for name in wanted]

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc import ClassBalancedSampling, EpochPlan
 from dasksc.errors import InputError
-from dasksc.plan.class_shares import largest_remainders, shares_of
 from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.shares import largest_remainders, shares_of
 
 pytestmark = pytest.mark.core
 
@@ -72,8 +72,10 @@ def test_every_batch_of_every_rank_has_its_share_of_each_class_and_the_epoch_exa
     options: dict[str, Any], **sizes: Any
 ) -> None:
     plan = plan_of(options=options, **sizes)
-    weights = {name: value for name, value in options.items() if name != "replace"}
-    share = shares_of(SIZES, list(range(6)), **weights)
+    factors = np.ones(6)
+    factors[0] = options.get("class_weights", {}).get(0, 1.0)
+    strength = {name: options[name] for name in ("smoothing", "temperature") if name in options}
+    share = shares_of(SIZES, factors, **strength)
     n_batches = N // sizes["batch_size"]
     exact = share * sizes["batch_size"]
     quotas = largest_remainders(share, n_batches * sizes["batch_size"])
@@ -171,7 +173,7 @@ def test_batches_of_a_data_set_hold_their_shares_and_resume() -> None:
         return dasksc.scDataset(adata, strategy, batch_size, 4, seed=3, scheduler="synchronous", **options)
 
     dataset = made(rank=0, world_size=1)
-    share = shares_of(SIZES, list(range(6)), temperature=3.0) * 30
+    share = shares_of(SIZES, np.ones(6), temperature=3.0) * 30
     batches = [batch.numpy().ravel().astype(int) for batch in dataset]
     assert len(batches) == len(dataset) == 33
     for batch in batches:

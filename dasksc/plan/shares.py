@@ -9,53 +9,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.plan.labels import pandas_label
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.plan.labels import CodedColumn
 
-__all__ = ["largest_remainders", "max_draws", "check_quotas", "shares_of"]
+__all__ = ["check_quotas", "factors_of", "largest_remainders", "max_draws", "shares_of", "weight_of"]
 
 _Int64s = NDArray[np.int64]
 
 
+def weight_of(argument: str, key: Any, weight: Any) -> float:
+    """Return a weight as a float, or raise an error if it cannot be one."""
+    if not isinstance(weight, Real) or not 0 <= float(weight) < np.inf:
+        raise InputError(f"{argument}[{key!r}] must be finite and not negative; got {weight!r}")
+    return float(weight)
+
+
+def factors_of(class_weights: Any, column: CodedColumn) -> NDArray[np.float64]:
+    """Return the factor of each class."""
+    factors = np.ones(len(column.labels), dtype=np.float64)
+    if class_weights is None:
+        return factors
+    if not isinstance(class_weights, Mapping):
+        raise WrongTypeError(f"class_weights must be a dict of factors by label; got {class_weights!r}")
+    for code, (label, factor) in zip(
+        column.codes_of("class_weights", class_weights), class_weights.items(), strict=True
+    ):
+        factors[code] = weight_of("class_weights", label, factor)
+    return factors
+
+
 def shares_of(
-    counts: _Int64s,
-    names: list[Any],
-    *,
-    smoothing: float = 0.0,
-    temperature: float | None = None,
-    class_weights: Mapping[Any, float] | None = None,
+    counts: _Int64s, factors: NDArray[np.float64], *, smoothing: float = 0.0, temperature: float | None = None
 ) -> NDArray[np.float64]:
     """Return the probability of each class, shape (n_classes,), summing to 1."""
     present = counts > 0
-    share = np.zeros(len(names), dtype=np.float64)
+    share = np.zeros(len(counts), dtype=np.float64)
     if temperature is None:
         share[present] = (1 - smoothing) / present.sum()
         share += smoothing * counts / counts.sum()
     else:
         # Counts are relative to the most frequent class, because powers of small frequencies could underflow.
         share[present] = (counts[present] / counts.max()) ** (1 / temperature)
-    share *= _factors(class_weights, names)
+    share *= factors
     if not share.sum() > 0:
         raise InputError("class_weights are 0 for all classes in the data; give at least one a positive weight")
     share /= share.sum()
     return share
-
-
-def _factors(class_weights: Any, names: list[Any]) -> NDArray[np.float64]:
-    weights: Any = {} if class_weights is None else class_weights
-    if not isinstance(weights, Mapping):
-        raise WrongTypeError(f"class_weights must be a dict of factors by label; got {weights!r}")
-    factors = np.ones(len(names), dtype=np.float64)
-    position = {name: i for i, name in enumerate(names)}
-    for given, factor in weights.items():
-        name = pandas_label(given)
-        if name not in position:
-            labels = [label.item() if isinstance(label, np.generic) else label for label in names[:20]]
-            raise MissingKeyError(f"class_weights contains {name!r}, which is not a label; labels are {labels}")
-        if not isinstance(factor, Real) or not 0 <= float(factor) < np.inf:
-            raise InputError(f"class_weights[{name!r}] must be finite and not negative; got {factor!r}")
-        factors[position[name]] = float(factor)
-    return factors
 
 
 def largest_remainders(share: NDArray[np.float64], total: int) -> _Int64s:
