@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -13,7 +13,9 @@ from dasksc.errors import InputError, WrongTypeError
 
 __all__ = [
     "check_flags",
+    "check_one_of",
     "is_whole",
+    "list_of_names",
     "name_or_none",
     "names_or_none",
     "nearest",
@@ -56,6 +58,12 @@ def check_flags(**flags: Any) -> None:
         true_or_false(name, value)
 
 
+def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise an error unless `value` is one of the `allowed` names."""
+    if value not in allowed:
+        raise InputError(f"{name} must be {' or '.join(map(repr, allowed))}; got {value!r}")
+
+
 def name_or_none(name: str, value: Any) -> str | None:
     """Return `value` if it is a string or None."""
     if value is None or isinstance(value, str):
@@ -73,6 +81,13 @@ def names_or_none(name: str, value: Any) -> list[str]:
     if not all(isinstance(one, str) for one in names):
         raise WrongTypeError(f"{name} must be the name of a column or a list of names; got {value!r}")
     return names
+
+
+def list_of_names(name: str, value: Any) -> list[str]:
+    """Return several names as a list, which is empty for None; a single name is refused."""
+    if isinstance(value, str):
+        raise WrongTypeError(f"{name}={value!r} is a string; give a list of names: {name}=[{value!r}]")
+    return names_or_none(name, value)
 
 
 def similar(name: object, known: Iterable[str], *, n: int = 1) -> list[str]:

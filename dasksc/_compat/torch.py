@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, needed
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional
 
-__all__ = ["check_training", "default_store", "is_stacking_fetcher"]
+__all__ = ["check_training", "default_store", "set_collation"]
 
 
 def check_training(version: str) -> None:
@@ -24,14 +25,11 @@ def default_store(distributed: Any) -> Any:
     return attribute(module, "_get_default_store", library="torch")()
 
 
-def is_stacking_fetcher(caller: object) -> bool:
-    """Return True if an object is the fetcher of a DataLoader that stacks the elements of an iterable data set."""
-    # Uses ``_IterableDatasetFetcher`` and two of its attributes; raises if missing.
-    with needed("torch"):
-        from torch.utils.data import default_collate
-        from torch.utils.data._utils.fetch import _IterableDatasetFetcher
-
-    if not isinstance(caller, _IterableDatasetFetcher):
-        return False
-    is_batched, collate = (attribute(caller, name, library="torch") for name in ("auto_collation", "collate_fn"))
-    return bool(is_batched) and collate is default_collate
+def set_collation(cls: type, collate: Callable[..., Any]) -> None:
+    """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
+    # Uses ``default_collate_fn_map``, which the documentation of ``default_collate`` names for this purpose.
+    functions = optional(
+        "torch", "torch.utils.data._utils.collate", "default_collate_fn_map", without="a DataLoader may stack batches"
+    )
+    if functions is not None:
+        functions[cls] = collate

@@ -117,7 +117,7 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
 
     def unmapped_in(n_bytes: int) -> list[str]:
         monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
-        labels = dataset._projection.reading_mode().unmapped
+        labels = dataset.memory.reading_mode().unmapped
         return sorted(Path(label.partition(":/")[0]).stem for label in labels)
 
     modes: dict[tuple[str, ...], int] = {}
