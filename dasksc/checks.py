@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -16,9 +18,17 @@ __all__ = [
     "list_of_names",
     "name_or_none",
     "names_or_none",
+    "nearest",
+    "similar",
+    "some",
     "true_or_false",
     "whole_number",
+    "with_advice",
 ]
+
+# Number of names that an error lists, and number of examples.
+N_KNOWN = 20
+_N_EXAMPLES = 3
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -78,3 +88,36 @@ def list_of_names(name: str, value: Any) -> list[str]:
     if isinstance(value, str):
         raise WrongTypeError(f"{name}={value!r} is a string; give a list of names: {name}=[{value!r}]")
     return names_or_none(name, value)
+
+
+def similar(name: object, known: Iterable[str], *, n: int = 1) -> list[str]:
+    """Return up to `n` names similar to `name`; names that differ only in case precede all others."""
+    by_folded: dict[str, list[str]] = {}
+    for one in map(str, known):
+        by_folded.setdefault(one.casefold(), []).append(one)
+    folded = str(name).casefold()
+    near = [folded] if folded in by_folded else difflib.get_close_matches(folded, by_folded, n=n, cutoff=0.57)
+    return [one for match in near for one in by_folded[match]][:n]
+
+
+def nearest(name: object, known: Iterable[object], *, n: int = 1) -> str:
+    """Return a hint for an error message about an unknown name: up to `n` similar names, or the `known` ones."""
+    names = [str(one) for one in known if one is not None]  # from AnnData 0.13 on, layers[None] is X
+    near = similar(name, names, n=n)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    if not names:
+        return "none are available"
+    more = f" and {len(names) - N_KNOWN:,} more" if len(names) > N_KNOWN else ""
+    return f"expected one of {', '.join(sorted(names)[:N_KNOWN])}{more}"
+
+
+def with_advice(error: str, advice: str) -> str:
+    """Return an error message with advice appended as a separate sentence."""
+    return f"{error}{'' if error.endswith('?') else '.'} {advice}"
+
+
+def some(names: Iterable[Any]) -> str:
+    """Return the first few of several names, quoted."""
+    first = list(islice(names, _N_EXAMPLES + 1))
+    return ", ".join(map(repr, first[:_N_EXAMPLES])) + (", ..." if len(first) > _N_EXAMPLES else "")

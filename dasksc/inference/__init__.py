@@ -25,7 +25,6 @@ import torch
 from dask.base import tokenize
 from numpy.typing import NDArray
 
-from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.modalities import Modalities
 from dasksc.batches.batch import device_of
 from dasksc.checks import check_flags
@@ -43,6 +42,7 @@ from dasksc.output.progress_bars import progress_bar, require_tqdm
 from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
+from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
 
 __all__ = ["PredictionReport", "predict"]

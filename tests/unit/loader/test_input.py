@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import anndata.io
 import numpy as np
 import pytest
 
@@ -53,16 +50,10 @@ def test_a_truncated_file(path, tmp_path):
     refuse(CorruptDataError, f"is truncated: it has {n_bytes:,} of {n_all:,} bytes", truncated)
 
 
-def test_a_file_of_another_kind(tmp_path):
-    reads = r"is not an atlas: dasksc reads \.h5ad, \.h5 \(10x\), \.h5mu and \.zarr\. "
-    for name, advice in (
-        ("cells.csv", r"Convert it with anndata: anndata\.io\.read_csv\('cells\.csv'\)\.write_h5ad\('cells\.h5ad'\)"),
-        ("cells.rds", r"Convert it in R: zellkonverter::writeH5AD\(object, 'cells\.h5ad'\)"),
-        ("cells.pdf", r"Convert it to an AnnData, and write it: adata\.write_h5ad\('cells\.h5ad'\)"),
-    ):
-        table = tmp_path / name
-        table.write_text("a,b\n1,2\n")
-        refuse(StorageError, reads + advice, table)
+@pytest.mark.parametrize("name", ["cells.csv", "cells.rds", "cells.pdf"])
+def test_a_file_of_another_kind(tmp_path, name):
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    refuse(StorageError, rf"{name}.*\.h5ad", tmp_path / name)
 
 
 def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
@@ -70,17 +61,6 @@ def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
         MissingPathError, r"^(?!.*SECRET).*did you mean https://host/atlas\.h5ad", "https:/me:SECRET@host/atlas.h5ad"
     )
     refuse(MissingPathError, "there is nothing at (?!.*did you mean)", tmp_path / "disk:" / "atlas.h5ad")
-
-
-def test_an_advised_conversion_gives_an_atlas(tmp_path):
-    for suffix, separator in ((".csv", ","), (".tsv", "\t"), (".txt", "\t")):
-        table = tmp_path / f"cells{suffix}"
-        table.write_text(separator.join("_ab") + "\n" + separator.join("x12") + "\n")
-        with pytest.raises(StorageError, match="is not an atlas") as caught:
-            dasksc.open(table)
-        reader = re.search(r"anndata\.io\.(\w+)\(", str(caught.value))[1]
-        getattr(anndata.io, reader)(table).write_h5ad(table.with_suffix(".h5ad"))
-        assert dasksc.open(table.with_suffix(".h5ad")).shape == (1, 2)
 
 
 def test_an_empty_file(tmp_path):

@@ -340,7 +340,7 @@ def without(name: str, n_kept: int | None = None) -> Callable[[Path], Path]:
         (without("data", -1), "X", CorruptDataError, ["X"]),
         (Path, "obs", InputError, ["dataframe"]),
         (Path, "obs/_index", InputError, ["obs/_index"]),
-        (Path, "layers/spliced", MissingKeyError, ["layers/spliced", "layers/columns", "layers/dense", "obsm/X_pca"]),
+        (Path, "layers/spliced", MissingKeyError, ["layers/spliced"]),
     ],
 )
 def test_what_is_no_matrix_of_a_store_is_refused(
@@ -458,22 +458,6 @@ def test_a_column_number_outside_the_matrix_is_named_with_its_row(h5ad: Path, wr
         with pytest.raises(CorruptDataError, match=f"atlas.h5ad:/X/indices.*{row}"):
             use()
     fetched.gather(np.array([0, 2]), out=np.empty((2, N_VARS)))
-
-
-def test_what_anndata_wrote_before_0_7_is_found(tmp_path: Path) -> None:
-    """Read obsm from a table with one field per array, and raw from keys with a dot, such as raw.X."""
-    path, rows = tmp_path / "old.h5ad", np.arange(30, dtype=np.float32).reshape(10, 3)
-    records = np.zeros(10, dtype=[("X_pca", np.float32, (3,)), ("name", "S4")])
-    records["X_pca"] = rows
-    with h5py.File(path, "w") as file:
-        file["obsm"] = records
-        file["raw.X"] = rows
-    check_matrix(open_matrix(path, "obsm/X_pca"), rows)
-    check_matrix(open_matrix(path, "raw/X"), rows)
-    with pytest.raises(InputError, match="S4"):
-        open_matrix(path, "obsm/name")
-    with pytest.raises(MissingKeyError, match="raw/X, obsm/X_pca, obsm/name"):
-        open_matrix(path, "X")
 
 
 N_GENES = 23

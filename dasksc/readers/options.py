@@ -11,7 +11,7 @@ from anndata import AnnData
 
 from dasksc import config
 from dasksc.errors import InputError
-from dasksc.storage import Cache, UseMmap
+from dasksc.storage import Cache, RemoteLocation, UseMmap
 
 __all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "refuse_feature_choice"]
 
@@ -26,21 +26,36 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOptions:
-    """Options of `open` that apply to all elements of a file."""
+    """Options of `dasksc.open` that a `dasksc.readers.Reader` receives.
 
-    mmap: UseMmap = "auto"  # Setting for memory-mapping uncompressed local files, as for `open`
-    has_names: bool = True  # If True, read the names of cells
-    # If True, requested columns of obs may be missing, since only some of several atlases may have them.
+    Parameters
+    ----------
+    mmap
+        Setting for memory-mapping uncompressed local files, as for `dasksc.open`.
+    has_names
+        If False, the names of cells are not needed.
+    may_lack
+        If True, the atlas is one of several, of which only some may have the requested columns and features.
+    storage_options
+        Options for accessing URLs.
+    cache
+        Cache of blocks that are read; None for the cache in the configuration of Dask, which applies to URLs only.
+    feature_types, genomes
+        Features of 10x files to keep, as for `dasksc.open`; None for all.
+    """
+
+    mmap: UseMmap = "auto"
+    has_names: bool = True
     may_lack: bool = False
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # Options for accessing URLs
-    # Cache of blocks that are read. None: the cache in the configuration of Dask, for URLs only.
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     cache: Cache | None = None
-    # feature_types, genomes: Features of 10x ``.h5`` files to keep, as for `open`; None: all.
     feature_types: tuple[str, ...] | None = None
     genomes: tuple[str, ...] | None = None
 
-    def remote_cache(self) -> Cache | None:
-        """Return the cache for reading through a `RemoteLocation`: the given one, or that of the configuration."""
+    def cache_of(self, path: str | RemoteLocation) -> Cache | None:
+        """Return the cache for a location, that of the configuration by default; None for a local path."""
+        if not isinstance(path, RemoteLocation):
+            return None
         return self.cache or Cache.of(config.get("cache"))
 
 

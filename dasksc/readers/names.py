@@ -11,11 +11,10 @@ import numpy as np
 import pandas as pd
 import zarr
 from anndata import AnnData
-from anndata.io import read_elem
+from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 
-from dasksc.atlas.options import OpenOptions
-from dasksc.storage import RemoteLocation
+from dasksc.storage import RemoteLocation, UseMmap
 from dasksc.storage.hdf5.strings import read_strings, strings_in_pieces
 
 __all__ = [
@@ -28,16 +27,17 @@ __all__ = [
     "number_rows",
     "read_names",
     "stored_names",
+    "stored_names_type",
 ]
 
 _FEW_NAMES = 100_000
 _PIECE = 2**16
 
 
-def read_names(stored: Any, path: str | RemoteLocation, options: OpenOptions) -> Any:
+def read_names(stored: Any, path: str | RemoteLocation, *, mmap: UseMmap) -> Any:
     """Read the names of rows; those of a local HDF5 file are read without the HDF5 library if possible."""
     names = None
-    if isinstance(stored, h5py.Dataset) and not isinstance(path, RemoteLocation) and options.mmap is not False:
+    if isinstance(stored, h5py.Dataset) and not isinstance(path, RemoteLocation) and mmap is not False:
         names = read_strings(stored, path)
     # The data type is derived from one name: pandas would need 40 bytes per name to find the same type.
     return read_elem(stored) if names is None else pd.Index(names, dtype=pd.Index(names[:1]).dtype)
@@ -90,6 +90,31 @@ def stored_names(stored: Any, path: Any) -> Iterator[list[str]] | None:
     if isinstance(index, zarr.Array) and index.attrs.get("encoding-type") == "string-array":
         return _pieces_of(index, index.shape[0])
     return None
+
+
+def stored_names_type(stored: Any, path: Any) -> tuple[str | None, Any] | None:
+    """Return the `name` and `dtype` of the index of a stored obs table; None if it can only be read as a whole."""
+    if stored.attrs.get("encoding-version") != "0.2.0" or stored_names(stored, path) is None:
+        return None
+    key = str(stored.attrs["_index"])
+    encoding = stored[key].attrs.get("encoding-type")
+    if encoding == "nullable-string-array" and not stored[key]["mask"][:].any():
+        dtype = _dtype_of_nullable(stored[key])
+    elif encoding == "string-array":
+        dtype = pd.Index(["a"]).dtype
+    else:
+        return None
+    return (None if key == "_index" else key), dtype
+
+
+def _dtype_of_nullable(stored: Any) -> Any:
+    """Return the data type of nullable strings, which depends on their attributes and on the version of AnnData."""
+    sample: Any = zarr.open_group(zarr.storage.MemoryStore(), mode="w", zarr_format=2)
+    write_elem(sample, "values", np.array(["a"], dtype=object))
+    write_elem(sample, "mask", np.array([False]))
+    determining = ("encoding-type", "encoding-version", "na-value")
+    sample.attrs.update({name: str(stored.attrs[name]) for name in determining if name in stored.attrs})
+    return read_elem(sample).dtype
 
 
 def _pieces_of_hdf5(index: h5py.Dataset, path: Any) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ import pandas as pd
 import zarr
 from numpy.typing import NDArray
 
-__all__ = ["decode_old_categories", "entries_of_records", "is_record_array", "old_raw", "table_of_records"]
+__all__ = ["decode_old_categories", "entry_of_records", "is_record_array", "table_of_records"]
 
 
 def is_record_array(stored: Any) -> bool:
@@ -25,15 +25,10 @@ def table_of_records(stored: Any) -> pd.DataFrame:
     return table.set_index(table.columns[0])
 
 
-def entries_of_records(stored: Any) -> dict[str, NDArray[Any]]:
-    """Read obsm or varm from an array of records, one per row; each field is an entry."""
-    fields = {field: np.ascontiguousarray(stored[()][field]) for field in stored.dtype.names}
-    return {field: array[:, None] if array.ndim == 1 else array for field, array in fields.items()}
-
-
-def old_raw(root: Any) -> dict[str, Any]:
-    """Return the elements of raw, which the old layout stores next to X."""
-    return {name: root[f"raw.{name}"] for name in ("X", "var", "varm") if f"raw.{name}" in root}
+def entry_of_records(stored: Any, field: str) -> NDArray[Any]:
+    """Read an entry of obsm or varm from an array of records, one per row; each field is an entry."""
+    array = np.ascontiguousarray(stored[()][field])
+    return array[:, None] if array.ndim == 1 else array
 
 
 def decode_old_categories(tables: list[pd.DataFrame], uns: dict[str, Any]) -> list[pd.DataFrame]:
