@@ -108,7 +108,7 @@ def memory_bytes(what: str) -> int:
 
 def child(case: str, n: int, block: int, world_size: int) -> dict[str, float]:
     import dasksc
-    from dasksc.sampling.binding import bind
+    from dasksc.plan.binding import bind
 
     make_data = CASES[case][0]
 

@@ -22,7 +22,7 @@ from dasksc.errors import (
 )
 
 if TYPE_CHECKING:
-    from dasksc import datasets, experimental, tokens, transforms
+    from dasksc import datasets, experimental, readers, tokens, transforms
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
     from dasksc.atlas.opening import open
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from dasksc.loader import scDataset
     from dasksc.loader.genes import GeneMatch
     from dasksc.multiindexable import MultiIndexable
-    from dasksc.planning.plan import EpochPlan
-    from dasksc.planning.ranks import World
-    from dasksc.pushdown import row_local
-    from dasksc.sampling.cell_sets import CellSets
-    from dasksc.sampling.strategies import (
+    from dasksc.plan.cell_sets import CellSets
+    from dasksc.plan.epoch_plan import EpochPlan
+    from dasksc.plan.ranks import World
+    from dasksc.plan.strategies import (
         BlockShuffling,
         BlockWeightedSampling,
         ClassBalancedSampling,
         SamplingStrategy,
         Streaming,
     )
+    from dasksc.pushdown import row_local
     from dasksc.summaries import Statistics, highly_variable_genes, normalize, statistics
     from dasksc.transforms.hooks import adata_to_mindex, bionemo_to_tensor, fetch_transform_adata, hf_tahoe_to_tensor
 
@@ -55,20 +55,20 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "AnnDataView": "dasksc.atlas.view",
     "Batch": "dasksc.batches.batch",
-    "BlockShuffling": "dasksc.sampling.strategies",
-    "BlockWeightedSampling": "dasksc.sampling.strategies",
-    "CellSets": "dasksc.sampling.cell_sets",
-    "ClassBalancedSampling": "dasksc.sampling.strategies",
+    "BlockShuffling": "dasksc.plan.strategies",
+    "BlockWeightedSampling": "dasksc.plan.strategies",
+    "CellSets": "dasksc.plan.cell_sets",
+    "ClassBalancedSampling": "dasksc.plan.strategies",
     "ConversionReport": "dasksc.conversion",
-    "EpochPlan": "dasksc.planning.plan",
+    "EpochPlan": "dasksc.plan.epoch_plan",
     "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
     "PredictionReport": "dasksc.inference",
-    "SamplingStrategy": "dasksc.sampling.strategies",
-    "Streaming": "dasksc.sampling.strategies",
+    "SamplingStrategy": "dasksc.plan.strategies",
+    "Streaming": "dasksc.plan.strategies",
     "Statistics": "dasksc.summaries",
-    "World": "dasksc.planning.ranks",
+    "World": "dasksc.plan.ranks",
     "adata_to_mindex": "dasksc.transforms.hooks",
     "bionemo_to_tensor": "dasksc.transforms.hooks",
     "check": "dasksc.inspection.checking",
@@ -89,7 +89,7 @@ _MODULE_OF = {
     "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
-_MODULES = ("dashboard", "datasets", "experimental", "integrations", "tokens", "train", "transforms")
+_MODULES = ("dashboard", "datasets", "experimental", "integrations", "readers", "tokens", "train", "transforms")
 
 __all__ = [
     "AnnDataView",
@@ -133,6 +133,7 @@ __all__ = [
     "normalize",
     "open",
     "predict",
+    "readers",
     "row_local",
     "rows_where",
     "scDataset",

@@ -78,7 +78,7 @@ def check(parser: Parser) -> Run:
 
     def run(options: Mapping[str, Any]) -> int:
         adata = opened(options)
-        from dasksc.sampling.named import is_balanced, strategy_named
+        from dasksc.plan.named import is_balanced, strategy_named
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None
         named = arguments_of("scDataset", options)

@@ -26,8 +26,9 @@ from dasksc.memory.limits import memory_limit
 from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
-from dasksc.sampling.block_order import BlockOrder
-from dasksc.sampling.groups import CodedColumn, combined_codes
+from dasksc.plan.groups import combined_codes
+from dasksc.plan.labels import CodedColumn
+from dasksc.plan.order import BlockOrder
 from dasksc.storage import Matrix, is_url, open_matrix
 
 __all__ = ["Conversion", "needs_runs"]

@@ -14,7 +14,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import DataNode, Task, TaskRef
 from numpy.typing import NDArray
 
-from dasksc.planning.plan import EpochPlan
+from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Columns, Layout, Matrix
 
 __all__ = ["epoch_array"]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from dasksc.errors import InputError
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.kernels.compiled import compiling, seconds_compiling
-from dasksc.planning.plan import EpochPlan
+from dasksc.plan.epoch_plan import EpochPlan
 
 __all__ = ["EPOCH_TITLE", "EpochStats", "FetchFigures", "epoch_line", "merged", "epoch_progress"]
 

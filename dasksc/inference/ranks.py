@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from dasksc.errors import StorageError
-from dasksc.planning.agreement import shared_store
-from dasksc.planning.ranks import World
+from dasksc.plan.agreement import shared_store
+from dasksc.plan.ranks import World
 
 __all__ = ["Ranks"]
 

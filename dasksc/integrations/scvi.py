@@ -21,7 +21,7 @@ from dasksc.atlas.lookup import require_key
 from dasksc.checks import names_or_none
 from dasksc.displays import with_options_of
 from dasksc.integrations.lightning import scDataModule
-from dasksc.sampling.named import StrategyName
+from dasksc.plan.named import StrategyName
 
 try:
     from scvi.data import AnnDataManager

@@ -22,9 +22,9 @@ from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.loader import scDataset
+from dasksc.plan.labels import check_categories
+from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
-from dasksc.sampling.labels import check_categories
-from dasksc.sampling.strategies import Streaming
 
 __all__ = ["Groups", "Moments", "Pass", "PassRows", "moments_of"]
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dasksc import InputError, StorageError, TrainingError, World
 from dasksc._compat.torch import check_training
-from dasksc.planning.process_groups import leave_group
-from dasksc.planning.ranks import LAUNCHERS, size_in
+from dasksc.plan.process_groups import leave_group
+from dasksc.plan.ranks import LAUNCHERS, size_in
 from dasksc.train.sections import Fsdp, Training
 
 __all__ = ["Ranks", "distribute", "dtype_of", "joined_ranks", "local_rank_of", "strategy_of"]

@@ -19,7 +19,7 @@ from dasksc.batches.batch import Batch
 from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import augment as kernels
-from dasksc.sampling.random_keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, epoch_keys
 
 __all__ = ["Augmentation", "Downsample", "MaskGenes"]
 

@@ -27,7 +27,7 @@ from dasksc.checks import whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
-from dasksc.sampling.random_keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.storage import buffers
 from dasksc.transforms.vocabulary import Missing, Vocabulary, names_of
 

@@ -18,7 +18,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 import dasksc  # noqa: E402
-from dasksc.sampling.binding import bind  # noqa: E402
+from dasksc.plan.binding import bind  # noqa: E402
 
 N, WORLD_SIZE, BATCH, FETCH_FACTOR = 64, 2, 4, 4
 CLASSES = np.repeat([0, 1, 2], [40, 18, 6])

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import dasksc
-from dasksc.planning.process_groups import leave_group
+from dasksc.plan.process_groups import leave_group
 
 path, folder = sys.argv[1], Path(sys.argv[2])
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
-from dasksc.planning.process_groups import leave_group
+from dasksc.plan.process_groups import leave_group
 
 folder, killed, takes_agent = Path(sys.argv[1]), int(sys.argv[2]), "AGENT" in sys.argv[3:]
 dist.init_process_group("gloo", timeout=dt.timedelta(seconds=20))

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 import dasksc
 from dasksc.integrations.transformers import scTrainer
-from dasksc.planning.process_groups import leave_group
+from dasksc.plan.process_groups import leave_group
 
 
 class Model(torch.nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dasksc
 from dasksc.inference import store
-from dasksc.planning.process_groups import leave_group
+from dasksc.plan.process_groups import leave_group
 
 BATCH = 8
 

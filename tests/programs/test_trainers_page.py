@@ -66,7 +66,7 @@ SHARDED = """
 import json
 from pathlib import Path
 
-from dasksc.planning.process_groups import leave_group
+from dasksc.plan.process_groups import leave_group
 
 
 class Watch(pl.Callback):

@@ -19,7 +19,7 @@ import pytest
 
 import dasksc
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.sampling.arrays import array_of
+from dasksc.plan.arrays import array_of
 from dasksc.storage import open_matrix
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
@@ -212,7 +212,7 @@ def test_zipped_stores_write_nothing_anywhere(tmp_path: Path, name: str) -> None
 def test_other_errors_are_not_blamed_on_files(tmp_path: Path, kind: str, raised: Exception) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
     with (
-        mock.patch("dasksc.atlas.tables.read_elem", side_effect=raised),
+        mock.patch("dasksc.readers.tables.read_elem", side_effect=raised),
         pytest.raises(type(raised)) as caught,
     ):
         dasksc.open(path)
@@ -260,7 +260,7 @@ def test_errors_of_the_operating_system_are_not_reported_as_corruption(tmp_path:
     path = write_store(make_adata(50), tmp_path, "h5ad")
     refused = PermissionError(errno.EACCES, "Permission denied")
     with (
-        mock.patch("dasksc.storage.opening._open_hdf5", side_effect=refused),
+        mock.patch("dasksc.storage.opening._in_hdf5", side_effect=refused),
         pytest.raises(StorageError, match="Permission denied") as caught,
     ):
         open_matrix(path, "X")

@@ -20,8 +20,8 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import element_sizes
 from dasksc.memory import limits as process_memory
+from dasksc.readers import sizes
 from tests.support.data import write_store
 from tests.support.servers import serving
 
@@ -237,4 +237,4 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the memory of this process to `n_bytes`."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
-    monkeypatch.setattr(element_sizes, "memory_limit", lambda: limit)
+    monkeypatch.setattr(sizes, "memory_limit", lambda: limit)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dasksc import CellSets, EpochPlan
-from dasksc.sampling.set_sampler import SetSampler
+from dasksc.plan.sets import SetSampler
 
 CONTROL = {"gene": "ctrl"}
 

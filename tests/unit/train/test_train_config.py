@@ -12,7 +12,7 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingPathError, World
-from dasksc.sampling.named import STRATEGIES
+from dasksc.plan.named import STRATEGIES
 from dasksc.train import Config
 from dasksc.train.loop import factor_at
 from dasksc.train.parallel import local_rank_of, modules_to_shard, rendezvous, strategy_of

@@ -14,7 +14,7 @@ import torch
 
 import dasksc
 from dasksc import Batch, InputError, WrongTypeError
-from dasksc.planning.consumed_segments import ConsumedSegment
+from dasksc.plan.deal import ConsumedSegment
 from dasksc.transforms import Downsample, MaskGenes
 
 pytestmark = pytest.mark.core

@@ -1,0 +1,198 @@
+"""Agreement between ranks on seed and epoch.
+
+Ranks exchange records through the key-value store of ``torch.distributed`` or ``jax.distributed``. They
+never use a collective, which would hang whenever one rank reads a batch that the others do not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from dasksc._compat.torch import default_store
+from dasksc.errors import InputError, RankMismatchError
+from dasksc.plan.process_groups import jax_state, torch_distributed
+from dasksc.plan.ranks import World
+
+__all__ = ["Agreement", "shared_store"]
+
+logger = logging.getLogger("dasksc.world")
+
+# Prefix of settings whose value is a gene count. A rank without a selection of genes lacks these settings.
+_GENES = "genes of "
+
+
+class _JaxStore:
+    """Key-value store of ``jax.distributed``, with the methods of torch's store that this module uses."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set `key` to `desired` if it is not set yet, and return its value; `expected` is empty, as torch needs it."""
+        with contextlib.suppress(RuntimeError):  # another process set the key first
+            self._client.key_value_set(f"{self._prefix}/{key}", desired)
+        return self.get(key)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that is set."""
+        value: str = self._client.key_value_try_get(f"{self._prefix}/{key}")
+        return value.encode()
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return True if all keys are set."""
+        try:
+            return all(map(self.get, keys))
+        except RuntimeError:
+            return False
+
+
+def shared_store(prefix: str) -> Any:
+    """Return the key-value store shared by the processes of this run, or None; `prefix` is added to all keys."""
+    distributed = torch_distributed()
+    if distributed is not None:
+        return distributed.PrefixStore(prefix, default_store(distributed))
+    jax = jax_state()
+    return None if jax is None else _JaxStore(jax.client, prefix)
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    """Log an error of the store, whose process may have exited, so that an iteration ends with its own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        logger.warning("the other ranks cannot be notified that this rank ended its iteration: %s", error)
+
+
+# Number of data sets that each rank of each group has created, by store. The run's own store stands under `World`,
+# because torch may replace the object by another with the same keys.
+_ordinals: weakref.WeakKeyDictionary[Any, defaultdict[tuple[int, str], Iterator[int]]] = weakref.WeakKeyDictionary()
+
+
+class Agreement:
+    """Agreement between the ranks of one data set, through the store of their process group."""
+
+    # Data sets of different ranks are matched by the order in which each rank makes them for the same group. Every rank
+    # of the group must therefore make the same data sets in the same order. The exception is a data set that only one
+    # rank makes: with ``rank=0, world_size=1``, it is not compared with others. Every call takes one or two round trips
+    # to the store and waits for no other rank.
+
+    def __init__(self, world: World, store: Any = None) -> None:
+        self._world = world
+        self._given_store = store
+        ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
+        has_peers = world.world_size > 1 and (store is not None or self.is_possible())
+        self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return True if a shared store exists now."""
+        return torch_distributed() is not None or jax_state() is not None
+
+    def _under(self, prefix: str) -> Any:
+        if self._given_store is None:
+            return shared_store(prefix)
+        return sys.modules["torch.distributed"].PrefixStore(prefix, self._given_store)
+
+    def _store(self) -> Any:
+        if self._ordinal is None:
+            return None
+        # A store can outlive processes that torchrun restarts. The restart count separates old records from new ones.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return self._under(f"dasksc/{attempt}/{self._world.group}/{self._ordinal}")
+
+    def seed(self, proposed: int) -> int:
+        """Propose a seed and return the agreed one, which is the first proposal of any rank."""
+        # All groups of the same size agree on one seed, because tensor-parallel ranks belong to different data-parallel
+        # groups and must read the same rows.
+        if self._store() is None:
+            raise InputError(
+                f"seed=None with world_size={self._world.world_size} and no process group: the ranks cannot agree "
+                "on a seed. Pass the same seed= on every rank, or call torch.distributed.init_process_group first"
+            )
+        which = self._world.world_size if self._world.group else "all"
+        return int(self._under(f"dasksc/seed/{which}").compare_set(str(self._ordinal), "", str(proposed)))
+
+    def begin(
+        self, iteration: int, epoch: int, fingerprint: str, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Record the epoch and data that an iteration reads, or compare them with those another rank has recorded."""
+        store = self._store()
+        if store is None:
+            return
+        mine = f"{self._world.rank} {epoch} {fingerprint} {json.dumps(dict(settings))}"
+        note = store.compare_set(f"begin/{iteration}", "", mine).decode()
+        rank, its_epoch, its_fingerprint, its_settings = note.split(" ", 3)
+        if its_fingerprint != fingerprint:
+            raise RankMismatchError(
+                f"ranks {rank} and {self._world.rank} read different data, or sample them differently: "
+                f"{self._differences(rank, json.loads(its_settings), settings)}. Create the same data sets in the same "
+                "order on every rank, with the same files, strategy, batch size, fetch_factor and seed"
+            )
+        if int(its_epoch) != epoch:
+            raise RankMismatchError(
+                f"in iteration {iteration} over this data set, rank {rank} reads epoch {its_epoch} and rank "
+                f"{self._world.rank} reads epoch {epoch}. Call set_epoch with the same number on every rank, or on none"
+            )
+
+    def _differences(self, rank: str, its_settings: Mapping[str, str], settings: Mapping[str, str]) -> str:
+        """Return the settings that differ between `rank` and this rank, with both values."""
+        names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
+        if not names:
+            return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
+        texts = []
+        for name in names:
+            absent, separator = ("all", ":") if name.startswith(_GENES) else ("not set", " is")
+            its, mine = its_settings.get(name, absent), settings.get(name, absent)
+            texts.append(f"{name}{separator} {its} on rank {rank} and {mine} on rank {self._world.rank}")
+        return "; ".join(texts)
+
+    def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
+        """Check that no other rank has abandoned this iteration after at most `n_batches` batches."""
+        left = self._abandoned_by(iteration)
+        if left is not None and left[1] <= n_batches:
+            raise self._shifted(iteration, *left, f"continued after batch {n_batches}")
+
+    def record_abandoned(self, iteration: int, n_batches: int) -> None:
+        """Record that this rank abandons its iteration after `n_batches` batches."""
+        # Log a warning if another rank abandoned the iteration after a different number of batches.
+        store = self._store()
+        if store is None:
+            return
+        with _unless_gone():
+            rank, n = store.compare_set(f"left/{iteration}", "", f"{self._world.rank} {n_batches}").decode().split()
+            if int(n) != n_batches:
+                logger.warning("%s", self._shifted(iteration, int(rank), int(n), f"stopped it after {n_batches}"))
+
+    def finish(self, iteration: int) -> None:
+        """Log a warning at the end of an iteration if another rank has abandoned it."""
+        with _unless_gone():
+            left = self._abandoned_by(iteration)
+            if left is not None:
+                logger.warning("%s", self._shifted(iteration, *left, "read it to the end"))
+
+    def _abandoned_by(self, iteration: int) -> tuple[int, int] | None:
+        """Return the first rank that abandoned an iteration and its number of batches, or None."""
+        store = self._store()
+        if store is None or not store.check([f"left/{iteration}"]):
+            return None
+        rank, n = store.get(f"left/{iteration}").decode().split()
+        return int(rank), int(n)
+
+    def _shifted(self, iteration: int, rank: int, n: int, what_this_did: str) -> RankMismatchError:
+        return RankMismatchError(
+            f"rank {rank} stopped iteration {iteration} over this data set after {n} batches; rank {self._world.rank} "
+            f"{what_this_did}. The epochs of these ranks no longer match. Read the same number of batches on every "
+            "rank. To inspect a batch on one rank only, create another data set with rank=0, world_size=1"
+        )

@@ -1,0 +1,120 @@
+"""Binding of strategies to a collection: its number of rows, its obs columns and a filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.checks import is_whole
+from dasksc.errors import InputError, WrongTypeError
+from dasksc.multiindexable import take_rows
+from dasksc.plan.arrays import array_of
+from dasksc.plan.candidates import Candidates, index_array, n_rows_needed
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler
+from dasksc.plan.strategies import BuiltInStrategy, SamplingStrategy
+
+__all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "restricted"]
+
+
+@dataclass(frozen=True)
+class UserSampler(Sampler):
+    """Sampler of a user-defined strategy, which returns all row indices of an epoch at once."""
+
+    strategy: SamplingStrategy
+    collection: Any
+    n_obs: int
+    n_drawn: int
+    shuffle_rows: bool
+    block_size = None
+    shuffle_blocks = False
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_drawn
+
+    def draw(self, seed: int, epoch: int) -> ChosenRows:
+        # An int below 2**63, which `np.random.default_rng`, `random.Random` and `torch.Generator` accept as a seed.
+        key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
+        name = type(self.strategy).__name__
+        rows = array_of(f"the result of {name}.get_indices", self.strategy.get_indices(self.collection, seed=key))
+        if rows.ndim != 1 or (len(rows) and rows.dtype.kind not in "iu"):
+            raise InputError(f"{name}.get_indices must return row numbers; got {rows.dtype} of shape {rows.shape}")
+        if len(rows) != self.n_rows:
+            raise InputError(
+                f"{name}.get_len returned {self.n_rows}, but get_indices returned {len(rows)} rows; make both agree"
+            )
+        if len(rows) and (rows.min() < 0 or rows.max() >= self.n_obs):
+            raise InputError(f"{name}.get_indices returned rows outside [0, {self.n_obs})")
+        return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
+
+    def digest(self) -> str:
+        """Return a hex digest; the rows of one epoch stand for the parameters, which are not known."""
+        return digest_of("user", type(self.strategy).__qualname__, self.n_rows, self.draw(0, 0).chosen)
+
+
+def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
+    """Bind a strategy to a collection."""
+    if isinstance(strategy, BuiltInStrategy):
+        return strategy.bind(n_obs, labels_of)
+    if not isinstance(strategy, SamplingStrategy):
+        raise WrongTypeError(
+            f"strategy must be a SamplingStrategy such as dasksc.BlockShuffling(); got {type(strategy).__name__}"
+        )
+    n_rows: Any = strategy.get_len(collection)
+    if not is_whole(n_rows) or n_rows < 0:
+        raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
+    return UserSampler(strategy, collection, n_obs, int(n_rows), bool(strategy._shuffle_before_yield))
+
+
+def is_random(sampler: Sampler) -> bool:
+    """Return True if epochs depend on the seed."""
+    return not isinstance(sampler, RowSampler) or sampler.shuffle_blocks or sampler.shuffle_rows
+
+
+def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
+    """Return the minimum number of rows of the collection, given a strategy's indices; None if they set no minimum."""
+    indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
+    if indices is None or isinstance(indices, slice):
+        return None
+    return n_rows_needed(index_array(indices))
+
+
+def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:
+    """Restrict a strategy to the rows that a filter keeps."""
+    if not isinstance(strategy, BuiltInStrategy):
+        raise InputError(
+            f"the filter {by} cannot be applied to a {type(strategy).__name__}, which chooses its own rows; give the "
+            "strategy the rows of dasksc.rows_where(...)"
+        )
+    n_obs = len(keep)
+    candidates = Candidates.of(getattr(strategy, "indices", None), n_obs)
+    kept = np.flatnonzero(keep[candidates.selector])
+    if not len(kept):
+        raise InputError(f"the filter {by} matches none of the {candidates.n} rows to draw from")
+    changed: dict[str, Any] = {"indices": candidates.rows(kept)}
+    control_indices = getattr(strategy, "control_indices", None)
+    if control_indices is not None:
+        controls = Candidates.of(control_indices, n_obs, name="control_indices")
+        changed["control_indices"] = controls.rows(np.flatnonzero(keep[controls.selector]))
+        if not len(changed["control_indices"]):
+            raise InputError(f"the filter {by} matches none of the {controls.n} rows of control_indices=")
+    for rows in changed.values():
+        # Binding the strategy copies writeable indices, but not read-only ones.
+        rows.flags.writeable = False
+    for name in ("weights", "labels"):
+        values = getattr(strategy, name, None)
+        if values is None or isinstance(values, str | Mapping):  # the weights of CellSets are by group
+            continue
+        if len(values) == candidates.n != n_obs:
+            if len(kept) == n_obs:  # `bind` would match the remaining values to rows instead of entries
+                raise InputError(
+                    f"{name} has {len(values)} values, one per entry of indices=. With this filter, give one value per "
+                    "row of the collection"
+                )
+            changed[name] = take_rows(values, kept if candidates.given is None else candidates.given[kept])
+    return cast(SamplingStrategy, replace(cast(Any, strategy), **changed))

@@ -1,0 +1,375 @@
+"""Sampling strategy for sets of cells with matched control cells."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.checks import names_or_none, true_or_false, whole_number
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.plan.candidates import Candidates
+from dasksc.plan.controls import ControlSource
+from dasksc.plan.groups import combined_codes, group_rows
+from dasksc.plan.labels import CodedColumn
+from dasksc.plan.sets import SetAccounts, SetSampler
+from dasksc.plan.shares import weight_of
+from dasksc.plan.strategies import BuiltInStrategy
+
+__all__ = ["CellSets"]
+
+logger = logging.getLogger("dasksc.plan")
+
+_CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
+_N_SHOWN = 3
+
+
+class Expression:
+    """Expression over obs, and the rows for which it holds."""
+
+    def __init__(self, text: str, holds: NDArray[np.bool_]) -> None:
+        self.text = text
+        self.holds = holds
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CellSets(BuiltInStrategy):
+    """Strategy that draws sets of cells of one group, such as one perturbation in one cell line, with matched controls.
+
+    A batch holds ``batch_size / set_size`` whole sets, with the rows of a set next to each other. Sets are shuffled;
+    rows never leave their set. A `Batch` also has the entry ``batch.sets``: the group of each set, as its row number in
+    the data frame ``dataset.groups``, shape (n_sets,), int64. With `control`, ``batch.control`` is a `Batch` of control
+    cells, whose rows ``i * n_controls`` to ``(i + 1) * n_controls - 1`` match row i of the batch.
+
+    Each set depends only on the seed, the epoch and its number in the epoch. The sets are therefore the same for any
+    number of ranks and workers, and after resuming.
+
+    Parameters
+    ----------
+    by
+        One or several obs columns, whose combinations of labels are the groups. Cells with a missing
+        label in one of these columns are never drawn as targets.
+    set_size
+        Number of cells in a set.
+    n_sets
+        Number of sets in an epoch, over all ranks. Default: the number with which every cell is drawn about once.
+    weights
+        Weights of the groups in the draw: ``"cells"``, their numbers of cells; ``"groups"``, equal weights; or a
+        mapping from every group to its weight, with labels as keys, or tuples of labels for several columns. Weights
+        of groups that are not drawn, such as unmatched ones, have no effect.
+    incomplete
+        Treatment of a set that a group cannot fill: ``"repeat"`` fills it by repeating cells of the group, ``"drop"``
+        leaves it out.
+    replace
+        If True, sets are drawn independently. A cell occurs twice in a set only if its group is smaller than a set. If
+        False, every cell is drawn once per epoch, except that the last, incomplete set of a group repeats cells or is
+        left out (see `incomplete`).
+    block_size
+        Number of neighboring cells of a group that are drawn and read together. It has an effect only if the atlas is
+        sorted by group, for example with ``dasksc convert --group-by``; otherwise, cells are drawn one by one.
+    indices
+        Rows to draw the cells of the sets (targets) from: row numbers in any order, a boolean mask or a slice. None:
+        all. A row that is given twice counts as two cells, and may occur twice in a set.
+    control
+        Control cells: labels by obs column, such as ``{"gene": "non-targeting"}`` (or a list of labels), an expression
+        over obs as in ``scDataset(filter=)``, or a boolean mask over all rows.
+    match
+        Names of the obs columns in which control cells agree with their target. Default: the columns of `by` that
+        `control` does not name. With columns that are not in `by`, cells of one set may match different controls.
+    n_controls
+        Number of control cells for each target cell. A control cell is repeated in a set only if fewer match than are
+        drawn.
+    unmatched
+        What to do with cells without a matching control cell: ``"error"`` raises an error, ``"drop"`` leaves them out.
+    control_indices
+        Rows to draw control cells from, instead of `indices`. The filter of `scDataset` applies to them, too.
+    include_control
+        If True, groups of control cells are also targets. A control cell may then be its own control.
+
+    Raises
+    ------
+    InputError
+        If a column or label is missing, no cells remain to draw, cells are unmatched, or arguments contradict each
+        other.
+
+    Notes
+    -----
+    Preparing the strategy for n rows, when `scDataset` is created, takes O(n) time. Memory is 4 bytes per row, or none
+    if each group is one run of rows, as in an atlas sorted by group. A fetch reads targets and controls in one
+    ascending pass.
+
+    Examples
+    --------
+    >>> sets = dasksc.CellSets(by=["cell_line", "gene"], set_size=32, control={"gene": "non-targeting"})
+    >>> dataset = dasksc.scDataset("screen.h5ad", sets, batch_size=128, seed=0)  # 4 sets a batch
+    >>> next(iter(dataset))
+    Batch
+      X              (128, 200) float32
+      index          (128,) int64
+      sets           (4,) int64
+      control.X      (128, 200) float32
+      control.index  (128,) int64
+    """
+
+    by: str | Sequence[str]
+    set_size: int
+    _: KW_ONLY
+    n_sets: int | None = None
+    weights: str | Mapping[Any, float] = "cells"
+    incomplete: str = "repeat"
+    replace: bool = True
+    block_size: int = 8
+    indices: Any = None
+    control: Mapping[str, Any] | str | Any = None
+    match: str | Sequence[str] | None = None
+    n_controls: int = 1
+    unmatched: str = "error"
+    control_indices: Any = None
+    include_control: bool = False
+    _shuffle_before_yield: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        by = _names("by", self.by)
+        if not by:
+            raise InputError("by= is empty; give at least one obs column")
+        object.__setattr__(self, "by", by)
+        if self.match is not None:
+            object.__setattr__(self, "match", _names("match", self.match))
+        for name in ("set_size", "block_size", "n_controls", "n_sets"):
+            value = getattr(self, name)
+            if value is not None or name != "n_sets":
+                object.__setattr__(self, name, whole_number(name, value))
+        for name in ("replace", "include_control"):
+            object.__setattr__(self, name, true_or_false(name, getattr(self, name)))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
+                raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+        expected = "weights must be 'cells', 'groups' or a dict of weights by group"
+        if isinstance(self.weights, str) and self.weights not in ("cells", "groups"):
+            raise InputError(f"{expected}; got {self.weights!r}")
+        if not isinstance(self.weights, str | Mapping):
+            raise WrongTypeError(f"{expected}; got a {type(self.weights).__name__}, which may have a to_dict()")
+        if not self.replace and (self.n_sets is not None or self.weights != "cells"):
+            raise InputError(
+                "replace=False draws every cell once, so n_sets= and weights= have no effect; omit them, or draw "
+                "with replace=True"
+            )
+        if self.control is None:
+            given = {"match": self.match, "control_indices": self.control_indices}
+            named = [f"{name}=" for name, value in given.items() if value is not None]
+            named += ["n_controls="] * (self.n_controls != 1) + ["include_control="] * bool(self.include_control)
+            if named:
+                raise InputError(f"to use {', '.join(named)}, also give control=, which selects the control cells")
+        elif isinstance(self.control, Mapping):
+            _names("control", self.control)
+
+    @property
+    def obs_columns(self) -> tuple[str, ...]:
+        """Names of the obs columns that the strategy reads."""
+        control = tuple(self.control) if isinstance(self.control, Mapping) else ()
+        return tuple(dict.fromkeys((*self.by, *control, *(self.match or ()))))
+
+    def with_control(self, mask: NDArray[np.bool_], columns: Sequence[str]) -> CellSets:
+        """Return the strategy with the expression over obs replaced by its result for each row.
+
+        Parameters
+        ----------
+        mask
+            True for each row that is a control cell, shape (n_obs,), bool.
+        columns
+            Names of the obs columns in the expression.
+        """
+        match = tuple(name for name in self.by if name not in columns) if self.match is None else self.match
+        return replace(self, control=Expression(str(self.control), mask), match=match)
+
+    def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
+        """See `BuiltInStrategy.bind`."""
+        columns = _Columns(n_obs, labels_of)
+        candidates = Candidates.of(self.indices, n_obs)
+        by = columns.named("by=", self.by)
+        codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
+        n_unlabelled = int(np.count_nonzero(codes < 0))
+        if n_unlabelled:
+            logger.warning("%d of %d cells have no label in %s and are never drawn", n_unlabelled, len(codes), self.by)
+        controls, found = None, dict[str, int]()
+        if self.control is None:
+            groups = group_rows(codes, n_codes)
+        else:
+            source = self._control_source(candidates, columns)
+            if not self.include_control:
+                codes[source.is_control[candidates.selector]] = -1
+            if codes.max(initial=-1) < 0:
+                raise self._no_sets_error(candidates)
+            if {column.name for column in source.match} <= set(self.by):
+                groups = group_rows(codes, n_codes)
+                del codes  # 4 bytes per row
+                controls, groups, found = source.of_groups(candidates, groups)
+            else:
+                controls, groups, found = source.of_rows(candidates, codes, n_codes)
+        is_short = groups.counts < self.set_size
+        n_short = int(np.count_nonzero(is_short))
+        if self.incomplete == "drop" and n_short:
+            groups = groups.kept(~is_short)
+            if controls is not None and not len(controls.codes):
+                controls = replace(controls, pools=controls.pools[~is_short])
+        if not len(groups.counts):
+            raise self._no_sets_error(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
+        ends = None
+        if self.replace:
+            n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
+        else:
+            n_short_rows = self.set_size - 1 if self.incomplete == "repeat" else 0
+            ends = np.cumsum((groups.counts + n_short_rows) // self.set_size)
+            n_sets = int(ends[-1])
+        sampler = SetSampler(
+            candidates=candidates,
+            groups=groups,
+            columns=tuple(by),
+            set_size=self.set_size,
+            n_sets=n_sets,
+            # Neighbors in a group are neighbors in storage only if the rows of a group are stored together.
+            block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
+            cumulative=None,
+            ends=ends,
+            controls=controls,
+            accounts=SetAccounts(
+                n_groups=len(groups.counts),
+                n_cells=groups.n_rows,
+                n_unlabelled=n_unlabelled,
+                n_short_groups=n_short,
+                drops_short=self.incomplete == "drop",
+                **found,
+            ),
+        )
+        return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
+
+    def _no_sets_error(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
+        """Return the error to raise if no group can be drawn."""
+        reasons = [f"unmatched='drop' leaves out {n_unmatched} cells"] * (n_unmatched > 0)
+        reasons += [f"incomplete='drop' leaves out groups of fewer than {self.set_size} cells"] * is_short
+        return InputError(
+            f"no set can be drawn: the {candidates.n} rows to draw from"
+            + ("" if self.control is None else ", without the control cells,")
+            + f" contain no usable group of {', '.join(self.by)}"
+            + (f"; {', and '.join(reasons)}" if reasons else "")
+        )
+
+    def _group_weights(self, sampler: SetSampler) -> NDArray[np.float64]:
+        counts = sampler.groups.counts
+        if self.weights == "groups":
+            return np.ones(len(counts))
+        if not isinstance(self.weights, Mapping):
+            return counts.astype(np.float64)
+        keys = [key if isinstance(key, tuple) and len(self.by) > 1 else (key,) for key in self.weights]
+        if wrong := [key for key in keys if len(key) != len(self.by)]:
+            raise MissingKeyError(f"weights contain {wrong[0]!r}; each key must be a tuple of {len(self.by)} labels")
+        of_key = [one.codes_of("weights", [key[i] for key in keys]) for i, one in enumerate(sampler.columns)]
+        given = {
+            codes: weight_of("weights", key, weight)
+            for codes, (key, weight) in zip(zip(*of_key, strict=True), self.weights.items(), strict=True)
+        }
+        groups = list(zip(*(codes.tolist() for codes in sampler.group_codes), strict=True))
+        if n_ignored := len(given.keys() - groups):  # unmatched, incomplete, outside `indices`, or groups of controls
+            logger.info("weights contain %d groups without cells to draw from; these weights have no effect", n_ignored)
+        missing = [g for g, group in enumerate(groups) if group not in given]
+        if missing:
+            some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
+            raise InputError(
+                f"weights lack {len(missing)} of {len(counts)} groups: {', '.join(map(str, some))}"
+                f"{', ...' if len(missing) > _N_SHOWN else ''}. Give each a weight; 0 excludes a group"
+            )
+        result = np.array([given[group] for group in groups])
+        if not 0 < result.sum() < np.inf:
+            raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")
+        return result
+
+    # --- Control cells --------------------------------------------------------------------------------
+
+    def _control_text(self) -> str:
+        control = self.control.text if isinstance(self.control, Expression) else self.control
+        return repr(control) if isinstance(control, Mapping | str) else "a mask"
+
+    def _match(self) -> tuple[str, ...]:
+        if self.match is not None:
+            return tuple(self.match)
+        if not isinstance(self.control, Mapping):
+            raise InputError(
+                "control= is a mask, so match= is required: the columns in which controls and targets must agree"
+            )
+        return tuple(name for name in self.by if name not in self.control)
+
+    def _control_source(self, targets: Candidates, columns: _Columns) -> ControlSource:
+        candidates = targets
+        if self.control_indices is not None:
+            candidates = Candidates.of(self.control_indices, columns.n_obs, name="control_indices")
+        is_control = self._is_control(columns)
+        if not is_control[candidates.selector].any():
+            raise InputError(
+                f"none of the {candidates.n} rows to draw controls from matches control={self._control_text()}; give "
+                "rows with control cells in control_indices="
+            )
+        return ControlSource(
+            candidates=candidates,
+            is_control=is_control,
+            match=columns.named("match=", self._match()),
+            n_controls=self.n_controls,
+            block_size=self.block_size,
+            drops_unmatched=self.unmatched == "drop",
+        )
+
+    def _is_control(self, columns: _Columns) -> NDArray[np.bool_]:
+        control = self.control
+        if isinstance(control, str):
+            raise InputError(
+                f"control={control!r} is an expression, which only scDataset can evaluate. Without scDataset, give a "
+                "dict of labels by column or a boolean mask"
+            )
+        if isinstance(control, Mapping):
+            if not control:
+                raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
+            masks = [one.where("control=", control[one.name]) for one in columns.named("control=", control)]
+            matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
+            return matches
+        mask = np.asarray(control.holds if isinstance(control, Expression) else control)
+        if mask.dtype != np.bool_ or mask.shape != (columns.n_obs,):
+            raise InputError(
+                f"control must be a dict of labels by column, an expression, or a boolean mask of {columns.n_obs} "
+                f"rows; got {mask.dtype} of shape {mask.shape}"
+            )
+        return mask
+
+
+class _Columns:
+    """Coded obs columns of an atlas, each encoded once."""
+
+    def __init__(self, n_obs: int, labels_of: Callable[[str], Any]) -> None:
+        self.n_obs = n_obs
+        self._labels_of = labels_of
+        self._known: dict[str, CodedColumn] = {}
+
+    def named(self, argument: str, names: Iterable[str]) -> list[CodedColumn]:
+        """Return the columns that an argument names."""
+        for name in names:
+            if name not in self._known:
+                try:
+                    self._known[name] = CodedColumn.of(name, self._labels_of(name), self.n_obs)
+                except InputError as error:
+                    error.add_note(f"The column {name!r} is given in {argument} of CellSets.")
+                    raise
+        return [self._known[name] for name in names]
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
+    """Return column names as a tuple."""
+    names = tuple(names_or_none(argument, given))
+    if len(set(names)) < len(names):
+        raise InputError(f"{argument}={list(names)} names a column twice")
+    return names

@@ -1,0 +1,177 @@
+"""Epoch counter shared by the copies of a data set.
+
+DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each epoch. A counter in
+the object would therefore start again from zero in every epoch. `EpochCounter` keeps the count in a small file that all
+copies share, whether they were made by fork or by pickling.
+
+The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker that joins
+again with the same base seed also begins a new epoch: either the user reseeded torch, or the workers are persistent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from dasksc.errors import StorageError
+from dasksc.platforms import lock_file
+
+__all__ = ["EpochCounter"]
+
+# Number of passes whose workers may still be starting: several DataLoader iterators can be active at once.
+_REMEMBERED_PASSES = 16
+
+
+class _File:
+    """File of a count; the process that made it removes it together with the last of its counters, or when it exits."""
+
+    def __init__(self, next_epoch: int) -> None:
+        try:
+            descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
+            finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
+            try:
+                with os.fdopen(descriptor, "w") as file:
+                    json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
+            except OSError:
+                finalizer()
+                raise
+        except OSError as error:
+            raise StorageError(
+                f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Free disk space there, or "
+                "set TMPDIR to another folder"
+            ) from error
+
+
+# Files that this process made, by path.
+_files: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
+
+
+class EpochCounter:
+    """Epoch counter shared by every copy of a data set on this machine."""
+
+    # A copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
+    # or if the copy begins an epoch in another process that is not a DataLoader worker.
+
+    def __init__(self) -> None:
+        self._make(next_epoch=0)
+
+    def _make(self, next_epoch: int) -> None:
+        self._file: _File | None = _File(next_epoch)
+        self._path = self._file.path
+        _files[self._path] = self._file
+        self._next = next_epoch
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self._path, "next": self.peek(), "pid": self._pid}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._path, self._next, self._pid = state["path"], state["next"], state["pid"]
+        self._file = _files.get(self._path)  # None in another process
+        if not os.path.exists(self._path):  # DataLoader workers of this process shall share the new file
+            self._make(self._next)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[dict[str, Any]]:
+        if not os.path.exists(self._path):
+            self._make(self._next)
+        with open(self._path, "r+b", buffering=0) as file:
+            lock_file(file, wait=True)
+            before = file.readall()
+            state = json.loads(before)
+            yield state
+            self._next = state["next"]
+            # A single write keeps the file valid if the process is killed. If the previous contents were longer, spaces
+            # overwrite their end.
+            file.seek(0)
+            file.write(json.dumps(state).encode().ljust(len(before)))
+
+    def peek(self) -> int:
+        """Return the epoch that the next iteration will read."""
+        with self._locked() as state:
+            return int(state["next"])
+
+    def set(self, epoch: int) -> None:
+        """Make the next iteration read `epoch`."""
+        with self._locked() as state:
+            state["next"] = epoch
+
+    def advance(self) -> int:
+        """Begin an epoch in this process and return its number."""
+        # A process that received a copy and is not a DataLoader worker is a rank of its own. It counts independently
+        # from now on.
+        if self._pid != os.getpid():
+            self._make(self.peek())
+        with self._locked() as state:
+            epoch = int(state["next"])
+            state |= {"next": epoch + 1, "by_workers": False}
+            return epoch
+
+    def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
+        """Make the DataLoader workers of a pass resume `epoch` when they `join`."""
+        # The pass after this one reads epoch ``epoch + 1``, even if it begins before any worker of this pass has
+        # joined.
+        with self._locked() as state:
+            one = _latest(state, base_seed, n_workers)
+            if one is None or one["epoch"] != epoch or worker in one["workers"]:
+                _begin(state, base_seed, n_workers, epoch)
+
+    def join(self, base_seed: int, worker: int, n_workers: int) -> int:
+        """Return the epoch that a DataLoader worker reads; the first worker of a pass begins an epoch."""
+        with self._locked() as state:
+            state["by_workers"] = True
+            one = _latest(state, base_seed, n_workers)
+            if one is None or worker in one["workers"]:
+                one = _begin(state, base_seed, n_workers, int(state["next"]))
+            one["workers"].append(worker)
+            return int(one["epoch"])
+
+    def report(
+        self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Store the report of a DataLoader worker that has finished an epoch; return all reports with the last."""
+        with self._locked() as state:
+            one = _latest(state, base_seed, n_workers, epoch)
+            if one is None:
+                return None
+            one["reports"][str(worker)] = figures
+            return list(one["reports"].values()) if len(one["reports"]) == n_workers else None
+
+    def reports(self) -> list[dict[str, Any]] | None:
+        """Return the reports of the DataLoader workers for the latest epoch; None if no DataLoader worker began it."""
+        with self._locked() as state:
+            return list(state["passes"][-1]["reports"].values()) if state["by_workers"] else None
+
+    def unfinished(self) -> int | None:
+        """Return the latest epoch if DataLoader workers read it and not all of them have finished, otherwise None."""
+        with self._locked() as state:
+            last = state["passes"][-1] if state["by_workers"] else None
+            return None if last is None or len(last["reports"]) == last["of"] else int(last["epoch"])
+
+
+def _latest(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int | None = None) -> Any:
+    """Return the latest pass of these DataLoader workers, or None."""
+    for one in reversed(state["passes"]):
+        if (one["seed"], one["of"]) == (base_seed, n_workers) and epoch in (None, one["epoch"]):
+            return one
+    return None
+
+
+def _begin(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int) -> Any:
+    """Begin a pass over `epoch`, after which the next one reads ``epoch + 1``."""
+    one = {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [], "reports": {}}
+    state["next"] = epoch + 1
+    state["passes"] = [*state["passes"][1 - _REMEMBERED_PASSES :], one]
+    return one
+
+
+def _remove(path: str, pid: int) -> None:
+    # A forked child inherits the finalizer, but does not own the file.
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

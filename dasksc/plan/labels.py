@@ -1,0 +1,250 @@
+"""Labels as integer codes, and the rows that have a label."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.plan.arrays import EMPTY_INTS, array_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CodedColumn", "check_categories", "encode_labels", "listed"]
+
+_Int64s = NDArray[np.int64]
+
+# Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
+_MAX_FRACTIONAL_LABELS = 100
+# Maximum number of labels in an error message.
+_N_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CodedColumn:
+    """Labels of rows as integer codes: an obs column, or labels that the user gave."""
+
+    name: str  # Name of the column, or of the argument
+    codes: NDArray[Any]  # Code of each row, shape (n_obs,), integers; negative for a missing label
+    labels: Sequence[Any]  # Label of each code
+
+    @classmethod
+    def of(cls, name: str, values: Any, n_obs: int) -> CodedColumn:
+        """Encode a column of obs; codes are in ascending order of the labels, or in that of the categories."""
+        try:
+            codes, labels = encode_labels(values, by_value=True)
+        except InputError as error:
+            raise InputError(f"the column {name!r}: {error}") from error
+        if len(codes) != n_obs:
+            raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
+        return cls(name, codes, labels)
+
+    @classmethod
+    def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
+        """Encode every distinct value of a column; categories keep their order, unless it is to be that of text."""
+        # Codes have the smallest type. The order of text depends neither on that of categories nor on that of rows.
+        import pandas as pd
+
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            codes, labels = np.asarray(column.array.codes), column.array.categories
+        else:
+            codes, labels = pd.factorize(column, sort=order == "value")
+            codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
+        check_categories(labels, f"obs column {column.name!r}")
+        if order == "text":
+            by_text = np.argsort(labels.map(str).to_numpy(object), kind="stable")
+            places = np.full(len(labels) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
+            places[by_text] = np.arange(len(labels))
+            codes, labels = places[codes], labels.take(by_text)
+        return cls(str(column.name), codes, labels)
+
+    def codes_of(self, argument: str, wanted: Iterable[Any]) -> list[int]:
+        """Return the code of each label in `wanted`, which the user gave in `argument`."""
+        by_label = {label: code for code, label in enumerate(self.labels)}
+        codes = []
+        for label in map(_pandas_label, wanted):
+            try:
+                code = by_label.get(label)
+                if code is None and isinstance(label, float | np.floating):
+                    with np.errstate(over="ignore"):
+                        code = by_label.get(float(np.float32(label)))  # float32 columns store the nearest to 0.1
+            except TypeError as error:  # the object is not hashable
+                raise WrongTypeError(
+                    f"{argument} has {label!r} for {self.name!r}; give a label or a list of labels"
+                ) from error
+            if code is None:
+                raise MissingKeyError(self._without(argument, label))
+            codes.append(code)
+        return codes
+
+    def _without(self, argument: str, label: Any) -> str:
+        present = [self.labels[code] for code in np.unique(self.codes).tolist() if code >= 0]
+        by_text = {str(one): one for one in present}
+        near = [str(label)] if str(label) in by_text else difflib.get_close_matches(str(label), by_text, n=3)
+        meant = f"did you mean {' or '.join(_shown(by_text[one]) for one in near)}? " if near else ""
+        return (
+            f"{argument}: {self.name!r} has no label {label!r}; {meant}Its labels are "
+            f"[{', '.join(map(_shown, present[:_N_SHOWN]))}{', ...' if len(present) > _N_SHOWN else ''}]"
+        )
+
+    def where(self, argument: str, wanted: Any) -> NDArray[np.bool_]:
+        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels."""
+        several = listed(wanted)
+        if not several:
+            raise InputError(f"{argument} has no label for {self.name!r}; give one, or a list of labels")
+        is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
+        is_wanted[self.codes_of(argument, several)] = True
+        chosen: NDArray[np.bool_] = is_wanted[self.codes]
+        return chosen
+
+    def with_missing_as_label(self) -> CodedColumn:
+        """Return the column with missing labels as one further label, None."""
+        is_missing = self.codes < 0
+        if not is_missing.any():
+            return self
+        n = len(self.labels)
+        codes = np.where(is_missing, n, self.codes.astype(np.min_scalar_type(-n - 1), copy=False))
+        return CodedColumn(self.name, codes, [*self.labels, None])
+
+
+def _shown(label: Any) -> str:
+    return repr(label.item() if isinstance(label, np.generic) else label)
+
+
+def check_categories(categories: Any, column: object) -> None:
+    """Raise an error for categories of several types, such as 1 and "1", which would be different classes."""
+    objects = np.dtype(object)
+    if getattr(categories, "dtype", objects) != objects:
+        return
+    values = np.asarray(categories, dtype=object).tolist()
+    types = {str if isinstance(one, str) else type(one): one for one in values}
+    if len(types) > 1 and not all(issubclass(one, Real) and not issubclass(one, bool) for one in types):
+        first, second = list(types.values())[:2]
+        raise InputError(
+            f"the categories of {column} mix types: {first!r} is a {type(first).__name__}, and {second!r} a "
+            f"{type(second).__name__}. In all joined atlases, labels must have the same type; convert them to "
+            "strings"
+        )
+
+
+def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any], list[Any]]:
+    """Encode labels as integer codes and return the codes with the label of each code."""
+    # Equal labels have equal codes, whatever the data type of the labels. Whole numbers below the number of rows, or
+    # below 65,536, are used as codes unchanged. Categories keep their codes. All other labels are numbered in the order
+    # of their first occurrence, or of their values.
+    values = getattr(labels, "cat", None) or labels
+    if hasattr(values, "codes") and hasattr(values, "categories"):
+        check_categories(values.categories, "labels")
+        return np.asarray(values.codes), list(values.categories)
+    is_lazy = hasattr(labels, "blocks") and hasattr(labels, "compute") and labels.ndim == 1
+    if not is_lazy:
+        labels = _label_array(labels)
+        if labels.ndim != 1:
+            raise InputError(f"labels must contain one value per row; got shape {labels.shape}")
+        if isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and len(labels):
+            low, high = int(labels.min()), int(labels.max())
+            if low >= (0 if by_value else -1) and high < _table_end(len(labels)):
+                return labels, list(range(high + 1))
+    import pandas as pd
+
+    position: dict[Any, int] = {}
+    encoded: list[NDArray[Any]] = []
+    # One chunk of a Dask array is in memory at a time. Codes of a Dask array take the smallest integer type.
+    blocks = (labels.blocks[i].compute() for i in range(labels.numblocks[0])) if is_lazy else [labels]
+    for chunk in map(_label_array, blocks):
+        try:
+            codes, names = pd.factorize(cast(Any, chunk), sort=False)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"labels of type {chunk.dtype} cannot be compared: {error}") from error
+        if names.dtype.kind in "mM":
+            names = pd.Index(names)  # its items are those of categories of dates, and equal those of datetime
+        places = [position.setdefault(name, len(position)) for name in names]
+        seen = np.array([*places, -1], dtype=np.int64)[codes]  # the code -1 of a missing label selects the last entry
+        encoded.append(seen.astype(np.min_scalar_type(-max(len(position), 1))) if is_lazy else seen)
+    check_categories(list(position), "labels")  # chunks of a Dask array may have labels of different types
+    n_labels = sum(map(len, encoded))
+    table, classes = _classes(list(position), n_labels, negative_is_missing=not by_value)
+    if by_value:
+        order, classes = _ascending(classes)
+        table = order[table]
+    table = table.astype(np.min_scalar_type(-max(len(classes), 1))) if is_lazy else table
+    return np.concatenate([table[codes] for codes in encoded] or [EMPTY_INTS]), classes
+
+
+def listed(labels: Any) -> list[Any]:
+    """Return one label or several as a list, with dates and durations of NumPy as those of pandas."""
+    import pandas as pd
+
+    labels = np.atleast_1d(labels) if isinstance(labels, np.ndarray) else labels
+    is_several = pd.api.types.is_list_like(labels) and not isinstance(labels, Mapping)
+    return [_pandas_label(one) for one in (labels if is_several else [labels])]
+
+
+def _pandas_label(label: Any) -> Any:
+    """Return a date or duration of NumPy as that of pandas, as `encode_labels` does; return other labels unchanged."""
+    import pandas as pd
+
+    if isinstance(label, np.datetime64):
+        return pd.Timestamp(label)
+    return pd.Timedelta(label) if isinstance(label, np.timedelta64) else label
+
+
+def _label_array(labels: Any) -> Any:
+    """Convert labels to a NumPy array, or to a pandas array if only that can mark missing labels."""
+    if isinstance(labels, np.ma.MaskedArray) and np.ma.is_masked(labels):
+        objects = np.array(labels.data, dtype=object)
+        objects[np.ma.getmaskarray(labels)] = None
+        return objects
+    if hasattr(getattr(labels, "dtype", None), "construct_array_type"):
+        return getattr(labels, "array", labels)
+    return array_of("labels", labels)
+
+
+def _table_end(n_labels: int) -> int:
+    """Return the exclusive upper bound of the whole numbers that are used as codes unchanged."""
+    # Beyond this bound, the table of classes would be larger than the data.
+    return max(n_labels, 65_536)
+
+
+def _ascending(names: list[Any]) -> tuple[_Int64s, list[Any]]:
+    """Return the rank of each name, with -1 appended, and the sorted names."""
+    try:
+        order = sorted(range(len(names)), key=names.__getitem__)
+    except TypeError:  # labels of several types, such as numbers and strings
+        order = sorted(range(len(names)), key=lambda i: (type(names[i]).__name__, str(names[i])))
+    places = np.full(len(names) + 1, -1, dtype=np.int64)
+    places[order] = np.arange(len(names))
+    return places, [names[i] for i in order]
+
+
+def _classes(names: list[Any], n_labels: int, *, negative_is_missing: bool) -> tuple[_Int64s, list[Any]]:
+    """Return the class code of each name, followed by -1, and the names of the classes."""
+    numbers = np.arange(len(names) + 1)
+    numbers[-1] = -1
+    if not names or not all(isinstance(name, Real) and not isinstance(name, bool) for name in names):
+        return numbers, names
+    values = np.array(names, dtype=np.float64)
+    if not np.all(np.isfinite(values) & (values == np.floor(values))):
+        if len(names) > min(_MAX_FRACTIONAL_LABELS, max(8, n_labels // 2)):
+            some = ", ".join(f"{name:g}" for name in names[:3])
+            raise InputError(
+                f"{n_labels} labels have {len(names)} different fractional values ({some}, ...), as in a continuous "
+                "column, which has no classes. Divide it into bins (pandas.cut), or make each value a class "
+                "(pandas.Categorical)"
+            )
+        return numbers, names
+    is_class = values >= 0
+    if not negative_is_missing and not is_class.all():
+        return numbers, names
+    if values.max() < _table_end(n_labels):
+        numbers[:-1] = np.where(is_class, values, -1)
+        return numbers, list(range(int(values.max()) + 1))
+    numbers[:-1] = np.where(is_class, np.cumsum(is_class) - 1, -1)
+    return numbers, [name for name, is_one in zip(names, is_class, strict=True) if is_one]

@@ -1,0 +1,268 @@
+"""Detection of the rank and world size of this process.
+
+`World.detect` is the only code that inspects process groups and environment variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dasksc.checks import is_whole
+from dasksc.errors import InputError
+from dasksc.plan.process_groups import jax_state, torch_distributed
+
+__all__ = ["LAUNCHERS", "World", "size_in"]
+
+logger = logging.getLogger("dasksc.world")
+
+# Environment variables of each launcher (rank, world size, local rank), in order of precedence: the first launcher
+# whose rank and world size are set wins. `srun torchrun` and Kubeflow set the variables of several launchers, with
+# different values. The innermost launcher, which started this process, comes first.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+# Slurm numbers the steps that srun does not start from here: interactive shells, batch scripts and others.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFFA
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
+
+# Names of the data-parallel dimensions of a device mesh, across which batches differ.
+_DATA_PARALLEL = frozenset(
+    ("dp", "ddp", "fsdp", "hsdp", "data", "data_parallel", "dp_replicate", "dp_shard", "replicate", "shard")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Rank of this process and size of its group.
+
+    Parameters
+    ----------
+    rank
+        Rank of this process, in [0, world_size).
+    world_size
+        Number of processes that share an epoch.
+    local_world_size
+        Number of processes on this machine, which share its cores.
+    source
+        Origin of these numbers, such as ``"arguments"``, for messages.
+    group
+        Identifier of the group among the groups of the same run; empty if the group contains all processes.
+
+    Examples
+    --------
+    >>> dasksc.World.detect(rank=1, world_size=4)
+    World(rank=1, world_size=4, local_world_size=1, source='arguments', group='')
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    source: str = "default"
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise InputError(
+                f"rank={self.rank} and world_size={self.world_size} (from {self.source}) are inconsistent: rank must "
+                "lie in [0, world_size)"
+            )
+
+    @classmethod
+    def detect(cls, rank: int | None = None, world_size: int | None = None, group: Any = None) -> World:
+        """Detect rank and world size.
+
+        The first available source wins, and later sources that differ are logged. The order is: the
+        arguments; `group`; an initialized ``torch.distributed``, Horovod or ``jax.distributed``; ``RANK``
+        and ``WORLD_SIZE`` as set by torchrun; the variables of Horovod, Open MPI, PMI and Slurm. If only
+        one of `rank` and `world_size` is given, the other is detected.
+
+        Parameters
+        ----------
+        rank, world_size
+            Rank of this process and number of processes.
+        group
+            A ``torch.distributed`` process group, or a ``DeviceMesh``. The mesh must have a single
+            dimension, or at least one of its dimensions must be named ``"dp"``, ``"data"``, ``"fsdp"``,
+            ``"dp_replicate"``, ``"dp_shard"`` or similar.
+
+        Raises
+        ------
+        InputError
+            If a value is not a whole number, the values are inconsistent, or this process is not in `group`.
+        """
+        for name, value in (("rank", rank), ("world_size", world_size)):
+            if value is not None and not is_whole(value):
+                raise InputError(f"{name} must be a whole number or None; got {value!r}")
+        sources = _sources(group)
+        found = next(sources)
+        if rank is None and world_size is None:
+            with contextlib.suppress(InputError):  # errors in sources that are not used do not matter
+                for other in sources:
+                    if other != World() and (other.rank, other.world_size) != (found.rank, found.world_size):
+                        _log_ignored(found, other)
+            return found
+        if rank is None and world_size is not None and world_size > 1 and found == World():
+            raise InputError(
+                f"world_size={world_size} was given without rank=, but the rank of this process is unknown: every "
+                "process would read the share of rank 0. Give rank=, or start the processes with torchrun"
+            )
+        if rank is not None and world_size is None and rank >= found.world_size:
+            detected = f"the number of processes is {found.world_size} (from {found.source})"
+            known = "no launcher was detected" if found == cls() else detected
+            raise InputError(f"rank={rank} was given without world_size=, and {known}. Give world_size= as well")
+        return cls(
+            rank=found.rank if rank is None else int(rank),
+            world_size=found.world_size if world_size is None else int(world_size),
+            # Explicit arguments do not say how many ranks run on this machine, so the detected number is kept.
+            local_world_size=found.local_world_size,
+            source="arguments",
+        )
+
+
+def _sources(group: Any) -> Iterator[World]:
+    """Yield the world of each available source, in order of precedence; the last is a world of one process."""
+    if group is not None:
+        yield _of_group(group)
+    yield from _from_libraries()
+    yield from _from_environment(os.environ)
+    yield World()
+
+
+@functools.cache
+def _log_ignored(found: World, other: World) -> None:
+    logger.info(
+        "using rank %d of %d from %s; %s says rank %d of %d, which is ignored",
+        *(found.rank, found.world_size, found.source, other.source, other.rank, other.world_size),
+    )
+
+
+def _from_libraries() -> Iterator[World]:
+    distributed = torch_distributed()
+    if distributed is not None:
+        size = distributed.get_world_size()
+        yield World(distributed.get_rank(), size, _local_size(os.environ, size), "torch.distributed")
+    for name in ("horovod.torch", "horovod.tensorflow", "horovod.keras"):
+        horovod = sys.modules.get(name)
+        if horovod is not None and horovod.is_initialized():
+            yield World(horovod.rank(), horovod.size(), horovod.local_size(), name)
+            break
+    jax = jax_state()
+    if jax is not None:
+        size = jax.num_processes
+        yield World(jax.process_id, size, _local_size(os.environ, size), "jax.distributed")
+
+
+def _of_group(group: Any) -> World:
+    """Return the world of a process group or device mesh."""
+    # The local world size counts all ranks of the run on this machine, since they share its cores.
+    distributed = torch_distributed()
+    if distributed is None:
+        raise InputError("group= needs torch.distributed: call init_process_group or init_device_mesh first")
+    here = distributed.get_rank()
+    if group == distributed.GroupMember.NON_GROUP_MEMBER:
+        raise _not_in_group(here)
+    if isinstance(group, distributed.ProcessGroup):
+        ranks = distributed.get_process_group_ranks(group)
+    elif hasattr(group, "mesh_dim_names") and hasattr(group, "get_coordinate"):
+        ranks = _data_parallel_ranks(group, here)
+    else:
+        raise InputError(f"group must be a torch.distributed process group or a DeviceMesh; got {group!r}")
+    if here not in ranks:
+        raise _not_in_group(here)
+    n_all = distributed.get_world_size()
+    # The name is the same on all ranks of the group, and different from that of any other group.
+    name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+    return World(
+        rank=ranks.index(here),
+        world_size=len(ranks),
+        local_world_size=_local_size(os.environ, n_all),
+        source="group",
+        group="" if ranks == list(range(n_all)) else name,
+    )
+
+
+def _not_in_group(rank: int) -> InputError:
+    return InputError(f"rank {rank} is not in group=. Create the data set only on the ranks of the group")
+
+
+def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
+    """Return the global ranks of processes that differ from this one only in data-parallel dimensions of a mesh."""
+    names = mesh.mesh_dim_names or ()
+    at = mesh.get_coordinate()
+    if at is None:
+        raise _not_in_group(here)
+    across = [i for i in range(mesh.ndim) if mesh.ndim == 1 or (names and names[i] in _DATA_PARALLEL)]
+    if not across:
+        raise InputError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions {names or 'without names (mesh_dim_names=)'}, none of "
+            "which has a known name of a data-parallel dimension. Give the dimension across which batches differ: "
+            "group=mesh['its name']"
+        )
+    index = tuple(slice(None) if i in across else at[i] for i in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:
+    for rank_name, size_name, _ in LAUNCHERS:
+        if rank_name not in environment or size_name not in environment:
+            continue
+        try:
+            rank, size = int(environment[rank_name]), int(size_in(environment, size_name))
+        except ValueError as error:
+            raise InputError(
+                f"{rank_name}={environment[rank_name]!r} and {size_name}={environment[size_name]!r} must be "
+                "whole numbers; unset them or pass rank= and world_size="
+            ) from error
+        if rank_name == "SLURM_PROCID" and (size < 2 or not _is_srun_step(environment)):
+            continue
+        yield World(rank, size, _local_size(environment, size), f"{rank_name}/{size_name}")
+
+
+def size_in(environment: Mapping[str, str], name: str) -> str:
+    """Return the world size in a variable; in a Slurm step, the number of its tasks, not that of the allocation."""
+    return environment.get("SLURM_STEP_NUM_TASKS", environment[name]) if name == "SLURM_NTASKS" else environment[name]
+
+
+def _is_srun_step(environment: Mapping[str, str]) -> bool:
+    step = environment.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _local_size(environment: Mapping[str, str], world_size: int) -> int:
+    for name in _LOCAL_SIZES:
+        try:
+            return max(1, min(int(environment[name]), world_size))
+        except (KeyError, ValueError):
+            continue
+    if "SLURM_STEP_TASKS_PER_NODE" in environment:  # SLURM_NTASKS_PER_NODE is the request of the allocation
+        return min(_slurm_tasks_here(environment), world_size)
+    return world_size if environment.get("MASTER_ADDR") in ("localhost", "127.0.0.1", "::1") else 1
+
+
+def _slurm_tasks_here(environment: Mapping[str, str]) -> int:
+    """Return the number of tasks of an srun step on this node."""
+    # Slurm writes "2(x3),1" for two tasks on each of three nodes and one on the fourth.
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    per_node = [int(n) for n, n_nodes in counts for _ in range(int(n_nodes or 1))]
+    node = int(environment.get("SLURM_NODEID", 0))
+    return per_node[node] if node < len(per_node) else 1

@@ -1,1 +1,0 @@
-"""Epoch plans, detection of ranks, agreement between ranks, and the epoch counter."""

@@ -1,0 +1,465 @@
+"""Sets of cells: their content, the draws of groups and controls, ranks, coverage and resuming.
+
+Statistical tests use fixed seeds; `ERROR` is the probability that a perfect generator fails one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import stats
+
+from dasksc import CellSets
+from dasksc.errors import InputError, MissingKeyError
+from dasksc.kernels import sets as kernels
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.sets import SetSampler
+from tests.support import twins
+from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
+
+pytestmark = pytest.mark.core
+
+ERROR = 1e-4
+SIZE = 6
+
+
+# --- Content of sets --------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 50),
+    n=st.integers(200, 600),
+    is_sorted=st.booleans(),
+    replace=st.booleans(),
+    match=st.sampled_from([None, ["line", "batch"], ["batch"]]),
+    n_controls=st.integers(1, 3),
+    n_rare=st.integers(1, SIZE - 1),
+)
+def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
+    seed: int, n: int, is_sorted: bool, replace: bool, match: list[str] | None, n_controls: int, n_rare: int
+) -> None:
+    obs = screen(n, is_sorted=is_sorted, seed=seed)
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, 3 * n // 4, replace=False))
+    # One group of HepG2, the first cell line, has too few selected rows for a set.
+    is_rare = ((obs.line == "HepG2") & (obs.gene == "A")).to_numpy()
+    indices = np.setdiff1d(indices, np.flatnonzero(is_rare)[n_rare:])
+    agree = ["line"] if match is None else match
+    sampler = bound(
+        obs,
+        ["line", "gene"],
+        SIZE,
+        control=CONTROL,
+        match=match,
+        n_controls=n_controls,
+        replace=replace,
+        indices=rng.permutation(indices),
+        incomplete="drop",
+        unmatched="drop",
+    )
+    own = obs.iloc[indices]
+    matched = set(own[own.gene == "ctrl"].set_index(agree).index)
+    targets = own[(own.gene != "ctrl") & own.set_index(agree).index.isin(matched)]
+    counts = targets.groupby(["line", "gene"], observed=True).size()
+    expected = counts[counts >= SIZE]
+    assert list(sampler.table.itertuples(index=False, name=None)) == list(expected.index)
+    assert sampler.accounts.n_cells == expected.sum()
+    assert sampler.accounts.n_short_groups == (counts < SIZE).sum()
+    assert sampler.n_sets == (-(-expected.sum() // SIZE) if replace else (expected // SIZE).sum())
+    allowed = set(targets.index)
+    by = agree[0] if len(agree) == 1 else agree  # a single column gives keys that are values, not tuples
+    pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(by, observed=True).groups.items()}
+    for group, rows, controls in sets_of(plan_of(sampler)):
+        assert set(rows) <= allowed
+        assert set(obs.loc[list(rows), ["line", "gene"]].itertuples(index=False, name=None)) == {expected.index[group]}
+        assert len(set(rows)) == SIZE
+        for i, row in enumerate(rows):
+            key = tuple(obs.loc[row, agree]) if len(agree) > 1 else obs.loc[row, agree[0]]
+            assert set(controls[i * n_controls : (i + 1) * n_controls]) <= pools[key]
+
+
+def test_controls_are_targets_when_included() -> None:
+    sampler = bound(screen(), "gene", 8, control=CONTROL, include_control=True)
+    assert "ctrl" in set(sampler.table.gene)
+    assert "ctrl" not in set(bound(screen(), "gene", 8, control=CONTROL).table.gene)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_group_smaller_than_a_set_repeats_its_cells_evenly(replace: bool) -> None:
+    obs = pd.DataFrame({"gene": ["A"] * 3 + ["B"] * 40})
+    for group, rows, _ in sets_of(
+        plan_of(bound(obs, "gene", 8, replace=replace, **({"n_sets": 50} if replace else {})))
+    ):
+        if group == 0:
+            assert sorted(Counter(rows).values()) == [2, 3, 3]
+            assert set(rows) == {0, 1, 2}
+        elif replace:
+            assert len(set(rows)) == 8
+
+
+def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
+    obs = pd.DataFrame({"gene": ["A"] * 5 + ["B"] * 20 + ["C"] * 24})
+    filled = list(sets_of(plan_of(bound(obs, "gene", 8, replace=False))))
+    assert Counter(group for group, _, _ in filled) == {0: 1, 1: 3, 2: 3}
+    assert {row for _, rows, _ in filled for row in rows} == set(range(49))
+    assert all(len(set(rows)) == 8 for group, rows, _ in filled if group)
+    dropped = bound(obs, "gene", 8, replace=False, incomplete="drop")
+    found = list(sets_of(plan_of(dropped)))
+    assert dropped.table.gene.tolist() == ["B", "C"]
+    assert Counter(group for group, _, _ in found) == {0: 2, 1: 3}
+    rows = [row for _, rows, _ in found for row in rows]
+    assert len(set(rows)) == len(rows) == 40
+    # Another epoch leaves out other rows.
+    later = {row for _, rows, _ in sets_of(plan_of(dropped, epoch=1)) for row in rows}
+    assert later != set(rows)
+
+
+# --- Distributions ----------------------------------------------------------------------------------
+
+
+def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
+    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler, 100))], minlength=len(sampler.table))
+
+
+def test_groups_are_drawn_by_cells_alike_or_by_weight() -> None:
+    obs = screen()
+    cells = obs.gene.value_counts().sort_index()
+    by_cells = group_counts(bound(obs, "gene", 4, n_sets=5_000))
+    assert stats.chisquare(by_cells, cells / cells.sum() * 5_000).pvalue > ERROR
+    alike = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights="groups"))
+    assert stats.chisquare(alike).pvalue > ERROR
+    weights = {"A": 1.0, "B": 2.0, "C": 0.0, "D": 3, "ctrl": 4}
+    weighted = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights=weights))
+    assert weighted[2] == 0
+    kept = [0, 1, 3, 4]
+    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 500).pvalue > ERROR
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted: bool, block_size: int) -> None:
+    obs = screen(600, is_sorted=is_sorted)
+    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=10_000)
+    targets, controls = np.zeros(600), np.zeros(600)
+    for _, rows, own in sets_of(plan_of(sampler, 200)):
+        targets[list(rows)] += 1
+        controls[list(own)] += 1
+    is_control = (obs.gene == "ctrl").to_numpy()
+    assert not targets[is_control].any()
+    assert not controls[~is_control].any()
+    # With weights="cells", all targets are equally likely, as are all controls of a line. Cells of a block are drawn
+    # together, so their counts are correlated and a chi-square test does not apply. Each count is compared with a
+    # normal distribution instead.
+    assert_even(targets[~is_control], per_set=5, block_size=block_size)
+    for line in obs.line.unique():
+        assert_even(controls[is_control & (obs.line == line).to_numpy()], per_set=5, block_size=block_size)
+
+
+def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> None:
+    # The variance of a count is at most its mean: each set draws a cell at most once.
+    mean = counts.mean()
+    z = (counts - mean) / np.sqrt(mean)
+    assert np.abs(z).max() < stats.norm.isf(ERROR / len(counts) / 2)
+    # A trend along storage order would reveal a favored position.
+    blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
+    assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
+
+
+# --- Ranks, coverage and resuming -------------------------------------------------------------------
+
+SHAPES = {
+    "replace": st.booleans(),
+    "drop_last": st.booleans(),
+    "equal_ranks": st.booleans(),
+    "world_size": st.integers(1, 5),
+    "n": st.integers(20, 400),
+    "set_size": st.sampled_from([1, 3, 8]),
+}
+
+
+@settings(max_examples=60)
+@given(**SHAPES)
+def test_ranks_share_the_sets_of_an_epoch(
+    replace: bool, drop_last: bool, equal_ranks: bool, world_size: int, n: int, set_size: int
+) -> None:
+    sampler = bound(screen(n), "gene", set_size, control=CONTROL, replace=replace)
+    plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
+    everything = Counter(sets_of(plan_of(sampler, sets_of_batch=1)))
+    assert everything.total() == sampler.n_sets
+    ranks = [list(sets_of(plan.of_rank(rank))) for rank in range(world_size)]
+    yielded = Counter(one for rank in ranks for one in rank)
+    n_rows = set_size * yielded.total()
+    assert n_rows == plan.n_rows + plan.n_padded - plan.n_dropped
+    assert n_rows == sum(plan.of_rank(rank).n_rank_rows for rank in range(world_size))
+    assert plan.n_control_rows == plan.n_rows
+    assert set(yielded) <= set(everything)
+    if drop_last:
+        assert plan.n_padded == 0
+    else:
+        assert set(yielded) == set(everything)
+        extra = yielded - everything
+        assert extra.total() * set_size == plan.n_padded
+        assert plan.n_padded <= (world_size - 1) * set_size
+    if equal_ranks:
+        assert len({len(rank) for rank in ranks}) == 1
+
+
+@settings(max_examples=60)
+@given(
+    **SHAPES,
+    then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])),
+    data=st.data(),
+)
+def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
+    replace: bool,
+    drop_last: bool,
+    equal_ranks: bool,
+    world_size: int,
+    n: int,
+    set_size: int,
+    then: tuple[int, int],
+    data: st.DataObject,
+) -> None:
+    sampler = bound(screen(n), "gene", set_size, control=CONTROL, replace=replace)
+    plan = plan_of(sampler, drop_last=drop_last, equal_ranks=equal_ranks, world_size=world_size)
+    n_done = data.draw(st.integers(0, min(plan.of_rank(rank).n_batches for rank in range(world_size))))
+    done = [list(sets_of(plan.of_rank(rank)))[: n_done * 2] for rank in range(world_size)]
+    segment = ConsumedSegment(world_size=world_size, batch_size=plan.batch_size, fetch_factor=3, n_batches=n_done)
+    n_ranks, sets_of_batch = then
+    rest = plan_of(
+        sampler, sets_of_batch, equal_ranks=False, drop_last=drop_last, world_size=n_ranks, consumed=(segment,)
+    )
+    if equal_ranks:
+        rest = plan_of(sampler, sets_of_batch, drop_last=drop_last, world_size=n_ranks, consumed=(segment,))
+    later = Counter(one for rank in range(n_ranks) for one in sets_of(rest.of_rank(rank)))
+    everything = Counter(sets_of(plan_of(sampler, sets_of_batch=1)))
+    before = Counter(one for rank in done for one in rank)
+    assert set(later) | set(before) <= set(everything)
+    if not drop_last:
+        assert set(later) | set(before) == set(everything)
+        n_twice = (later + before).total() - everything.total()
+        # With equal_ranks=True, each of the two segments repeats at most one set per rank.
+        assert n_twice <= ((world_size - 1) + (n_ranks - 1) if equal_ranks else 0)
+        assert rest.n_rows + rest.n_padded >= set_size * later.total()
+
+
+def test_digests_tell_samplers_apart() -> None:
+    obs = screen()
+    control: dict[str, Any] = {"control": CONTROL}
+    options = [
+        {},
+        {"set_size": 4},
+        {"by": "line"},
+        control,
+        control | {"n_controls": 2},
+        control | {"match": ["batch"]},
+    ]
+    options += [{"replace": False}, {"weights": "groups"}, {"n_sets": 7}, {"indices": slice(0, 1500)}]
+    digests = [[bound(obs, **({"by": "gene", "set_size": 8} | one)).digest() for one in options] for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == len(options)
+
+
+# --- Unmatched cells --------------------------------------------------------------------------------
+
+
+def with_gap() -> pd.DataFrame:
+    """Return a screen without controls in RPE1, and in batch z of K562."""
+    obs = screen()
+    is_gap = (obs.gene == "ctrl") & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
+    return obs[~is_gap].reset_index(drop=True)
+
+
+def test_unmatched_cells_are_refused_with_their_labels() -> None:
+    obs = with_gap()
+    n = int(((obs.line == "RPE1") & (obs.gene != "ctrl")).sum())
+    with pytest.raises(InputError, match=f"{n}.*line='RPE1'.*unmatched='drop'"):
+        bound(obs, ["line", "gene"], 8, control=CONTROL)
+
+
+def test_unmatched_groups_are_dropped_and_counted() -> None:
+    obs = with_gap()
+    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, unmatched="drop")
+    assert set(sampler.table.line) == {"HepG2", "K562"}
+    assert sampler.accounts.n_unmatched_groups == 4
+    assert sampler.accounts.n_unmatched_cells == ((obs.line == "RPE1") & (obs.gene != "ctrl")).sum()
+    assert sampler.accounts.n_cells == ((obs.line != "RPE1") & (obs.gene != "ctrl")).sum()
+    assert all((obs.line[list(rows)] != "RPE1").all() for _, rows, _ in sets_of(plan_of(sampler)))
+
+
+def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
+    obs = with_gap()
+    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="drop")
+    is_target = obs.gene != "ctrl"
+    is_open = is_target & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
+    assert sampler.accounts.n_unmatched_cells == is_open.sum()
+    assert sampler.accounts.n_unmatched_groups == 8
+    drawn = [row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]
+    assert not is_open[drawn].any()
+
+
+@pytest.mark.parametrize("n_controls", [1, 9])
+def test_controls_of_a_set_repeat_only_where_too_few_match(n_controls: int) -> None:
+    obs = screen(400)
+    pools = obs[obs.gene == "ctrl"].groupby(["line", "batch"], observed=True).size()
+    sampler = bound(obs, "gene", 8, control=CONTROL, match=["line", "batch"], n_controls=n_controls, n_sets=500)
+    n_repeated = 0
+    for _, _, controls in sets_of(plan_of(sampler)):
+        drawn = obs.iloc[list(controls)].groupby(["line", "batch"], observed=True)
+        for pool, rows in drawn.groups.items():
+            times = rows.value_counts()
+            n_repeated += times.max() > 1
+            assert times.max() == -(-len(rows) // pools[pool])
+    assert (n_repeated > 0) == (n_controls == 9)
+
+
+def test_cells_without_a_label_to_match_by_are_unmatched() -> None:
+    obs = screen()
+    obs["batch"] = obs.batch.where(obs.index % 10 != 0)
+    n = int(((obs.gene != "ctrl") & obs.batch.isna()).sum())
+    with pytest.raises(InputError, match=f"{n} of the cells"):
+        bound(obs, "gene", 8, control=CONTROL, match="batch")
+    dropped = bound(obs, "gene", 8, control=CONTROL, match="batch", unmatched="drop")
+    assert dropped.accounts.n_unmatched_cells == n
+    for _, rows, controls in sets_of(plan_of(dropped)):
+        assert obs.batch[list(rows)].tolist() == obs.batch[list(controls)].tolist()
+
+
+def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    obs = screen()
+    obs["gene"] = obs.gene.where(obs.index % 7 != 0)
+    sampler = bound(obs, "gene", 8)
+    assert sampler.accounts.n_unlabelled == obs.gene.isna().sum()
+    assert "have no label in" in caplog.text
+    assert not obs.gene[[row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]].isna().any()
+
+
+# --- Rows to draw from ------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
+@settings(max_examples=20)
+def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None:
+    obs = screen()
+    rng = np.random.default_rng(1)
+    mask = rng.random(2000) < 0.5
+    indices: Any = {"mask": mask, "rows": rng.permutation(np.flatnonzero(mask)), "slice": slice(100, 900)}[kind]
+    allowed = set(range(100, 900)) if kind == "slice" else set(np.flatnonzero(mask).tolist())
+    own = np.arange(1000, 2000) if has_own else None
+    sampler = bound(obs, "gene", 8, control=CONTROL, indices=indices, control_indices=own)
+    for _, rows, controls in sets_of(plan_of(sampler)):
+        assert set(rows) <= allowed
+        assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
+
+
+# --- Labels ------------------------------------------------------------------------------------------
+
+
+def labels_of(sampler: Any, name: str) -> list[Any]:
+    return list(sampler.table[name])
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i8", "f4", "f8", "Int64", object])
+def test_negative_whole_numbers_are_labels_like_others(dtype: Any) -> None:
+    obs = pd.DataFrame({"day": pd.Series([-7, 3, -7, 0, -1, 3, -1, 0] * 3).astype(dtype)})
+    sampler = bound(obs, "day", 2)
+    assert labels_of(sampler, "day") == [-7, -1, 0, 3]
+    assert sampler.accounts.n_unlabelled == 0
+    assert all(
+        set(obs.day[list(rows)]) == {labels_of(sampler, "day")[group]} for group, rows, _ in sets_of(plan_of(sampler))
+    )
+    matched = bound(obs.assign(gene=["ctrl", "A"] * 12, day=[-1] * 24), "gene", 2, control=CONTROL, match="day")
+    assert matched.accounts.n_unmatched_cells == 0
+    by_day = bound(obs, "day", 2, control={"day": -7}, match=[])
+    assert {obs.day[row] for _, _, controls in sets_of(plan_of(by_day)) for row in controls} == {-7}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ["b", "a", "c", "a"],
+        [10**9, 5, 10**8, 5],
+        [0.5, 0.1, 0.25, 0.1],
+        [True, False, True, True],
+        [2, 0, 1, 0],
+        list(pd.to_datetime(["2024-02-01", "2024-01-01", "2025-01-01", "2024-01-01"])),
+    ],
+)
+def test_groups_are_in_the_order_of_their_labels(labels: list[Any]) -> None:
+    obs = pd.DataFrame({"gene": labels * 3})
+    sampler = bound(obs, "gene", 2)
+    assert labels_of(sampler, "gene") == sorted(set(labels))
+    backward = bound(obs[::-1].reset_index(drop=True), "gene", 2)
+    assert labels_of(backward, "gene") == sorted(set(labels))
+
+
+def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    obs = screen()
+    obs.loc[(obs.gene == "ctrl") & (obs.line == "RPE1"), "gene"] = "A"
+    every = {(line, gene): 1.0 for line in obs.line.unique() for gene in "ABCD"}
+    options: dict[str, Any] = {"control": CONTROL, "unmatched": "drop", "incomplete": "drop"}
+    counts = obs[(obs.gene != "ctrl") & (obs.line != "RPE1")].groupby(["line", "gene"], observed=True).size()
+    size = int(counts.min()) + 1
+    with caplog.at_level(logging.INFO, "dasksc.plan"):
+        sampler = bound(obs, ["line", "gene"], size, weights=every, **options)
+    n_drawn = int((counts >= size).sum())
+    assert len(sampler.table) == n_drawn
+    assert f"weights contain {12 - n_drawn} groups without cells to draw from" in caplog.text
+    unweighted = bound(obs, ["line", "gene"], size, weights="groups", **options)
+    assert list(sets_of(plan_of(sampler))) == list(sets_of(plan_of(unweighted)))
+    with pytest.raises(MissingKeyError, match="weights.*'Z'"):
+        bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "Z"): 1.0}, **options)
+
+
+DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
+
+
+@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, lambda day: day[0]], ids=range(3))
+@pytest.mark.parametrize(
+    "column",
+    [
+        pd.Series(DAYS),
+        pd.Series(pd.Categorical(DAYS)),
+        pd.Series(DAYS.tz_localize("UTC")),
+        pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
+    ],
+    ids=["days", "categories", "zone", "durations"],
+)
+def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_given: Any) -> None:
+    obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
+    day = pd.Index(column.iloc[20:21])
+    if as_given is np.asarray and getattr(column.dtype, "tz", None):
+        day = day.astype(object)
+    sampler = bound(obs, "gene", 4, control={"day": as_given(day)}, match=[])
+    assert sampler.accounts.n_control_cells == 20
+    assert all(set(controls) <= set(range(20, 40)) for _, _, controls in sets_of(plan_of(sampler)))
+    weights = {label: float(label == day[0]) for label in column.unique()}
+    assert {row for _, rows, _ in sets_of(plan_of(bound(obs, "day", 4, weights=weights))) for row in rows} <= set(
+        range(20, 40)
+    )
+
+
+def test_get_indices_keeps_sets_together():
+    adata = ad.AnnData(
+        np.zeros((60, 1)), obs=pd.DataFrame({"gene": pd.Categorical(list("abc") * 20)}, index=list(map(str, range(60))))
+    )
+    rows = CellSets("gene", 4, n_sets=30).get_indices(adata, seed=3).reshape(30, 4)
+    genes = adata.obs["gene"].to_numpy()[rows]
+    assert (genes == genes[:, :1]).all()
+    assert len({tuple(one) for one in rows.tolist()}) > 10
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=20))
+def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
+    out = np.empty(len(numbers), dtype=np.uint64)
+    kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
+    assert out.tolist() == [twins.stream(key, number) for number in numbers]
