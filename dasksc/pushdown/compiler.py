@@ -255,7 +255,7 @@ def _may_have_rows(value: Any, n_axes: int) -> bool:
     """Return True if NumPy may align the rows of an argument that is not an array of Dask with those of the result."""
     value = value.value if isinstance(value, DataNode) else value
     if isinstance(value, np.ndarray) or sp.issparse(value):
-        return value.ndim >= n_axes and value.shape[0] != 1
+        return bool(value.ndim >= n_axes and value.shape[0] != 1)
     return isinstance(value, GraphNode)  # not computed yet
 
 
