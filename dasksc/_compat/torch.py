@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dasksc._compat.unsupported import UnsupportedVersionError
 
-__all__ = ["check_training", "default_store", "is_stacking_fetcher"]
+__all__ = ["check_training", "default_store", "set_collation"]
 
 
 def check_training(version: str) -> None:
@@ -22,10 +23,9 @@ def default_store(distributed: Any) -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def is_stacking_fetcher(caller: Any) -> bool:
-    """Return True if an object is the fetcher of a DataLoader that stacks the elements of an iterable data set."""
-    from torch.utils.data import default_collate
-    from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+def set_collation(cls: type, collate: Callable[..., Any]) -> None:
+    """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
+    # The documentation of ``default_collate`` names this table for the purpose.
+    from torch.utils.data._utils.collate import default_collate_fn_map
 
-    is_fetcher = isinstance(caller, _IterableDatasetFetcher)
-    return is_fetcher and bool(caller.auto_collation) and caller.collate_fn is default_collate
+    default_collate_fn_map[cls] = collate

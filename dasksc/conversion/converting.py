@@ -26,7 +26,8 @@ from dasksc.memory.limits import memory_limit
 from dasksc.output.inputs import leaves_read
 from dasksc.output.progress_bars import progress_bar
 from dasksc.output.work_folder import StoreWorkFolder, atomic_array, mapped_array
-from dasksc.plan.groups import CodedColumn, combined_codes
+from dasksc.plan.groups import combined_codes
+from dasksc.plan.labels import CodedColumn
 from dasksc.plan.order import BlockOrder
 from dasksc.storage import Matrix, is_url, open_matrix
 

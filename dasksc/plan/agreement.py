@@ -39,8 +39,7 @@ class _JaxStore:
         self._prefix = prefix
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set `key` to `desired` if it is not set yet, and return its value."""
-        # `expected` is part of torch's signature and must be empty.
+        """Set `key` to `desired` if it is not set yet, and return its value; `expected` is empty, as torch needs it."""
         with contextlib.suppress(RuntimeError):  # another process set the key first
             self._client.key_value_set(f"{self._prefix}/{key}", desired)
         return self.get(key)
@@ -69,22 +68,16 @@ def shared_store(prefix: str) -> Any:
 
 @contextlib.contextmanager
 def _unless_gone() -> Iterator[None]:
-    """Log an error of the store instead of raising it."""
-    # The process that hosts the store may have exited. An iteration that is ending must then raise its own error, not
-    # that of the store.
+    """Log an error of the store, whose process may have exited, so that an iteration ends with its own error."""
     try:
         yield
     except RuntimeError as error:
         logger.warning("the other ranks cannot be notified that this rank ended its iteration: %s", error)
 
 
-_Ordinals = defaultdict[tuple[int, str], Iterator[int]]
-
-# Number of data sets that each rank of each group has created. All objects that represent the run's own store share one
-# set of counters, because torch may replace the object by another with the same keys. Each store that the user passes
-# has its own counters.
-_ordinals: _Ordinals = defaultdict(itertools.count)
-_ordinals_of_stores: weakref.WeakKeyDictionary[Any, _Ordinals] = weakref.WeakKeyDictionary()
+# Number of data sets that each rank of each group has created, by store. The run's own store stands under `World`,
+# because torch may replace the object by another with the same keys.
+_ordinals: weakref.WeakKeyDictionary[Any, defaultdict[tuple[int, str], Iterator[int]]] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
@@ -98,7 +91,7 @@ class Agreement:
     def __init__(self, world: World, store: Any = None) -> None:
         self._world = world
         self._given_store = store
-        ordinals = _ordinals if store is None else _ordinals_of_stores.setdefault(store, defaultdict(itertools.count))
+        ordinals = _ordinals.setdefault(World if store is None else store, defaultdict(itertools.count))
         has_peers = world.world_size > 1 and (store is not None or self.is_possible())
         self._ordinal = next(ordinals[world.rank, world.group]) if has_peers else None
 
@@ -158,11 +151,12 @@ class Agreement:
         names = [name for name in {**settings, **its_settings} if settings.get(name) != its_settings.get(name)]
         if not names:
             return "all arguments look the same, but array values, labels in obs, genes or versions of dasksc differ"
-        return "; ".join(
-            f"{_value_of(name, its_settings)} on rank {rank} and {settings.get(name, _absent(name))} on rank "
-            f"{self._world.rank}"
-            for name in names
-        )
+        texts = []
+        for name in names:
+            absent, separator = ("all", ":") if name.startswith(_GENES) else ("not set", " is")
+            its, mine = its_settings.get(name, absent), settings.get(name, absent)
+            texts.append(f"{name}{separator} {its} on rank {rank} and {mine} on rank {self._world.rank}")
+        return "; ".join(texts)
 
     def require_not_abandoned(self, iteration: int, n_batches: int) -> None:
         """Check that no other rank has abandoned this iteration after at most `n_batches` batches."""
@@ -202,12 +196,3 @@ class Agreement:
             f"{what_this_did}. The epochs of these ranks no longer match. Read the same number of batches on every "
             "rank. To inspect a batch on one rank only, create another data set with rank=0, world_size=1"
         )
-
-
-def _value_of(name: str, settings: Mapping[str, str]) -> str:
-    return f"{name}{':' if name.startswith(_GENES) else ' is'} {settings.get(name, _absent(name))}"
-
-
-def _absent(name: str) -> str:
-    """Return the value to show for a setting that a rank lacks: ``"all"`` for a gene count, otherwise ``"not set"``."""
-    return "all" if name.startswith(_GENES) else "not set"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,37 +13,31 @@ from dasksc.checks import is_whole
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.multiindexable import take_rows
 from dasksc.plan.arrays import array_of
-from dasksc.plan.candidates import Candidates, index_array
-from dasksc.plan.digests import digest_of
-from dasksc.plan.draws import ChosenRows
-from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.samplers import RowSampler, Sampler
+from dasksc.plan.candidates import Candidates, index_array, n_rows_needed
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.samplers import ChosenRows, RowSampler, Sampler
 from dasksc.plan.strategies import BuiltInStrategy, SamplingStrategy
 
 __all__ = ["UserSampler", "bind", "is_random", "n_rows_from_indices", "restricted"]
 
 
 @dataclass(frozen=True)
-class UserSampler:
+class UserSampler(Sampler):
     """Sampler of a user-defined strategy, which returns all row indices of an epoch at once."""
 
     strategy: SamplingStrategy
     collection: Any
     n_obs: int
-    n_rows: int
-    block_size: ClassVar[None] = None
-    shuffle_blocks: ClassVar[bool] = False
-    is_shuffled: ClassVar[bool] = False
-    unit: ClassVar[int] = 1
-    n_controls: ClassVar[int] = 0
+    n_drawn: int
+    shuffle_rows: bool
+    block_size = None
+    shuffle_blocks = False
 
     @property
-    def shuffle_rows(self) -> bool:
-        """See `Sampler.shuffle_rows`."""
-        return bool(self.strategy._shuffle_before_yield)
+    def n_rows(self) -> int:
+        return self.n_drawn
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
-        """See `Sampler.draw`."""
         # An int below 2**63, which `np.random.default_rng`, `random.Random` and `torch.Generator` accept as a seed.
         key = int(epoch_keys(seed, epoch, Purpose.USER)[0] >> np.uint64(1))
         name = type(self.strategy).__name__
@@ -59,7 +53,7 @@ class UserSampler:
         return ChosenRows(Candidates(n=self.n_obs), rows.astype(np.int64, copy=False))
 
     def digest(self) -> str:
-        """See `Sampler.digest`."""
+        """Return a hex digest; the rows of one epoch stand for the parameters, which are not known."""
         return digest_of("user", type(self.strategy).__qualname__, self.n_rows, self.draw(0, 0).chosen)
 
 
@@ -74,7 +68,7 @@ def bind(strategy: SamplingStrategy, collection: Any, n_obs: int, labels_of: Cal
     n_rows: Any = strategy.get_len(collection)
     if not is_whole(n_rows) or n_rows < 0:
         raise InputError(f"{type(strategy).__name__}.get_len must return a number of rows; got {n_rows!r}")
-    return UserSampler(strategy, collection, n_obs, int(n_rows))
+    return UserSampler(strategy, collection, n_obs, int(n_rows), bool(strategy._shuffle_before_yield))
 
 
 def is_random(sampler: Sampler) -> bool:
@@ -87,8 +81,7 @@ def n_rows_from_indices(strategy: SamplingStrategy) -> int | None:
     indices = getattr(strategy, "indices", getattr(strategy, "_indices", None))
     if indices is None or isinstance(indices, slice):
         return None
-    array = index_array(indices)
-    return len(array) if array.dtype == np.bool_ or not len(array) else int(array.max()) + 1
+    return n_rows_needed(index_array(indices))
 
 
 def restricted(strategy: SamplingStrategy, keep: NDArray[np.bool_], by: str) -> SamplingStrategy:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError, WrongTypeError
-from dasksc.multiindexable import count_rows
+from dasksc.errors import InputError
 from dasksc.plan.arrays import EMPTY_INTS, array_of
-from dasksc.plan.digests import digest_of
 
-__all__ = ["Candidates", "check_entries", "index_array"]
+__all__ = ["Candidates", "index_array", "n_rows_needed"]
 
 _Int64s = NDArray[np.int64]
 
@@ -26,16 +24,13 @@ class Candidates:
     start: int = 0  # First row of a range
     array: _Int64s | None = None  # Row numbers in ascending order, shape (n,), int64; None for a range
     # Position of each candidate in the user's indices, shape (n,), int64; None if the indices were in ascending order.
-    given: _Int64s | None = None
+    given: _Int64s | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, indices: Any, n_obs: int, *, name: str = "indices") -> Candidates:
         """Return candidates from None, a slice, a boolean mask, or row numbers in any order."""
-        # `name` is the name of the argument in error messages.
         if indices is None:
             return cls(n=n_obs)
-        if isinstance(indices, range):
-            indices = np.arange(indices.start, indices.stop, indices.step)
         if isinstance(indices, slice):
             try:
                 span = range(*indices.indices(n_obs))
@@ -43,7 +38,9 @@ class Candidates:
                 raise InputError(f"{name}={indices!r} is not a valid slice: {error}") from error
             if span.step == 1:
                 return cls(n=len(span), start=span.start)
-            indices = np.arange(span.start, span.stop, span.step)
+            indices = span
+        if isinstance(indices, range):
+            indices = np.arange(indices.start, indices.stop, indices.step)
         array = converted = index_array(indices, name=name)
         if array.dtype == np.bool_:
             if len(array) != n_obs:
@@ -92,13 +89,9 @@ class Candidates:
             return self.array[positions]
         return positions + self.start if self.start else positions
 
-    def digest(self) -> str:
-        """Return a hex digest of the candidates."""
-        return digest_of(self.n, self.start, self.array)
-
 
 def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
-    """Convert indices to an array of row numbers or a boolean mask; `name` is used in error messages."""
+    """Convert indices to an array of row numbers or a boolean mask; `name` is the argument in error messages."""
     array = array_of(name, indices)
     if array.ndim != 1:
         raise InputError(f"{name} must be one-dimensional; got shape {array.shape}")
@@ -109,25 +102,6 @@ def index_array(indices: Any, *, name: str = "indices") -> NDArray[Any]:
     return array
 
 
-def check_entries(name: str, values: Any, indices: Any) -> None:
-    """Check that `values` have the length of `indices`, or could have that of the collection."""
-    # The number of rows is not known yet. A mask determines it; other `indices` give its minimum.
-    try:
-        n = count_rows(values)
-    except TypeError as error:
-        raise WrongTypeError(f"{name} must contain one value per row; got {values!r}") from error
-    except ValueError as error:
-        raise InputError(f"{name} have chunks of unknown sizes; call compute_chunk_sizes() of the array") from error
-    if n == 0:
-        raise InputError(f"{name} are empty; give one per row")
-    if indices is None or isinstance(indices, slice):
-        return
-    array = index_array(indices)
-    is_mask = array.dtype == np.bool_
-    n_given = int(np.count_nonzero(array)) if is_mask else len(array)
-    n_rows = len(array) if is_mask or not len(array) else int(array.max()) + 1
-    if n != n_given and (n < n_rows or (is_mask and n > n_rows)):
-        raise InputError(
-            f"{name} has {n} entries; expected one per row of the data ({'' if is_mask else 'at least '}{n_rows}), "
-            f"or one per entry of indices ({n_given})"
-        )
+def n_rows_needed(indices: NDArray[Any]) -> int:
+    """Return the minimum number of rows of a collection with these row numbers; for a mask, their exact number."""
+    return len(indices) if indices.dtype == np.bool_ or not len(indices) else int(indices.max()) + 1

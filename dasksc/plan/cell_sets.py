@@ -5,26 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.checks import true_or_false, whole_number
+from dasksc.checks import names_or_none, true_or_false, whole_number
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.control_matching import MatchRequest, match_groups, match_rows
-from dasksc.plan.groups import CodedColumn, RowGroups, columns_named, combined_codes, group_rows
-from dasksc.plan.labels import pandas_label
+from dasksc.plan.controls import ControlSource
+from dasksc.plan.groups import combined_codes, group_rows
+from dasksc.plan.labels import CodedColumn
 from dasksc.plan.sets import SetAccounts, SetSampler
+from dasksc.plan.shares import weight_of
 from dasksc.plan.strategies import BuiltInStrategy
 
 __all__ = ["CellSets"]
 
 logger = logging.getLogger("dasksc.plan")
-
-_Int64s = NDArray[np.int64]
 
 _CHOICES = {"incomplete": ("repeat", "drop"), "unmatched": ("error", "drop")}
 _N_SHOWN = 3
@@ -154,7 +152,11 @@ class CellSets(BuiltInStrategy):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in choices:
                 raise InputError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-        self._check_weights()
+        expected = "weights must be 'cells', 'groups' or a dict of weights by group"
+        if isinstance(self.weights, str) and self.weights not in ("cells", "groups"):
+            raise InputError(f"{expected}; got {self.weights!r}")
+        if not isinstance(self.weights, str | Mapping):
+            raise WrongTypeError(f"{expected}; got a {type(self.weights).__name__}, which may have a to_dict()")
         if not self.replace and (self.n_sets is not None or self.weights != "cells"):
             raise InputError(
                 "replace=False draws every cell once, so n_sets= and weights= have no effect; omit them, or draw "
@@ -168,15 +170,6 @@ class CellSets(BuiltInStrategy):
                 raise InputError(f"to use {', '.join(named)}, also give control=, which selects the control cells")
         elif isinstance(self.control, Mapping):
             _names("control", self.control)
-
-    def _check_weights(self) -> None:
-        weights: Any = self.weights
-        expected = "weights must be 'cells', 'groups' or a dict of weights by group"
-        if isinstance(weights, str) and weights not in ("cells", "groups"):
-            raise InputError(f"{expected}; got {weights!r}")
-        if not isinstance(weights, str | Mapping):
-            hint = "; give weights.to_dict()" if hasattr(weights, "to_dict") else ""
-            raise WrongTypeError(f"{expected}; got a {type(weights).__name__}{hint}")
 
     @property
     def obs_columns(self) -> tuple[str, ...]:
@@ -199,9 +192,9 @@ class CellSets(BuiltInStrategy):
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> SetSampler:
         """See `BuiltInStrategy.bind`."""
-        encoded: dict[str, CodedColumn] = {}
+        columns = _Columns(n_obs, labels_of)
         candidates = Candidates.of(self.indices, n_obs)
-        by = columns_named("by=", self.by, labels_of, n_obs, encoded)
+        by = columns.named("by=", self.by)
         codes, n_codes = combined_codes(by, candidates.selector, candidates.n)
         n_unlabelled = int(np.count_nonzero(codes < 0))
         if n_unlabelled:
@@ -210,55 +203,53 @@ class CellSets(BuiltInStrategy):
         if self.control is None:
             groups = group_rows(codes, n_codes)
         else:
-            is_control = self._is_control(n_obs, labels_of, encoded)
+            source = self._control_source(candidates, columns)
             if not self.include_control:
-                codes[is_control[candidates.selector]] = -1
-            control_candidates = candidates
-            if self.control_indices is not None:
-                control_candidates = Candidates.of(self.control_indices, n_obs, name="control_indices")
-            if not is_control[control_candidates.selector].any():
-                raise InputError(
-                    f"none of the {control_candidates.n} rows to draw controls from matches "
-                    f"control={self._control_text()}; give rows with control cells in control_indices="
-                )
-            request = MatchRequest(
-                by=self.by,
-                match=columns_named("match=", self._match(), labels_of, n_obs, encoded),
-                n_controls=self.n_controls,
-                block_size=self.block_size,
-                unmatched=self.unmatched,
-            )
-            if len(codes) and codes.max() < 0:
+                codes[source.is_control[candidates.selector]] = -1
+            if codes.max(initial=-1) < 0:
                 raise self._no_sets_error(candidates)
-            if {column.name for column in request.match} <= set(self.by):
+            if {column.name for column in source.match} <= set(self.by):
                 groups = group_rows(codes, n_codes)
                 del codes  # 4 bytes per row
-                controls, groups, found = match_groups(
-                    request, candidates, groups, control_candidates=control_candidates, is_control=is_control
-                )
+                controls, groups, found = source.of_groups(candidates, groups)
             else:
-                controls, groups, found = match_rows(
-                    request,
-                    candidates,
-                    codes,
-                    n_codes,
-                    control_candidates=control_candidates,
-                    is_control=is_control,
-                )
-        n_short = int(np.count_nonzero(groups.counts < self.set_size))
+                controls, groups, found = source.of_rows(candidates, codes, n_codes)
+        is_short = groups.counts < self.set_size
+        n_short = int(np.count_nonzero(is_short))
         if self.incomplete == "drop" and n_short:
-            groups, controls = _kept(groups, controls, groups.counts >= self.set_size)
+            groups = groups.kept(~is_short)
+            if controls is not None and not len(controls.codes):
+                controls = replace(controls, pools=controls.pools[~is_short])
         if not len(groups.counts):
             raise self._no_sets_error(candidates, n_unmatched=found.get("n_unmatched_cells", 0), is_short=n_short > 0)
-        accounts = SetAccounts(
-            n_groups=len(groups.counts),
-            n_cells=groups.n_rows,
-            n_unlabelled=n_unlabelled,
-            n_short_groups=n_short,
-            drops_short=self.incomplete == "drop",
-            **found,
+        ends = None
+        if self.replace:
+            n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
+        else:
+            n_short_rows = self.set_size - 1 if self.incomplete == "repeat" else 0
+            ends = np.cumsum((groups.counts + n_short_rows) // self.set_size)
+            n_sets = int(ends[-1])
+        sampler = SetSampler(
+            candidates=candidates,
+            groups=groups,
+            columns=tuple(by),
+            set_size=self.set_size,
+            n_sets=n_sets,
+            # Neighbors in a group are neighbors in storage only if the rows of a group are stored together.
+            block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
+            cumulative=None,
+            ends=ends,
+            controls=controls,
+            accounts=SetAccounts(
+                n_groups=len(groups.counts),
+                n_cells=groups.n_rows,
+                n_unlabelled=n_unlabelled,
+                n_short_groups=n_short,
+                drops_short=self.incomplete == "drop",
+                **found,
+            ),
         )
-        return self._sampler(candidates, groups, tuple(by), controls, accounts)
+        return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
 
     def _no_sets_error(self, candidates: Candidates, *, n_unmatched: int = 0, is_short: bool = False) -> InputError:
         """Return the error to raise if no group can be drawn."""
@@ -271,76 +262,31 @@ class CellSets(BuiltInStrategy):
             + (f"; {', and '.join(reasons)}" if reasons else "")
         )
 
-    def _sampler(
-        self,
-        candidates: Candidates,
-        groups: RowGroups,
-        by: tuple[CodedColumn, ...],
-        controls: Any,
-        accounts: SetAccounts,
-    ) -> SetSampler:
-        cumulative, ends = None, None
-        if self.replace:
-            n_sets = -(-groups.n_rows // self.set_size) if self.n_sets is None else self.n_sets
-        else:
-            of_group = groups.counts // self.set_size
-            if self.incomplete == "repeat":
-                of_group = -(-groups.counts // self.set_size)
-            ends = np.cumsum(of_group)
-            n_sets = int(ends[-1])
-        sampler = SetSampler(
-            candidates=candidates,
-            groups=groups,
-            columns=by,
-            set_size=self.set_size,
-            n_sets=n_sets,
-            # Neighbors in a group are neighbors in storage only if the rows of a group are stored together.
-            block_rows=min(self.block_size, self.set_size) if groups.run_rows >= self.block_size else 1,
-            cumulative=cumulative,
-            ends=ends,
-            controls=controls,
-            accounts=accounts,
-        )
-        return replace(sampler, cumulative=np.cumsum(self._group_weights(sampler))) if self.replace else sampler
-
     def _group_weights(self, sampler: SetSampler) -> NDArray[np.float64]:
         counts = sampler.groups.counts
         if self.weights == "groups":
             return np.ones(len(counts))
         if not isinstance(self.weights, Mapping):
             return counts.astype(np.float64)
-        rows = sampler.candidates.rows(sampler.groups.first_rows())
-        number = {key: g for g, key in enumerate(zip(*(codes.tolist() for codes in sampler.labels(rows)), strict=True))}
-        by_label = [column.codes_by_label() for column in sampler.columns]
-        result = np.full(len(counts), np.nan)
-        n_ignored = 0
-        for key, weight in self.weights.items():
-            labels = key if isinstance(key, tuple) and len(self.by) > 1 else (key,)
-            try:
-                if len(labels) != len(by_label):
-                    raise MissingKeyError(f"each key must be a tuple of {len(by_label)} labels")
-                codes = tuple(one[pandas_label(label)] for one, label in zip(by_label, labels, strict=True))
-            except MissingKeyError as error:
-                raise MissingKeyError(
-                    f"weights contain {key!r}, which is not a group of {', '.join(self.by)}: {error}"
-                ) from error
-            value: Any = weight
-            if not isinstance(value, Real) or not 0 <= float(weight) < np.inf:
-                raise InputError(f"weights[{key!r}] must be finite and not negative; got {weight!r}")
-            found = number.get(codes)
-            if found is None:  # the group is unmatched, incomplete, outside `indices`, or a group of controls
-                n_ignored += 1
-            else:
-                result[found] = float(weight)
-        if n_ignored:
+        keys = [key if isinstance(key, tuple) and len(self.by) > 1 else (key,) for key in self.weights]
+        if wrong := [key for key in keys if len(key) != len(self.by)]:
+            raise MissingKeyError(f"weights contain {wrong[0]!r}; each key must be a tuple of {len(self.by)} labels")
+        of_key = [one.codes_of("weights", [key[i] for key in keys]) for i, one in enumerate(sampler.columns)]
+        given = {
+            codes: weight_of("weights", key, weight)
+            for codes, (key, weight) in zip(zip(*of_key, strict=True), self.weights.items(), strict=True)
+        }
+        groups = list(zip(*(codes.tolist() for codes in sampler.group_codes), strict=True))
+        if n_ignored := len(given.keys() - groups):  # unmatched, incomplete, outside `indices`, or groups of controls
             logger.info("weights contain %d groups without cells to draw from; these weights have no effect", n_ignored)
-        missing = np.flatnonzero(np.isnan(result))
-        if len(missing):
+        missing = [g for g, group in enumerate(groups) if group not in given]
+        if missing:
             some = sampler.table.iloc[missing[:_N_SHOWN]].astype(object).itertuples(index=False, name=None)
             raise InputError(
                 f"weights lack {len(missing)} of {len(counts)} groups: {', '.join(map(str, some))}"
                 f"{', ...' if len(missing) > _N_SHOWN else ''}. Give each a weight; 0 excludes a group"
             )
+        result = np.array([given[group] for group in groups])
         if not 0 < result.sum() < np.inf:
             raise InputError("weights leave nothing to draw: every group has weight 0, or their sum is not finite")
         return result
@@ -360,9 +306,26 @@ class CellSets(BuiltInStrategy):
             )
         return tuple(name for name in self.by if name not in self.control)
 
-    def _is_control(
-        self, n_obs: int, labels_of: Callable[[str], Any], encoded: dict[str, CodedColumn]
-    ) -> NDArray[np.bool_]:
+    def _control_source(self, targets: Candidates, columns: _Columns) -> ControlSource:
+        candidates = targets
+        if self.control_indices is not None:
+            candidates = Candidates.of(self.control_indices, columns.n_obs, name="control_indices")
+        is_control = self._is_control(columns)
+        if not is_control[candidates.selector].any():
+            raise InputError(
+                f"none of the {candidates.n} rows to draw controls from matches control={self._control_text()}; give "
+                "rows with control cells in control_indices="
+            )
+        return ControlSource(
+            candidates=candidates,
+            is_control=is_control,
+            match=columns.named("match=", self._match()),
+            n_controls=self.n_controls,
+            block_size=self.block_size,
+            drops_unmatched=self.unmatched == "drop",
+        )
+
+    def _is_control(self, columns: _Columns) -> NDArray[np.bool_]:
         control = self.control
         if isinstance(control, str):
             raise InputError(
@@ -372,34 +335,41 @@ class CellSets(BuiltInStrategy):
         if isinstance(control, Mapping):
             if not control:
                 raise InputError("control= is empty; give labels by column: {'gene': 'non-targeting'}")
-            first, *others = columns_named("control=", control, labels_of, n_obs, encoded)
-            result = first.where(control[first.name])
-            for column in others:
-                result &= column.where(control[column.name])
-            return result
+            masks = [one.where("control=", control[one.name]) for one in columns.named("control=", control)]
+            matches: NDArray[np.bool_] = np.logical_and.reduce(masks)
+            return matches
         mask = np.asarray(control.holds if isinstance(control, Expression) else control)
-        if mask.dtype != np.bool_ or mask.shape != (n_obs,):
+        if mask.dtype != np.bool_ or mask.shape != (columns.n_obs,):
             raise InputError(
-                f"control must be a dict of labels by column, an expression, or a boolean mask of {n_obs} rows; got "
-                f"{mask.dtype} of shape {mask.shape}"
+                f"control must be a dict of labels by column, an expression, or a boolean mask of {columns.n_obs} "
+                f"rows; got {mask.dtype} of shape {mask.shape}"
             )
         return mask
 
 
-def _names(argument: str, given: str | Iterable[str]) -> tuple[str, ...]:
+class _Columns:
+    """Coded obs columns of an atlas, each encoded once."""
+
+    def __init__(self, n_obs: int, labels_of: Callable[[str], Any]) -> None:
+        self.n_obs = n_obs
+        self._labels_of = labels_of
+        self._known: dict[str, CodedColumn] = {}
+
+    def named(self, argument: str, names: Iterable[str]) -> list[CodedColumn]:
+        """Return the columns that an argument names."""
+        for name in names:
+            if name not in self._known:
+                try:
+                    self._known[name] = CodedColumn.of(name, self._labels_of(name), self.n_obs)
+                except InputError as error:
+                    error.add_note(f"The column {name!r} is given in {argument} of CellSets.")
+                    raise
+        return [self._known[name] for name in names]
+
+
+def _names(argument: str, given: Any) -> tuple[str, ...]:
     """Return column names as a tuple."""
-    if not isinstance(given, Iterable):
-        raise WrongTypeError(f"{argument} must be the name of an obs column or a list of names; got {given!r}")
-    names = (given,) if isinstance(given, str) else tuple(given)
-    for name in names:
-        if not isinstance(name, str):
-            raise WrongTypeError(f"{argument} contains {name!r}; give names of obs columns")
+    names = tuple(names_or_none(argument, given))
     if len(set(names)) < len(names):
         raise InputError(f"{argument}={list(names)} names a column twice")
     return names
-
-
-def _kept(groups: RowGroups, controls: Any, keep: NDArray[np.bool_]) -> tuple[RowGroups, Any]:
-    if controls is not None and not len(controls.codes):
-        controls = replace(controls, pools=controls.pools[keep])
-    return groups.kept(keep), controls

@@ -1,15 +1,22 @@
-"""Consumed segments of an epoch, and the distribution of the remaining rows to ranks."""
+"""Deal of the units of an epoch to the ranks: consumed segments, sizes, and the sequence that each rank reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Deal", "Rounds", "ConsumedSegment"]
+from dasksc.kernels import permute
+from dasksc.plan.order import BlockOrder
+
+__all__ = ["ConsumedSegment", "Deal", "RankSequence", "RankSizes"]
 
 _Int64s = NDArray[np.int64]
+
+# Number of positions of a piece that are computed at once.
+_COMPUTED_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,42 +31,158 @@ class ConsumedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """Rows to distribute to the ranks."""
+    """Units to distribute to the ranks."""
 
     # first, n_full: First position and number of the full blocks to distribute. They are a range of the block order.
     first: int
     n_full: int
-    rest: _Int64s  # Positions, in storage order, of all other rows to distribute, shape (n_rest,), int64
+    rest: _Int64s  # Positions, in storage order, of all other units to distribute, shape (n_rest,), int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
-    """Layout of a rank's sequence: rounds of full blocks, and a piece of leftover rows before one of the rounds."""
+class RankSizes:
+    """Sizes of the shares of all ranks in units of the sampler, in closed form."""
 
-    block_size: int  # Number of rows in a round, per rank
-    piece_round: int  # Round before which the piece is inserted
-    n_piece: int  # Number of rows in the piece
+    n_dealt: int  # Number of units to deal
+    # n_full, block_size: Number of full blocks among them, and units per block.
+    n_full: int
+    block_size: int
+    batch_size: int  # Number of units in a batch
+    world_size: int  # Number of ranks
+    # drop_last, equal_ranks: As for `EpochPlan`.
+    drop_last: bool
+    equal_ranks: bool
 
-    def begun(self, position: int) -> int:
-        """Return the number of rounds that begin before a position in the rank's sequence."""
-        before = self.piece_round * self.block_size
+    @property
+    def n_rounds(self) -> int:
+        """Number of rounds, in each of which every rank receives a full block."""
+        return self.n_full // self.world_size
+
+    @property
+    def n_left(self) -> int:
+        """Number of leftover units, which do not fill a round."""
+        return self.n_dealt - self.n_rounds * self.world_size * self.block_size
+
+    @property
+    def n_larger(self) -> int:
+        """Number of ranks whose piece of the leftover units is one unit larger than those of the others."""
+        return self.n_left % self.world_size
+
+    def n_piece(self, rank: int) -> int:
+        """Return the number of units in a rank's piece of the leftover units, including padding."""
+        size = self.n_left // self.world_size
+        if self.equal_ranks:
+            return size + (self.n_larger > 0 and not self.drop_last)
+        return size + (rank < self.n_larger)
+
+    def n_sequence(self, rank: int) -> int:
+        """Return the number of units that a rank receives."""
+        return self.n_rounds * self.block_size + self.n_piece(rank)
+
+    def n_yielded(self, rank: int) -> int:
+        """Return the number of units that a rank yields."""
+        n = self.n_sequence(rank)
+        return n // self.batch_size * self.batch_size if self.drop_last else n
+
+    @property
+    def n_padded(self) -> int:
+        """Number of repeated units over all ranks, which make the ranks equal."""
+        return -self.n_left % self.world_size if self.equal_ranks and not self.drop_last else 0
+
+    def is_padded(self, rank: int) -> bool:
+        """Return True if a rank's piece ends in a unit that another rank also receives."""
+        return self.n_padded > 0 and rank >= self.n_larger
+
+    @property
+    def n_dropped(self) -> int:
+        """Number of the `n_dealt` units that no rank yields."""
+        if not self.drop_last:
+            return 0
+        # The ranks below `n_larger` yield as much as rank 0, all others as much as the last rank.
+        n_others = self.world_size - self.n_larger
+        return self.n_dealt - self.n_larger * self.n_yielded(0) - n_others * self.n_yielded(self.world_size - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSequence:
+    """Units of a rank in order: rounds of full blocks, and a piece of leftover units before one of the rounds."""
+
+    rank: int  # Rank that reads the sequence
+    sizes: RankSizes  # Sizes of the shares of all ranks
+    order: BlockOrder  # Order of the full blocks
+    deal: Deal  # Units to distribute to the ranks
+    piece_round: int  # Round before which every rank inserts its piece
+    left_from: int  # Offset at which dealing of the leftover units begins
+
+    @property
+    def end_of_piece(self) -> int:
+        """Position in the sequence of the last unit of the piece; if the rank is padded, this is the repeated unit."""
+        return self.piece_round * self.sizes.block_size + len(self.piece) - 1
+
+    @cached_property
+    def piece(self) -> _Int64s:
+        """Storage positions of this rank's piece of the leftover units."""
+        n_left = self.sizes.n_left
+        size, n_larger = divmod(n_left, self.sizes.world_size)
+        start = self.left_from + self.rank * size + min(self.rank, n_larger)
+        piece = np.empty(self.sizes.n_piece(self.rank), dtype=np.int64)
+        for done in range(0, len(piece), _COMPUTED_AT_ONCE):
+            out = piece[done : done + _COMPUTED_AT_ONCE]
+            leftover = np.arange(start + done, start + done + len(out), dtype=np.int64)
+            out[:] = self._left_at(leftover % n_left)
+        return piece
+
+    def _left_at(self, leftover: _Int64s) -> _Int64s:
+        """Return the storage positions of the leftover units with the numbers `leftover`."""
+        deal, block_size = self.deal, self.sizes.block_size
+        n_full = deal.n_full - self.sizes.n_rounds * self.sizes.world_size
+        block, within = np.divmod(leftover, block_size)
+        is_full = block < n_full
+        found = np.empty_like(leftover)
+        blocks = self.order.at(deal.first + deal.n_full - n_full + block[is_full])
+        found[is_full] = blocks * block_size + within[is_full]
+        found[~is_full] = deal.rest[leftover[~is_full] - n_full * block_size]
+        return found
+
+    def positions(self, start: int, stop: int) -> _Int64s:
+        """Return the storage positions of the range ``[start, stop)`` of the sequence, in the order of the sequence."""
+        out = np.empty(stop - start, dtype=np.int64)
+        permute.deal(
+            start,
+            self.sizes.block_size,
+            self.rank,
+            self.sizes.world_size,
+            self.deal.first,
+            self.piece_round,
+            self.piece,
+            self.order.n_blocks,
+            self.order.table,
+            self.order.half_bits,
+            self.order.round_keys,
+            out,
+        )
+        return out
+
+    def n_begun(self, position: int) -> int:
+        """Return the number of rounds that begin before a position in the sequence."""
+        before = self.piece_round * self.sizes.block_size
         if position <= before:
-            return -(-position // self.block_size)
-        return max(self.piece_round, -(-(position - self.n_piece) // self.block_size))
+            return -(-position // self.sizes.block_size)
+        return max(self.piece_round, -(-(position - len(self.piece)) // self.sizes.block_size))
 
-    def ended(self, position: int) -> int:
-        """Return the number of rounds that end at or before a position in the rank's sequence."""
-        ended = (position - self.n_piece) // self.block_size
-        return ended if ended > self.piece_round else min(self.piece_round, position // self.block_size)
+    def n_ended(self, position: int) -> int:
+        """Return the number of rounds that end at or before a position in the sequence."""
+        ended = (position - len(self.piece)) // self.sizes.block_size
+        return ended if ended > self.piece_round else min(self.piece_round, position // self.sizes.block_size)
 
     def outside(self, start: int, stop: int, first: int, end: int) -> list[tuple[int, int]]:
-        """Return the parts of a range of the rank's sequence that lie outside rounds ``[first, end)``."""
+        """Return the parts of a range of the sequence that lie outside rounds ``[first, end)``."""
         if first == end:
             return [(start, stop)]
-        where, n_piece = self.piece_round, self.n_piece
-        begin = first * self.block_size + (n_piece if first >= where else 0)
-        finish = end * self.block_size + (n_piece if end > where else 0)
+        where, n_piece = self.piece_round, len(self.piece)
+        begin = first * self.sizes.block_size + (n_piece if first >= where else 0)
+        finish = end * self.sizes.block_size + (n_piece if end > where else 0)
         spans = [(start, begin), (finish, stop)]
         if first < where < end:
-            spans.append((where * self.block_size, where * self.block_size + n_piece))
+            spans.append((where * self.sizes.block_size, where * self.sizes.block_size + n_piece))
         return spans

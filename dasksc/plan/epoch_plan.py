@@ -1,13 +1,10 @@
 """Plan of an epoch: the rows that each rank reads, and their order.
 
-A plan is a pure function of its fields. It reads no data. Besides its fields, it stores only values derived from them.
-Any fetch can be computed without the preceding ones, in time and memory that depend on the size of that fetch alone.
-
-The rows of an epoch, in storage order, are cut into blocks. The full blocks, in the order of the epoch,
-are dealt to the ranks in rounds, one block per rank: rank r of W gets order positions r, r + W, r + 2W,
-... The leftover rows, at most W - 1 full blocks and a short block, are cut into W pieces whose sizes differ by at most
-one row. Every rank inserts its piece before the same round. The shares of the ranks therefore differ by at most one
-row, for any sizes:
+A plan is a pure function of its fields. Any fetch can be computed without the preceding ones, in time and memory that
+depend on the size of that fetch alone. The rows of an epoch, in storage order, are cut into blocks. The full blocks, in
+the order of the epoch, are dealt to the ranks in rounds, one block per rank. The leftover rows, at most W - 1 full
+blocks and a short block, are cut into W pieces whose sizes differ by at most one row. Every rank inserts its piece
+before the same round:
 
 .. code-block:: text
 
@@ -17,22 +14,17 @@ row, for any sizes:
     rank 2     B9 [piece 2] B8
     rank 3     B0 [piece 3] B5
 
-The sequence of a rank is then cut into fetches, and fetches into batches. The rows of a fetch are read
-in sorted order and permuted in memory.
+The sequence of a rank is cut into fetches, and fetches into batches. If an epoch is read in several segments, with
+different numbers of ranks or batch sizes, the rows that one segment leaves unread are dealt again in the next.
 
-An epoch may be read in several segments, with different numbers of ranks or batch sizes. Rows that one
-segment leaves unread are dealt again in the next. The untouched full blocks form a range of the order,
-as at the start; all other unread rows join the leftover rows.
-
-A plan deals units of the sampler. A unit is a row, a set of rows (`CellSets`) or a batch
-(``ClassBalancedSampling(per_batch=True)``). The storage position of a unit is its number in storage order. Internally,
-positions and the sizes of blocks, pieces and padding are in units. Public sizes such as `n_padded` are in rows.
+A plan deals units of the sampler: rows, sets of rows (`CellSets`) or batches (`ClassBalancedSampling` with
+``per_batch=True``). Internally, positions and the sizes of blocks, pieces and padding are in units; public sizes are in
+rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,20 +33,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.checks import whole_number
-from dasksc.displays import constructor, html_table
+from dasksc.displays import constructor
 from dasksc.errors import InputError
 from dasksc.kernels import permute
-from dasksc.plan.deal import ConsumedSegment, Deal
-from dasksc.plan.draws import Draw
+from dasksc.plan.deal import ConsumedSegment, Deal, RankSequence, RankSizes
 from dasksc.plan.fetches import FetchPlan, ascending
-from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.label_entropy import Diversity, diversity_of
 from dasksc.plan.labels import encode_labels
-from dasksc.plan.order import BlockOrder
-from dasksc.plan.rank_sequence import RankSequence
-from dasksc.plan.rank_sizes import RankSizes
-from dasksc.plan.rotation import rotated
-from dasksc.plan.samplers import Sampler
+from dasksc.plan.order import BlockOrder, rotated
+from dasksc.plan.samplers import Draw, Sampler
 from dasksc.plan.sets import SetDraw
 from dasksc.plan.stratified import StratifiedSampler
 
@@ -134,19 +122,6 @@ class EpochPlan:
 
     def __repr__(self) -> str:
         return constructor(self, sampler=f"{type(self.sampler).__name__} of {self.n_rows:,} rows")
-
-    def _repr_html_(self) -> str:
-        rows = [
-            ("epoch", f"{self.epoch}: {self.n_rows:,} rows over all ranks"),
-            ("fetch", f"{self.fetch_rows:,} rows in {self.fetch_factor:,} batches of {self.batch_size:,}"),
-            ("rank", f"{self.rank} of {self.world_size}"),
-        ]
-        if not self.consumed:  # otherwise, the sizes depend on the drawn rows
-            rows += [
-                ("this rank", f"rows {self.n_rank_rows:,}; batches {self.n_batches:,}; fetches {self.n_fetches:,}"),
-                ("all ranks", f"rows padded {self.n_padded:,}; dropped {self.n_dropped:,}"),
-            ]
-        return html_table(repr(self), rows)
 
     # --- Sizes: closed forms, computed without drawing rows unless a segment of the epoch was read before ---
 
@@ -242,7 +217,7 @@ class EpochPlan:
     @property
     def n_rank_padded(self) -> int:
         """Number of repeated rows that this rank yields: at most one row, or the rows of one set or one batch."""
-        return int(self._is_padded) * self.sampler.unit
+        return int(self._sizes.is_padded(self.rank)) * self.sampler.unit
 
     @property
     def n_rank_dropped(self) -> int:
@@ -287,32 +262,25 @@ class EpochPlan:
         return epoch_keys(self.seed, self.epoch, purpose, *number, n=n)
 
     @cached_property
-    def _deal_keys(self) -> NDArray[np.uint64]:
-        return self._keys(Purpose.DEAL, 2)
-
-    @property
-    def _piece_round(self) -> int:
-        """Round before which every rank inserts its piece. If blocks are in storage order, the piece comes last."""
-        if not self.sampler.shuffle_blocks:
-            return self._sizes.n_rounds
-        return int(permute.below(self._deal_keys[0], 0, self._sizes.n_rounds + 1))
-
-    @property
-    def _left_from(self) -> int:
-        """Offset at which dealing of the leftover units begins; random, so that the surplus units vary."""
-        if not (self.sampler.shuffle_blocks or self.sampler.shuffle_rows) or not self._sizes.n_left:
-            return 0
-        return int(permute.below(self._deal_keys[1], 0, self._sizes.n_left))
-
-    @cached_property
     def _sequence(self) -> RankSequence:
+        sizes, sampler = self._sizes, self.sampler
+        round_key, left_key = self._keys(Purpose.DEAL, 2)
+
+        def below(key: np.uint64, n: int) -> int:
+            return int(permute.below(key, 0, n))
+
+        # If blocks are in storage order, the piece comes last. The leftover units are dealt from a random one on, so
+        # that the surplus units vary.
+        at_random = sampler.shuffle_blocks or sampler.shuffle_rows
         return RankSequence(
             rank=self.rank,
-            sizes=self._sizes,
+            sizes=sizes,
             order=self._order,
             deal=self._deal,
-            piece_round=self._piece_round,
-            left_from=self._left_from,
+            piece_round=int(permute.below(round_key, 0, sizes.n_rounds + 1))
+            if sampler.shuffle_blocks
+            else sizes.n_rounds,
+            left_from=int(permute.below(left_key, 0, sizes.n_left)) if at_random and sizes.n_left else 0,
         )
 
     def _stored(self, positions: _Int64s) -> _Int64s:
@@ -406,7 +374,7 @@ class EpochPlan:
     def of_rank(self, rank: int) -> EpochPlan:
         """Return the plan of another rank for the same epoch, without drawing the rows again."""
         other = dataclasses.replace(self, rank=rank)
-        for name in ("_draw", "_order", "_deal", "_deal_keys", "_sizes"):
+        for name in ("_draw", "_order", "_deal", "_sizes"):
             other.__dict__[name] = getattr(self, name)
         return other
 
@@ -418,15 +386,16 @@ class EpochPlan:
         unread = [plan._unread(n_batches * self._batch) for plan in plans]
         rest = [loose for _, _, loose in unread]
         # Rounds that no rank has touched remain a range of the order.
-        first = max(plan._sequence.rounds.begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
-        end = min(plan._sequence.rounds.ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
+        first = max(plan._sequence.n_begun(start) for plan, (start, _, _) in zip(plans, unread, strict=True))
+        end = min(plan._sequence.n_ended(stop) for plan, (_, stop, _) in zip(plans, unread, strict=True))
         if first >= end or not self.sampler.shuffle_blocks:
             first = end = 0
         for plan, (start, stop, _) in zip(plans, unread, strict=True):
-            for low, high in plan._sequence.rounds.outside(start, stop, first, end):
-                rest.append(plan._sequence.positions(low, high))
-                if plan._is_padded and low <= plan._sequence.end_of_piece < high:
-                    rest[-1] = np.delete(rest[-1], plan._sequence.end_of_piece - low)
+            sequence = plan._sequence
+            for low, high in sequence.outside(start, stop, first, end):
+                rest.append(sequence.positions(low, high))
+                if self._sizes.is_padded(plan.rank) and low <= sequence.end_of_piece < high:
+                    rest[-1] = np.delete(rest[-1], sequence.end_of_piece - low)
         positions = np.concatenate(rest)
         if not self.sampler.shuffle_blocks:
             positions.sort()
@@ -459,20 +428,11 @@ class EpochPlan:
                 loosen(last, 0)
             stop = last * self._fetch_units
         found = np.concatenate(loose)
-        if self._is_padded:
+        if self._sizes.is_padded(self.rank):
             found = found[found != self._sequence.piece[-1]]
         return start, max(start, stop), found
 
-    @property
-    def _is_padded(self) -> bool:
-        """True if this rank's piece ends in a unit that another rank also receives."""
-        return self._sizes.is_padded(self.rank)
-
     def digest(self) -> str:
         """Return a hex digest of the epoch over all ranks; equal digests mean equal batches."""
-        state = hashlib.blake2b(digest_size=16)
-        sizes = (self.n_rows, self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.consumed)
-        state.update(repr((self.seed, self.epoch, self.world_size, *sizes)).encode())
-        state.update(self.sampler.digest().encode())
-        state.update(self._draw.digest())
-        return state.hexdigest()
+        sizes = (self.batch_size, self.fetch_factor, self.drop_last, self.equal_ranks, self.consumed)
+        return digest_of(self.seed, self.epoch, self.world_size, *sizes, self.sampler.digest(), self._draw)

@@ -27,31 +27,43 @@ __all__ = ["EpochCounter"]
 _REMEMBERED_PASSES = 16
 
 
-class EpochCounter:
-    """Epoch counter shared by every copy of a data set on this machine."""
+class _File:
+    """File of a count; the process that made it removes it together with the last of its counters, or when it exits."""
 
-    # The original counter owns the file and removes it when the counter is garbage-collected or the process exits. A
-    # copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
-    # or if the copy begins an epoch in another process that is not a DataLoader worker.
-
-    def __init__(self) -> None:
-        self._make(next_epoch=0)
-
-    def _make(self, next_epoch: int) -> None:
+    def __init__(self, next_epoch: int) -> None:
         try:
-            descriptor, self._path = tempfile.mkstemp(prefix="dasksc-epoch-")
-            self._finalizer = weakref.finalize(self, _remove, self._path, os.getpid())
+            descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
+            finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
             try:
                 with os.fdopen(descriptor, "w") as file:
                     json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
             except OSError:
-                self._finalizer()
+                finalizer()
                 raise
         except OSError as error:
             raise StorageError(
                 f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Free disk space there, or "
                 "set TMPDIR to another folder"
             ) from error
+
+
+# Files that this process made, by path.
+_files: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
+
+
+class EpochCounter:
+    """Epoch counter shared by every copy of a data set on this machine."""
+
+    # A copy continues the count in a file of its own if the shared file does not exist, for example on another machine,
+    # or if the copy begins an epoch in another process that is not a DataLoader worker.
+
+    def __init__(self) -> None:
+        self._make(next_epoch=0)
+
+    def _make(self, next_epoch: int) -> None:
+        self._file: _File | None = _File(next_epoch)
+        self._path = self._file.path
+        _files[self._path] = self._file
         self._next = next_epoch
         self._pid = os.getpid()
 
@@ -60,6 +72,9 @@ class EpochCounter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._path, self._next, self._pid = state["path"], state["next"], state["pid"]
+        self._file = _files.get(self._path)  # None in another process
+        if not os.path.exists(self._path):  # DataLoader workers of this process shall share the new file
+            self._make(self._next)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
@@ -94,8 +109,7 @@ class EpochCounter:
             self._make(self.peek())
         with self._locked() as state:
             epoch = int(state["next"])
-            state["next"] = epoch + 1
-            state["by_workers"] = False
+            state |= {"next": epoch + 1, "by_workers": False}
             return epoch
 
     def resume(self, base_seed: int, worker: int, n_workers: int, epoch: int) -> None:
@@ -103,58 +117,57 @@ class EpochCounter:
         # The pass after this one reads epoch ``epoch + 1``, even if it begins before any worker of this pass has
         # joined.
         with self._locked() as state:
-            for one in reversed(state["passes"]):
-                if one["seed"] == base_seed and one["of"] == n_workers:
-                    if one["epoch"] == epoch and worker not in one["workers"]:
-                        return
-                    break
-            state["next"] = epoch + 1
-            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": []})
+            one = _latest(state, base_seed, n_workers)
+            if one is None or one["epoch"] != epoch or worker in one["workers"]:
+                _begin(state, base_seed, n_workers, epoch)
 
     def join(self, base_seed: int, worker: int, n_workers: int) -> int:
         """Return the epoch that a DataLoader worker reads; the first worker of a pass begins an epoch."""
         with self._locked() as state:
             state["by_workers"] = True
-            for one in reversed(state["passes"]):
-                if one["seed"] == base_seed and one["of"] == n_workers:
-                    if worker not in one["workers"]:
-                        one["workers"].append(worker)
-                        return int(one["epoch"])
-                    break
-            epoch = int(state["next"])
-            state["next"] = epoch + 1
-            _append(state, {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [worker]})
-            return epoch
+            one = _latest(state, base_seed, n_workers)
+            if one is None or worker in one["workers"]:
+                one = _begin(state, base_seed, n_workers, int(state["next"]))
+            one["workers"].append(worker)
+            return int(one["epoch"])
 
     def report(
         self, base_seed: int, worker: int, n_workers: int, epoch: int, figures: dict[str, Any]
     ) -> list[dict[str, Any]] | None:
-        """Store the report of a DataLoader worker that has finished an epoch."""
+        """Store the report of a DataLoader worker that has finished an epoch; return all reports with the last."""
         with self._locked() as state:
-            for one in reversed(state["passes"]):
-                if (one["seed"], one["of"], one["epoch"]) == (base_seed, n_workers, epoch):
-                    reports: dict[str, dict[str, Any]] = one.setdefault("reports", {})
-                    reports[str(worker)] = figures
-                    return list(reports.values()) if len(reports) == n_workers else None
-        return None
+            one = _latest(state, base_seed, n_workers, epoch)
+            if one is None:
+                return None
+            one["reports"][str(worker)] = figures
+            return list(one["reports"].values()) if len(one["reports"]) == n_workers else None
 
     def reports(self) -> list[dict[str, Any]] | None:
         """Return the reports of the DataLoader workers for the latest epoch; None if no DataLoader worker began it."""
         with self._locked() as state:
-            return list(state["passes"][-1].get("reports", {}).values()) if state["by_workers"] else None
+            return list(state["passes"][-1]["reports"].values()) if state["by_workers"] else None
 
     def unfinished(self) -> int | None:
         """Return the latest epoch if DataLoader workers read it and not all of them have finished, otherwise None."""
         with self._locked() as state:
-            if not state["by_workers"]:
-                return None
-            last = state["passes"][-1]
-            return None if len(last.get("reports", {})) == last["of"] else int(last["epoch"])
+            last = state["passes"][-1] if state["by_workers"] else None
+            return None if last is None or len(last["reports"]) == last["of"] else int(last["epoch"])
 
 
-def _append(state: dict[str, Any], one_pass: dict[str, Any]) -> None:
-    state["passes"].append(one_pass)
-    del state["passes"][:-_REMEMBERED_PASSES]
+def _latest(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int | None = None) -> Any:
+    """Return the latest pass of these DataLoader workers, or None."""
+    for one in reversed(state["passes"]):
+        if (one["seed"], one["of"]) == (base_seed, n_workers) and epoch in (None, one["epoch"]):
+            return one
+    return None
+
+
+def _begin(state: dict[str, Any], base_seed: int, n_workers: int, epoch: int) -> Any:
+    """Begin a pass over `epoch`, after which the next one reads ``epoch + 1``."""
+    one = {"seed": base_seed, "of": n_workers, "epoch": epoch, "workers": [], "reports": {}}
+    state["next"] = epoch + 1
+    state["passes"] = [*state["passes"][1 - _REMEMBERED_PASSES :], one]
+    return one
 
 
 def _remove(path: str, pid: int) -> None:

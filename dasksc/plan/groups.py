@@ -2,120 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import sets as kernels
 from dasksc.plan.arrays import EMPTY_INTS
-from dasksc.plan.digests import digest_of
-from dasksc.plan.labels import encode_labels, listed
+from dasksc.plan.labels import CodedColumn
 
-__all__ = ["CodedColumn", "RowGroups", "columns_named", "combined_codes", "group_rows"]
+__all__ = ["RowGroups", "combined_codes", "group_rows"]
 
 _Int64s = NDArray[np.int64]
 
 # A table with one entry per code is always allowed up to this many entries; with many rows, the limit is larger.
 _FEW_CODES = 2**22
-# Maximum number of labels in an error message.
-_N_SHOWN = 20
-
-
-@dataclass(frozen=True, slots=True)
-class CodedColumn:
-    """Obs column as integer codes."""
-
-    name: str  # Name of the column
-    codes: NDArray[Any]  # Code of each row of the collection, shape (n_obs,), integers; negative for a missing label
-    labels: Sequence[Any]  # Label of each code
-
-    @classmethod
-    def of(cls, name: str, labels: Any, n_obs: int) -> CodedColumn:
-        """Encode the labels of a column in ascending order; categories keep their order."""
-        try:
-            codes, names = encode_labels(labels, by_value=True)
-        except InputError as error:
-            raise InputError(f"the column {name!r}: {error}") from error
-        if len(codes) != n_obs:
-            raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
-        return cls(name, codes, names)
-
-    def codes_by_label(self) -> CodesByLabel:
-        """Return the code of each label."""
-        return CodesByLabel(self)
-
-    def where(self, wanted: Any) -> NDArray[np.bool_]:
-        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels."""
-        several = listed(wanted)
-        if not several:
-            raise InputError(f"control= has no label for column {self.name!r}; give one, or a list of labels")
-        codes = self.codes_by_label()
-        is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
-        for label in several:
-            try:
-                is_wanted[codes[label]] = True
-            except TypeError as error:  # the object is not hashable
-                raise WrongTypeError(
-                    f"control= has {label!r} for column {self.name!r}; give a label or a list of labels of that column"
-                ) from error
-        chosen: NDArray[np.bool_] = is_wanted[self.codes]
-        return chosen
-
-
-class CodesByLabel(dict[Any, int]):
-    """Codes of a column by label."""
-
-    def __init__(self, column: CodedColumn) -> None:
-        super().__init__((label, code) for code, label in enumerate(column.labels))
-        self._column = column
-
-    def __missing__(self, label: Any) -> int:
-        if isinstance(label, float | np.floating):
-            with np.errstate(over="ignore"):
-                nearest = float(np.float32(label))
-            if nearest in self:  # float32 columns store the nearest float32 of a label such as 0.1
-                return self[nearest]
-        column = self._column
-        present = [column.labels[code] for code in np.unique(column.codes).tolist() if code >= 0]
-        by_text = {str(one): one for one in present}
-        near = difflib.get_close_matches(str(label), by_text, n=3)
-        if str(label) in by_text:
-            same = by_text[str(label)]
-            hint = f"its labels are {_kind_of(same)}: give {_shown(same)}"
-        elif near:
-            hint = f"did you mean {' or '.join(_shown(by_text[one]) for one in near)}?"
-        else:
-            hint = f"it has [{', '.join(map(_shown, present[:_N_SHOWN]))}]"
-        raise MissingKeyError(f"the column {column.name!r} has no label {label!r}; {hint}")
-
-
-def _kind_of(label: Any) -> str:
-    kinds = ((bool | np.bool_, "booleans"), (Integral, "integers"), (Real, "numbers"), (str, "strings"))
-    return next((kind for one, kind in kinds if isinstance(label, one)), f"of type {type(label).__name__}")
-
-
-def _shown(label: Any) -> str:
-    return repr(label.item() if isinstance(label, np.generic) else label)
-
-
-def columns_named(
-    argument: str, names: Iterable[str], labels_of: Callable[[str], Any], n_obs: int, known: dict[str, CodedColumn]
-) -> list[CodedColumn]:
-    """Return the columns with given names, and encode each only once."""
-    for name in names:
-        if name not in known:
-            try:
-                known[name] = CodedColumn.of(name, labels_of(name), n_obs)
-            except InputError as error:
-                error.add_note(f"The column {name!r} is given in {argument} of CellSets.")
-                raise
-    return [known[name] for name in names]
 
 
 def combined_codes(columns: Sequence[CodedColumn], rows: _Int64s | slice, n: int) -> tuple[NDArray[Any], int]:
@@ -166,7 +69,7 @@ class RowGroups:
     # Rows, group by group and ascending within each, shape (n,), int32 or int64; empty if every group is one run of
     # rows. Member numbers are then row numbers.
     members: NDArray[Any]
-    run_rows: float  # Mean length of the runs of neighboring rows in a group
+    run_rows: float = field(compare=False)  # Mean length of the runs of neighboring rows in a group
 
     @property
     def n_rows(self) -> int:
@@ -184,10 +87,6 @@ class RowGroups:
     def kept(self, keep: NDArray[np.bool_]) -> RowGroups:
         """Return the groups to keep; members of other groups remain listed but are never drawn."""
         return RowGroups(self.codes[keep], self.starts[keep], self.counts[keep], self.members, self.run_rows)
-
-    def digest(self) -> str:
-        """Return a hex digest."""
-        return digest_of(self.codes, self.starts, self.counts, self.members)
 
 
 def group_rows(codes: NDArray[Any], n_codes: int) -> RowGroups:

@@ -1,23 +1,121 @@
-"""Encoding of labels as integer codes."""
+"""Labels as integer codes, and the rows that have a label."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import InputError
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import EMPTY_INTS, array_of
 
-__all__ = ["check_categories", "encode_labels", "listed", "pandas_label"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["CodedColumn", "check_categories", "encode_labels", "listed"]
 
 _Int64s = NDArray[np.int64]
 
 # Maximum number of distinct fractional labels; more of them suggest a measurement rather than classes.
 _MAX_FRACTIONAL_LABELS = 100
+# Maximum number of labels in an error message.
+_N_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CodedColumn:
+    """Labels of rows as integer codes: an obs column, or labels that the user gave."""
+
+    name: str  # Name of the column, or of the argument
+    codes: NDArray[Any]  # Code of each row, shape (n_obs,), integers; negative for a missing label
+    labels: Sequence[Any]  # Label of each code
+
+    @classmethod
+    def of(cls, name: str, values: Any, n_obs: int) -> CodedColumn:
+        """Encode a column of obs; codes are in ascending order of the labels, or in that of the categories."""
+        try:
+            codes, labels = encode_labels(values, by_value=True)
+        except InputError as error:
+            raise InputError(f"the column {name!r}: {error}") from error
+        if len(codes) != n_obs:
+            raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
+        return cls(name, codes, labels)
+
+    @classmethod
+    def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
+        """Encode every distinct value of a column; categories keep their order, unless it is to be that of text."""
+        # Codes have the smallest type. The order of text depends neither on that of categories nor on that of rows.
+        import pandas as pd
+
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            codes, labels = np.asarray(column.array.codes), column.array.categories
+        else:
+            codes, labels = pd.factorize(column, sort=order == "value")
+            codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
+        check_categories(labels, f"obs column {column.name!r}")
+        if order == "text":
+            by_text = np.argsort(labels.map(str).to_numpy(object), kind="stable")
+            places = np.full(len(labels) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
+            places[by_text] = np.arange(len(labels))
+            codes, labels = places[codes], labels.take(by_text)
+        return cls(str(column.name), codes, labels)
+
+    def codes_of(self, argument: str, wanted: Iterable[Any]) -> list[int]:
+        """Return the code of each label in `wanted`, which the user gave in `argument`."""
+        by_label = {label: code for code, label in enumerate(self.labels)}
+        codes = []
+        for label in map(_pandas_label, wanted):
+            try:
+                code = by_label.get(label)
+                if code is None and isinstance(label, float | np.floating):
+                    with np.errstate(over="ignore"):
+                        code = by_label.get(float(np.float32(label)))  # float32 columns store the nearest to 0.1
+            except TypeError as error:  # the object is not hashable
+                raise WrongTypeError(
+                    f"{argument} has {label!r} for {self.name!r}; give a label or a list of labels"
+                ) from error
+            if code is None:
+                raise MissingKeyError(self._without(argument, label))
+            codes.append(code)
+        return codes
+
+    def _without(self, argument: str, label: Any) -> str:
+        present = [self.labels[code] for code in np.unique(self.codes).tolist() if code >= 0]
+        by_text = {str(one): one for one in present}
+        near = [str(label)] if str(label) in by_text else difflib.get_close_matches(str(label), by_text, n=3)
+        meant = f"did you mean {' or '.join(_shown(by_text[one]) for one in near)}? " if near else ""
+        return (
+            f"{argument}: {self.name!r} has no label {label!r}; {meant}Its labels are "
+            f"[{', '.join(map(_shown, present[:_N_SHOWN]))}{', ...' if len(present) > _N_SHOWN else ''}]"
+        )
+
+    def where(self, argument: str, wanted: Any) -> NDArray[np.bool_]:
+        """Return a mask of the rows whose label is `wanted`, or one of several `wanted` labels."""
+        several = listed(wanted)
+        if not several:
+            raise InputError(f"{argument} has no label for {self.name!r}; give one, or a list of labels")
+        is_wanted = np.zeros(len(self.labels) + 1, dtype=np.bool_)  # the last entry is that of code -1
+        is_wanted[self.codes_of(argument, several)] = True
+        chosen: NDArray[np.bool_] = is_wanted[self.codes]
+        return chosen
+
+    def with_missing_as_label(self) -> CodedColumn:
+        """Return the column with missing labels as one further label, None."""
+        is_missing = self.codes < 0
+        if not is_missing.any():
+            return self
+        n = len(self.labels)
+        codes = np.where(is_missing, n, self.codes.astype(np.min_scalar_type(-n - 1), copy=False))
+        return CodedColumn(self.name, codes, [*self.labels, None])
+
+
+def _shown(label: Any) -> str:
+    return repr(label.item() if isinstance(label, np.generic) else label)
 
 
 def check_categories(categories: Any, column: object) -> None:
@@ -81,15 +179,15 @@ def encode_labels(labels: Any, *, by_value: bool = False) -> tuple[NDArray[Any],
 
 
 def listed(labels: Any) -> list[Any]:
-    """Return one label or several as a list; see `pandas_label`."""
+    """Return one label or several as a list, with dates and durations of NumPy as those of pandas."""
     import pandas as pd
 
     labels = np.atleast_1d(labels) if isinstance(labels, np.ndarray) else labels
     is_several = pd.api.types.is_list_like(labels) and not isinstance(labels, Mapping)
-    return [pandas_label(one) for one in (labels if is_several else [labels])]
+    return [_pandas_label(one) for one in (labels if is_several else [labels])]
 
 
-def pandas_label(label: Any) -> Any:
+def _pandas_label(label: Any) -> Any:
     """Return a date or duration of NumPy as that of pandas, as `encode_labels` does; return other labels unchanged."""
     import pandas as pd
 

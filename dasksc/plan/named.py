@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from dasksc.checks import is_whole
@@ -18,27 +19,19 @@ from dasksc.plan.strategies import (
 
 __all__ = ["SHORT_NAMES", "STRATEGIES", "StrategyName", "as_strategy", "is_balanced", "strategy_named"]
 
+# Names of strategies that need no arguments, except for the labels of "balance".
 StrategyName = Literal["shuffle", "stream", "balance"]
-"""Names of strategies that need no arguments, except for the labels of ``"balance"``."""
-
 SHORT_NAMES: dict[str, type[BuiltInStrategy]] = {
     "shuffle": BlockShuffling,
     "stream": Streaming,
     "balance": ClassBalancedSampling,
 }
-"""Strategies by the names in `StrategyName`."""
-
-
-def _snake_case(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
-
-
+# Strategies by short name, class name and class name in snake case.
 STRATEGIES: dict[str, type[BuiltInStrategy]] = SHORT_NAMES | {
     name: cls
     for cls in (Streaming, BlockShuffling, BlockWeightedSampling, ClassBalancedSampling, CellSets)
-    for name in (cls.__name__, _snake_case(cls.__name__))
+    for name in (cls.__name__, re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower())
 }
-"""Strategies by short name, class name and class name in snake case."""
 
 
 def is_balanced(strategy: Any) -> bool:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +117,7 @@ class World:
         if rank is None and world_size is None:
             with contextlib.suppress(InputError):  # errors in sources that are not used do not matter
                 for other in sources:
-                    if (other.rank, other.world_size) != (found.rank, found.world_size):
+                    if other != World() and (other.rank, other.world_size) != (found.rank, found.world_size):
                         _log_ignored(found, other)
             return found
         if rank is None and world_size is not None and world_size > 1 and found == World():
@@ -140,15 +139,12 @@ class World:
 
 
 def _sources(group: Any) -> Iterator[World]:
-    """Yield the world of each available source, in order of precedence; without any, yield a world of one process."""
+    """Yield the world of each available source, in order of precedence; the last is a world of one process."""
     if group is not None:
         yield _of_group(group)
-    n_found = 0
-    for world in itertools.chain(_from_libraries(), _from_environment(os.environ)):
-        n_found += 1
-        yield world
-    if not n_found:
-        yield World()
+    yield from _from_libraries()
+    yield from _from_environment(os.environ)
+    yield World()
 
 
 @functools.cache
@@ -183,7 +179,7 @@ def _of_group(group: Any) -> World:
         raise InputError("group= needs torch.distributed: call init_process_group or init_device_mesh first")
     here = distributed.get_rank()
     if group == distributed.GroupMember.NON_GROUP_MEMBER:
-        raise InputError(_not_in_group(here))
+        raise _not_in_group(here)
     if isinstance(group, distributed.ProcessGroup):
         ranks = distributed.get_process_group_ranks(group)
     elif hasattr(group, "mesh_dim_names") and hasattr(group, "get_coordinate"):
@@ -191,19 +187,21 @@ def _of_group(group: Any) -> World:
     else:
         raise InputError(f"group must be a torch.distributed process group or a DeviceMesh; got {group!r}")
     if here not in ranks:
-        raise InputError(_not_in_group(here))
+        raise _not_in_group(here)
     n_all = distributed.get_world_size()
+    # The name is the same on all ranks of the group, and different from that of any other group.
+    name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
     return World(
         rank=ranks.index(here),
         world_size=len(ranks),
         local_world_size=_local_size(os.environ, n_all),
         source="group",
-        group="" if ranks == list(range(n_all)) else _name_of(ranks),
+        group="" if ranks == list(range(n_all)) else name,
     )
 
 
-def _not_in_group(rank: int) -> str:
-    return f"rank {rank} is not in group=. Create the data set only on the ranks of the group"
+def _not_in_group(rank: int) -> InputError:
+    return InputError(f"rank {rank} is not in group=. Create the data set only on the ranks of the group")
 
 
 def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
@@ -211,26 +209,17 @@ def _data_parallel_ranks(mesh: Any, here: int) -> list[int]:
     names = mesh.mesh_dim_names or ()
     at = mesh.get_coordinate()
     if at is None:
-        raise InputError(_not_in_group(here))
+        raise _not_in_group(here)
     across = [i for i in range(mesh.ndim) if mesh.ndim == 1 or (names and names[i] in _DATA_PARALLEL)]
-    if not across and not names:
-        raise InputError(
-            f"group is a DeviceMesh of {mesh.ndim} dimensions without names. Create it with mesh_dim_names=, and give "
-            "the dimension across which batches differ: group=mesh['dp']"
-        )
     if not across:
         raise InputError(
-            f"group is a DeviceMesh with the dimensions {names}, none of which is a known name of a "
-            "data-parallel dimension. Give the dimension across which batches differ: group=mesh['its name']"
+            f"group is a DeviceMesh of {mesh.ndim} dimensions {names or 'without names (mesh_dim_names=)'}, none of "
+            "which has a known name of a data-parallel dimension. Give the dimension across which batches differ: "
+            "group=mesh['its name']"
         )
     index = tuple(slice(None) if i in across else at[i] for i in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[index].flatten().tolist()
     return ranks
-
-
-def _name_of(ranks: Sequence[int]) -> str:
-    """Return the key prefix of a group: the same on all its ranks, and different from that of any other group."""
-    return hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[World]:

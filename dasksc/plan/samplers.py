@@ -1,13 +1,14 @@
-"""Samplers: strategies bound to a collection.
+"""Samplers, which are strategies bound to a collection, and their draws, which give the rows of one epoch.
 
-`Sampler` is the protocol that plans use (`dasksc.plan.epoch_plan`). The weighted sampler is in
-`dasksc.plan.weighted`, and the sampler of a user-defined strategy in `dasksc.plan.binding`.
+The samplers of weighted and stratified draws, of sets and of user-defined strategies are in `dasksc.plan.weighted`,
+`dasksc.plan.stratified`, `dasksc.plan.sets` and `dasksc.plan.binding`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,55 +16,78 @@ from numpy.typing import NDArray
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.digests import digest_of
-from dasksc.plan.draws import AllRows, ChosenRows, Draw
-from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 
-__all__ = ["QuotaSampler", "RowSampler", "Sampler"]
+__all__ = ["AllRows", "ChosenRows", "Draw", "QuotaSampler", "RowSampler", "Sampler", "sorted_rows"]
 
 _Int64s = NDArray[np.int64]
 
 
-class Sampler(Protocol):
+class Draw(Protocol):
+    """Rows of one epoch, in storage order."""
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        """Return the row numbers at `positions`, each in [0, n_rows); with `ascending`, in ascending order."""
+
+
+class Sampler:
     """Strategy bound to a collection, as used by `EpochPlan`."""
 
-    @property
-    def unit(self) -> int:
-        """Number of consecutive rows of an epoch that always stay together in a batch; 1 if rows are independent."""
-
-    @property
-    def n_controls(self) -> int:
-        """Number of control rows for each row."""
+    block_size: int | None  # Number of units that the plan moves as a whole; None for blocks of the size of a fetch
+    shuffle_blocks: bool = True  # True if blocks are in random order, False if they are in storage order
+    shuffle_rows: bool = True  # True if the rows of a fetch are permuted
 
     @property
     def n_rows(self) -> int:
         """Number of rows in an epoch, over all ranks; a multiple of `unit`."""
+        raise NotImplementedError
 
     @property
-    def block_size(self) -> int | None:
-        """Number of units in a block, which the plan moves as a whole; None for blocks of the size of a fetch."""
+    def unit(self) -> int:
+        """Number of consecutive rows of an epoch that stay together in a batch; 1 if rows are independent."""
+        return 1
 
     @property
-    def shuffle_blocks(self) -> bool:
-        """True if blocks are in random order, False if they are in storage order."""
-
-    @property
-    def shuffle_rows(self) -> bool:
-        """True if the rows of a fetch are permuted."""
+    def n_controls(self) -> int:
+        """Number of control rows for each row."""
+        return 0
 
     @property
     def is_shuffled(self) -> bool:
         """True if the draws are already in random order, so that blocks need no permutation."""
+        return False
 
     def draw(self, seed: int, epoch: int) -> Draw:
         """Return the draw of an epoch."""
+        raise NotImplementedError
 
     def digest(self) -> str:
         """Return a hex digest of all parameters of the draws, except seed and epoch."""
+        return digest_of(self)
+
+
+def sorted_rows(rows: _Int64s) -> _Int64s:
+    """Return `rows` in ascending order; `rows` itself if they are sorted."""
+    return np.sort(rows) if np.any(rows[1:] < rows[:-1]) else rows
+
+
+@dataclass(frozen=True, slots=True)
+class AllRows:
+    """Draw of every candidate once, except `n_skipped` candidates from `skip_from` on."""
+
+    candidates: Candidates
+    skip_from: int = 0
+    n_skipped: int = 0
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        if self.n_skipped:
+            positions = positions + self.n_skipped * (positions >= self.skip_from)
+        rows = self.candidates.rows(positions)
+        return sorted_rows(rows) if ascending else rows
 
 
 @dataclass(frozen=True)
-class RowSampler:
+class RowSampler(Sampler):
     """Sampler that draws every candidate once per epoch, except for a short block that may be dropped."""
 
     candidates: Candidates
@@ -71,9 +95,6 @@ class RowSampler:
     shuffle_blocks: bool
     shuffle_rows: bool
     drop_last: bool = False
-    is_shuffled: ClassVar[bool] = False
-    unit: ClassVar[int] = 1
-    n_controls: ClassVar[int] = 0
 
     @property
     def _n_skipped(self) -> int:
@@ -81,11 +102,9 @@ class RowSampler:
 
     @property
     def n_rows(self) -> int:
-        """See `Sampler.n_rows`."""
         return self.candidates.n - self._n_skipped
 
     def draw(self, seed: int, epoch: int) -> AllRows:
-        """See `Sampler.draw`."""
         if not self._n_skipped:
             return AllRows(self.candidates)
         # The skipped rows begin at a random row and wrap around the end, so that all rows are skipped equally often.
@@ -95,36 +114,35 @@ class RowSampler:
             return AllRows(self.candidates, skip_from=0, n_skipped=wrapped)
         return AllRows(self.candidates, skip_from=place, n_skipped=self._n_skipped)
 
-    def digest(self) -> str:
-        """See `Sampler.digest`."""
-        return digest_of(
-            "rows", self.candidates.digest(), self.block_size, self.shuffle_blocks, self.shuffle_rows, self.drop_last
-        )
+
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Draw given by an array of candidate positions, shape (n_rows,), integers."""
+
+    candidates: Candidates
+    chosen: NDArray[Any]
+
+    def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
+        rows = self.candidates.rows(self.chosen[positions].astype(np.int64, copy=False))
+        return sorted_rows(rows) if ascending else rows
 
 
 @dataclass(frozen=True)
-class QuotaSampler:
+class QuotaSampler(Sampler):
     """Sampler that draws a fixed number of rows of each class without replacement."""
 
     candidates: Candidates
     codes: NDArray[Any]
-    lookup: _Int64s
+    lookup: _Int64s = field(compare=False)
     quotas: _Int64s
     counts: _Int64s
     block_size: int
-    shuffle_blocks: ClassVar[bool] = True
-    shuffle_rows: ClassVar[bool] = True
-    is_shuffled: ClassVar[bool] = False
-    unit: ClassVar[int] = 1
-    n_controls: ClassVar[int] = 0
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
-        """See `Sampler.n_rows`."""
         return int(self.quotas.sum())
 
     def draw(self, seed: int, epoch: int) -> ChosenRows:
-        """See `Sampler.draw`."""
         out = np.empty(self.n_rows, dtype=np.int64)
         draw_kernels.select_quotas(
             self.candidates.n,
@@ -136,7 +154,3 @@ class QuotaSampler:
             out,
         )
         return ChosenRows(self.candidates, out)
-
-    def digest(self) -> str:
-        """See `Sampler.digest`."""
-        return digest_of("quotas", self.candidates.digest(), self.codes, self.quotas, self.counts, self.block_size)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.kernels import sets as kernels
-from dasksc.plan.arrays import EMPTY_INTS
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.digests import digest_of
-from dasksc.plan.groups import CodedColumn, RowGroups
+from dasksc.plan.groups import RowGroups
 from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.labels import CodedColumn
+from dasksc.plan.samplers import Sampler
 
 __all__ = ["Controls", "DrawnSets", "SetAccounts", "SetDraw", "SetSampler"]
 
@@ -49,11 +49,6 @@ class Controls:
             return pools
         return np.repeat(self.pools[groups], len(rows) // max(1, len(groups)))
 
-    def digest(self) -> str:
-        """Return a hex digest."""
-        arrays = (self.rows, self.starts, self.counts, self.pools, self.codes)
-        return digest_of(*arrays, self.block_size, self.n_controls)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAccounts:
@@ -83,12 +78,12 @@ class DrawnSets:
 
 
 @dataclass(frozen=True)
-class SetSampler:
+class SetSampler(Sampler):
     """Sampler of sets of cells of one group."""
 
     candidates: Candidates  # Rows that the members of `groups` refer to
     groups: RowGroups  # Candidates by group
-    columns: tuple[CodedColumn, ...]  # Columns that define the groups
+    columns: tuple[CodedColumn, ...] = field(compare=False)  # Columns that define the groups
     set_size: int  # Number of cells in a set
     n_sets: int  # Number of sets in an epoch, over all ranks
     block_rows: int  # Number of neighbors in a group that are read together
@@ -97,24 +92,20 @@ class SetSampler:
     # Cumulative sums of the numbers of sets of the groups, int64; None if groups are drawn by weight.
     ends: _Int64s | None
     controls: Controls | None  # Control cells, or None
-    accounts: SetAccounts  # Counts found by binding
-    block_size: ClassVar[int] = 1
-    shuffle_blocks: ClassVar[bool] = True
-    shuffle_rows: ClassVar[bool] = False
+    accounts: SetAccounts = field(compare=False)  # Counts found by binding
+    block_size = 1
+    shuffle_rows = False
 
     @property
     def unit(self) -> int:
-        """See `Sampler.unit`."""
         return self.set_size
 
     @property
     def n_rows(self) -> int:
-        """See `Sampler.n_rows`."""
         return self.n_sets * self.set_size
 
     @property
     def n_controls(self) -> int:
-        """Number of control rows for each target row."""
         return 0 if self.controls is None else self.controls.n_controls
 
     @property
@@ -127,15 +118,15 @@ class SetSampler:
 
     @property
     def is_shuffled(self) -> bool:
-        """See `Sampler.is_shuffled`."""
         return self.cumulative is not None
 
     def draw(self, seed: int, epoch: int) -> SetDraw:
-        """See `Sampler.draw`."""
         return SetDraw(self, epoch_keys(seed, epoch, Purpose.SETS, n=3))
 
-    def labels(self, rows: _Int64s) -> list[NDArray[Any]]:
-        """Return the codes of `columns` at rows of the collection."""
+    @cached_property
+    def group_codes(self) -> list[NDArray[Any]]:
+        """Code of each group in each of `columns`."""
+        rows = self.candidates.rows(self.groups.first_rows())
         return [column.codes[rows] for column in self.columns]
 
     @cached_property
@@ -143,21 +134,9 @@ class SetSampler:
         """Labels of the groups, a data frame with one row per group and one column per column of `by`."""
         import pandas as pd
 
-        rows = self.candidates.rows(self.groups.first_rows())
-        named = zip(self.columns, self.labels(rows), strict=True)
+        named = zip(self.columns, self.group_codes, strict=True)
         return pd.DataFrame(
             {column.name: pd.Categorical.from_codes(codes, categories=list(column.labels)) for column, codes in named}
-        )
-
-    def digest(self) -> str:
-        """See `Sampler.digest`."""
-        return digest_of(
-            "sets",
-            self.candidates.digest(),
-            self.groups.digest(),
-            (self.set_size, self.n_sets, self.block_rows),
-            *(EMPTY_INTS if part is None else part for part in (self.cumulative, self.ends)),
-            None if self.controls is None else self.controls.digest(),
         )
 
 
@@ -220,13 +199,8 @@ class SetDraw:
         return groups, sampler.candidates.rows(sampler.groups.rows(members))
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """Return the target rows at `positions`, each in [0, n_rows); see `Draw.rows`."""
         size = self.sampler.set_size
         numbers, place = np.unique(positions // size, return_inverse=True)
         _, drawn = self._targets(numbers)
         rows = drawn.reshape(-1, size)[place, positions % size]
         return np.sort(rows) if ascending else rows
-
-    def digest(self) -> bytes:
-        """See `Draw.digest`."""
-        return self.keys.tobytes()

@@ -22,12 +22,12 @@ from dasksc.errors import InputError, MissingKeyError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
 from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, array_of
-from dasksc.plan.candidates import Candidates, check_entries, index_array
-from dasksc.plan.class_shares import check_quotas, largest_remainders, max_draws, shares_of
+from dasksc.plan.candidates import Candidates, index_array
 from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.labels import encode_labels
+from dasksc.plan.labels import CodedColumn, encode_labels
 from dasksc.plan.order import BlockOrder
 from dasksc.plan.samplers import QuotaSampler, RowSampler, Sampler
+from dasksc.plan.shares import check_quotas, factors_of, largest_remainders, max_draws, shares_of
 from dasksc.plan.stratified import StratifiedSampler
 from dasksc.plan.weighted import WeightedSampler, Weights
 
@@ -332,8 +332,6 @@ class BlockWeightedSampling(BuiltInStrategy):
                 raise InputError(f"weights must be one number per row; got {weights.dtype} of shape {weights.shape}")
             if weights.dtype.kind == "c":
                 raise InputError("weights must be real numbers; got complex ones")
-            if len(weights):
-                check_entries("weights", weights, self.indices)
             object.__setattr__(self, "weights", weights)
 
     def bind(self, n_obs: int, labels_of: Callable[[str], Any]) -> Sampler:
@@ -431,8 +429,6 @@ class ClassBalancedSampling(BuiltInStrategy):
                 f"labels={self.labels!r} is a string; give one label per row, or the name of an obs column: "
                 f"label_key={self.labels!r}"
             )
-        if self.labels is not None:
-            check_entries("labels", self.labels, self.indices)
         if self.per_batch and self.sampling_size is not None:
             raise InputError(
                 "per_batch=True draws every row of a class once before it draws any of them again, so sampling_size= "
@@ -459,22 +455,17 @@ class ClassBalancedSampling(BuiltInStrategy):
         """See `BuiltInStrategy.bind`."""
         candidates = Candidates.of(self.indices, n_obs)
         codes, names = encode_labels(self.labels if self.label_key is None else labels_of(self.label_key))
+        column = CodedColumn(self.label_key or "labels", codes, names)
         codes, lookup = candidates.entries("labels", codes, n_obs)
         counted = np.zeros(len(names) + 1, dtype=np.int64)
         draw_kernels.count_codes(candidates.n, codes, lookup, counted)
         missing, counts = int(counted[0]), counted[1:]
         if missing:
             logger.warning("%d of %d rows have no label and are never drawn", missing, candidates.n)
-        present = counts > 0
-        if not present.any():
+        if not counts.any():
             raise InputError("none of the rows to draw from has a label; check the column, or the indices")
-        share = shares_of(
-            counts,
-            names,
-            smoothing=self.smoothing,
-            temperature=self.temperature,
-            class_weights=self.class_weights,
-        )
+        factors = factors_of(self.class_weights, column)
+        share = shares_of(counts, factors, smoothing=self.smoothing, temperature=self.temperature)
         if self.per_batch:
             return StratifiedSampler.of(
                 *(candidates, codes, lookup, counts),
@@ -484,27 +475,16 @@ class ClassBalancedSampling(BuiltInStrategy):
                 total_size=self.total_size,
                 replace=self.replace,
             )
-        if not self.replace and self.sampling_size is None:
-            return self._quotas(candidates, codes, lookup, counts, share, names)
-        table = np.zeros(len(names) + 1)
-        np.divide(share, counts, out=table[1:], where=present)
-        return _weighted(self, candidates, Weights(codes, table, lookup))
-
-    def _quotas(
-        self,
-        candidates: Candidates,
-        codes: NDArray[Any],
-        lookup: _Int64s,
-        counts: _Int64s,
-        share: NDArray[np.float64],
-        names: list[Any],
-    ) -> QuotaSampler:
-        total = max_draws(counts, share) if self.total_size is None else int(self.total_size)
-        quotas = largest_remainders(share, total)
+        if self.replace or self.sampling_size is not None:
+            table = np.zeros(len(names) + 1)
+            np.divide(share, counts, out=table[1:], where=counts > 0)
+            return _weighted(self, candidates, Weights(codes, table, lookup))
         if self.total_size is None:
-            quotas = np.minimum(quotas, counts)
+            quotas = np.minimum(largest_remainders(share, max_draws(counts, share)), counts)
+        else:
+            quotas = largest_remainders(share, self.total_size)
         check_quotas(quotas, counts, names)
-        return QuotaSampler(candidates, codes, lookup, quotas, counts, int(self.block_size))
+        return QuotaSampler(candidates, codes, lookup, quotas, counts, self.block_size)
 
 
 def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> None:
@@ -518,11 +498,11 @@ def _check_rounds(strategy: BlockWeightedSampling | ClassBalancedSampling) -> No
 def _weighted(
     strategy: BlockWeightedSampling | ClassBalancedSampling, candidates: Candidates, weights: Weights
 ) -> Sampler:
-    total = candidates.n if strategy.total_size is None else int(strategy.total_size)
+    total = candidates.n if strategy.total_size is None else strategy.total_size
     round_size = None
     if not strategy.replace:
-        round_size = total if strategy.sampling_size is None else int(strategy.sampling_size)
-    sampler = WeightedSampler(candidates, weights, int(strategy.block_size), total, round_size)
+        round_size = total if strategy.sampling_size is None else strategy.sampling_size
+    sampler = WeightedSampler(candidates, weights, strategy.block_size, total, round_size)
     if 0 < sampler.total_weight < _TINY:
         # Without scaling, shares could be subnormal numbers, which are rounded to multiples of the smallest one.
         scaled = replace(weights, values=weights.values.astype(np.float64) * _SCALE)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,9 @@ from dasksc.kernels import permute
 from dasksc.kernels import sets as set_kernels
 from dasksc.kernels import stratified as kernels
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.class_shares import check_quotas, largest_remainders, max_draws
-from dasksc.plan.digests import digest_of
-from dasksc.plan.draws import sorted_rows
-from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.samplers import Sampler, sorted_rows
+from dasksc.plan.shares import check_quotas, largest_remainders, max_draws
 
 __all__ = ["StratifiedRows", "StratifiedSampler"]
 
@@ -47,7 +46,6 @@ class StratifiedRows:
     keys: NDArray[np.uint64]
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """See `Draw.rows`."""
         sampler = self.sampler
         n_units = sampler.n_rows // sampler.unit
         circle = _stride(n_units), int(permute.below(self.keys[3], 0, n_units))
@@ -66,10 +64,6 @@ class StratifiedRows:
         rows = sampler.candidates.rows(out)
         return sorted_rows(rows) if ascending else rows
 
-    def digest(self) -> bytes:
-        """See `Draw.digest`."""
-        return digest_of(self.keys).encode()
-
 
 def _stride(n_units: int) -> int:
     """Return a number coprime to `n_units` whose multiples are evenly distributed modulo `n_units`."""
@@ -80,24 +74,21 @@ def _stride(n_units: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class StratifiedSampler:
+class StratifiedSampler(Sampler):
     """Sampler that gives every batch its share of each class; the shares of an epoch are exact."""
 
     candidates: Candidates  # Rows to draw from
     members: NDArray[Any]  # Positions of the candidates, sorted by class, integers
     starts: _Int64s  # Start of each class in `members`, shape (n_classes + 1,), int64
-    share: NDArray[np.float64]  # Probability of each class, shape (n_classes,)
-    names: list[Any]  # Labels of the classes, for error messages
+    share: NDArray[np.float64] = field(compare=False)  # Probability of each class, shape (n_classes,)
+    names: list[Any] = field(compare=False)  # Labels of the classes, for error messages
     run_rows: int  # Number of neighboring rows of a class that are drawn together
     # Number of rows of an epoch; None: the number of candidates or, without replacement, the largest number for which
     # no class runs out of rows.
     total_size: int | None
     replace: bool  # If True, the rows of a class with fewer rows than its quota are drawn repeatedly
     batch_rows: int | None = None  # Number of rows in a batch; None: an epoch is one batch
-    shuffle_blocks: ClassVar[bool] = True
-    shuffle_rows: ClassVar[bool] = True
-    is_shuffled: ClassVar[bool] = False
-    n_controls: ClassVar[int] = 0
+    block_size = _GROUP_UNITS
 
     @classmethod
     def of(
@@ -114,14 +105,14 @@ class StratifiedSampler:
         """Return a sampler for batches of a given size; return self if `batch_rows` is already set."""
         if self.batch_rows is not None:
             return self
-        total = self._total
+        total = self.n_rows
         if self.total_size is None:
             total = total // batch_rows * batch_rows
             if not total and self.replace:
                 total = batch_rows
             if not total:
                 raise InputError(
-                    f"per_batch=True draws {self._total} rows without replacement, fewer than batch_size={batch_rows}; "
+                    f"per_batch=True draws {self.n_rows} rows without replacement, fewer than batch_size={batch_rows}; "
                     "lower batch_size, or draw with replace=True"
                 )
         elif total % batch_rows:
@@ -141,46 +132,23 @@ class StratifiedSampler:
         return sampler
 
     @cached_property
-    def _total(self) -> int:
+    def n_rows(self) -> int:
         if self.total_size is not None:
             return self.total_size
-        if self.replace:
-            return self.candidates.n
-        return max_draws(np.diff(self.starts), self.share)
+        return self.candidates.n if self.replace else max_draws(np.diff(self.starts), self.share)
 
     @cached_property
     def quotas(self) -> _Int64s:
         """Number of rows of each class in an epoch, shape (n_classes,), int64."""
-        return largest_remainders(self.share, self._total)
-
-    @property
-    def n_rows(self) -> int:
-        """See `Sampler.n_rows`."""
-        return self._total
+        return largest_remainders(self.share, self.n_rows)
 
     @property
     def unit(self) -> int:
         """Number of rows in a batch; the rows of a batch stay together."""
-        return max(1, self._total) if self.batch_rows is None else self.batch_rows
-
-    @property
-    def block_size(self) -> int:
-        """See `Sampler.block_size`."""
-        return _GROUP_UNITS
+        return max(1, self.n_rows) if self.batch_rows is None else self.batch_rows
 
     def draw(self, seed: int, epoch: int) -> StratifiedRows:
-        """See `Sampler.draw`."""
         return StratifiedRows(sampler=self, keys=epoch_keys(seed, epoch, Purpose.DRAW, n=4))
 
     def digest(self) -> str:
-        """See `Sampler.digest`."""
-        return digest_of(
-            "stratified",
-            self.candidates.digest(),
-            self.members,
-            self.starts,
-            self.quotas,
-            self.run_rows,
-            self.replace,
-            self.batch_rows,
-        )
+        return digest_of(self, self.quotas)  # quotas, unlike shares, do not differ between math libraries

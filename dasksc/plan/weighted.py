@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,8 @@ from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
 from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS
 from dasksc.plan.candidates import Candidates
-from dasksc.plan.digests import digest_of
-from dasksc.plan.draws import ChosenRows, Draw, sorted_rows
-from dasksc.plan.keys import Purpose, epoch_keys
+from dasksc.plan.keys import Purpose, digest_of, epoch_keys
+from dasksc.plan.samplers import ChosenRows, Draw, Sampler, sorted_rows
 
 __all__ = ["WeightedRows", "WeightedSampler", "Weights"]
 
@@ -43,14 +42,18 @@ class Weights:
 
     values: NDArray[Any]
     table: NDArray[np.float64]
-    lookup: _Int64s
+    lookup: _Int64s = field(compare=False)
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
+        """The arrays in the order of the arguments of kernels."""
+        return self.values, self.table, self.lookup
 
 
 @dataclass(frozen=True)
 class WeightedRows:
     """Weighted draws with replacement, each computed on request."""
 
-    # candidates, weights: Candidate rows and their weights.
     candidates: Candidates
     weights: Weights
     tree: NDArray[np.float64]  # Weights of the nodes of a heap over segments of candidates, see `dasksc.kernels.draw`
@@ -69,11 +72,9 @@ class WeightedRows:
         return starts
 
     def rows(self, positions: _Int64s, *, ascending: bool = False) -> _Int64s:
-        """See `Draw.rows`."""
         out = np.empty(len(positions), dtype=np.int64)
-        weights = self.weights
         levels = (len(self.tree).bit_length() - 2, _SEGMENT_LEVELS)
-        source = (self.candidates.n, weights.values, weights.table, weights.lookup)
+        source = (self.candidates.n, *self.weights.arrays)
         if self.in_order:
             positions = sorted_rows(positions) if ascending else positions
             draw_kernels.drawn_in_order(positions, self._starts, self.tree, *levels, *source, self.key, out)
@@ -85,30 +86,23 @@ class WeightedRows:
             draw_kernels.drawn_singly(shares, self.tree, *levels, *source, out)
         return self.candidates.rows(out)
 
-    def digest(self) -> bytes:
-        """See `Draw.digest`."""
-        # The digest includes some of the draws, since math libraries may differ in their logarithms.
-        probes = np.linspace(0, self.n_draws - 1, min(self.n_draws, 256)).astype(np.int64)
-        return digest_of(self.key, self.rows(probes)).encode()
-
 
 @dataclass(frozen=True)
-class WeightedSampler:
-    """Sampler of `n_rows` weighted draws: with replacement, or without it in rounds of `round_size`."""
+class WeightedSampler(Sampler):
+    """Sampler of `n_draws` weighted draws: with replacement, or without it in rounds of `round_size`."""
 
     candidates: Candidates
     weights: Weights
     block_size: int
-    n_rows: int
+    n_draws: int
     round_size: int | None
-    shuffle_blocks: ClassVar[bool] = True
-    shuffle_rows: ClassVar[bool] = True
-    unit: ClassVar[int] = 1
-    n_controls: ClassVar[int] = 0
+
+    @property
+    def n_rows(self) -> int:
+        return self.n_draws
 
     @property
     def is_shuffled(self) -> bool:
-        """See `Sampler.is_shuffled`."""
         return self.round_size is None and self.block_size == 1
 
     @cached_property
@@ -117,18 +111,11 @@ class WeightedSampler:
         n_segments = -(-self.candidates.n // _SEGMENT)
         n_leaves = 1 << (n_segments - 1).bit_length()
         tree = np.zeros(2 * n_leaves, dtype=np.float64)
-        weights = self.weights
-        wrong = draw_kernels.segment_sums(
-            self.candidates.n,
-            _SEGMENT,
-            weights.values,
-            weights.table,
-            weights.lookup,
-            tree[n_leaves : n_leaves + n_segments],
-        )
+        leaves = tree[n_leaves : n_leaves + n_segments]
+        wrong = draw_kernels.segment_sums(self.candidates.n, _SEGMENT, *self.weights.arrays, leaves)
         if wrong >= 0:
             row = int(self.candidates.rows(np.array([wrong]))[0])
-            value = weights.values[weights.lookup[wrong] if len(weights.lookup) else wrong]
+            value = self.weights.values[self.weights.lookup[wrong] if len(self.weights.lookup) else wrong]
             raise InputError(f"weights must be finite and not negative; the weight of row {row} is {value}")
         draw_kernels.sum_up(tree)
         if not 0 < tree[1] < np.inf:
@@ -144,9 +131,9 @@ class WeightedSampler:
         """Raise `InputError` if rows cannot be drawn with these weights."""
         tree = self._tree
         if self.round_size is not None:
-            if self.n_rows > self.round_size * _MAX_ROUNDS:
+            if self.n_draws > self.round_size * _MAX_ROUNDS:
                 raise InputError(
-                    f"total_size={self.n_rows} takes more than 2**32 rounds of sampling_size={self.round_size}; lower "
+                    f"total_size={self.n_draws} takes more than 2**32 rounds of sampling_size={self.round_size}; lower "
                     "total_size"
                 )
             positive = self._n_positive
@@ -157,16 +144,11 @@ class WeightedSampler:
                 )
         tree.flags.writeable = False
 
-    @property
-    def _source(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
-        return self.weights.values, self.weights.table, self.weights.lookup
-
     @cached_property
     def _n_positive(self) -> int:
-        return int(draw_kernels.count_positive(self.candidates.n, *self._source))
+        return int(draw_kernels.count_positive(self.candidates.n, *self.weights.arrays))
 
     def draw(self, seed: int, epoch: int) -> Draw:
-        """See `Sampler.draw`."""
         return self._draw_all(seed, epoch) if self.round_size is None else self._draw_rounds(seed, epoch)
 
     def _draw_all(self, seed: int, epoch: int) -> WeightedRows:
@@ -174,15 +156,15 @@ class WeightedSampler:
             candidates=self.candidates,
             weights=self.weights,
             tree=self._tree,
-            n_draws=self.n_rows,
+            n_draws=self.n_draws,
             key=epoch_keys(seed, epoch, Purpose.DRAW)[0],
             in_order=not self.is_shuffled,
         )
 
     def _draw_rounds(self, seed: int, epoch: int) -> ChosenRows:
         assert self.round_size is not None
-        n_rounds = -(-self.n_rows // self.round_size)
-        sizes = [self.round_size] * (n_rounds - 1) + [self.n_rows - self.round_size * (n_rounds - 1)]
+        n_rounds = -(-self.n_draws // self.round_size)
+        sizes = [self.round_size] * (n_rounds - 1) + [self.n_draws - self.round_size * (n_rounds - 1)]
         keys = (epoch_keys(seed, epoch, Purpose.DRAW, i)[0] for i in range(n_rounds))
         rounds = [self._choose(size, key) for size, key in zip(sizes, keys, strict=True)]
         if n_rounds == 1:
@@ -199,7 +181,7 @@ class WeightedSampler:
         n = self.candidates.n
         sampled = np.linspace(0, n - 1, min(n, _SAMPLED_KEYS)).astype(np.int64)
         keys = np.empty(len(sampled), dtype=np.float64)
-        draw_kernels.gumbel_keys(sampled, *self._source, key, keys)
+        draw_kernels.gumbel_keys(sampled, *self.weights.arrays, key, keys)
         keys[::-1].sort()
         rank = size / n * len(keys)
         # `rank` is the estimated position of the smallest drawn key in the sorted sample, and `reach` is about 6
@@ -214,7 +196,7 @@ class WeightedSampler:
             out = np.empty(min(n_out, self._n_positive), dtype=np.int32 if n < 2**31 else np.int64)
             near = np.empty(min(n_near, self._n_positive), dtype=np.int64)
             near_keys = np.empty(len(near), dtype=np.float64)
-            n_out, n_near = draw_kernels.select_above(n, *self._source, key, low, high, out, near, near_keys)
+            n_out, n_near = draw_kernels.select_above(n, *self.weights.arrays, key, low, high, out, near, near_keys)
             if not n_out - n_near <= size <= n_out:
                 reach *= 4
             elif n_out <= len(out) and n_near <= len(near):
@@ -225,18 +207,7 @@ class WeightedSampler:
         return out[:size]
 
     def digest(self) -> str:
-        """See `Sampler.digest`."""
-        weights = self.weights
-        return digest_of(
-            "weighted",
-            self.candidates.digest(),
-            weights.values,
-            weights.table,
-            self.block_size,
-            self.n_rows,
-            self.round_size,
-            _fingerprint_of_draws(),
-        )
+        return digest_of(self, _fingerprint_of_draws())
 
 
 @functools.cache

@@ -65,4 +65,4 @@ def test_a_rank_outside_the_group_and_a_mesh_without_a_data_dimension_are_refuse
         *("", ""),
         *(f"rank {rank} is not in group=. Create the data set only on the ranks of the group" for rank in (2, 3)),
     ]
-    assert "('pp', 'tp'), none of which is a known name of a data-parallel dimension" in groups[0]["unknown"]
+    assert "('pp', 'tp')" in groups[0]["unknown"]

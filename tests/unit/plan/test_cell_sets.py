@@ -5,6 +5,7 @@ Statistical tests use fixed seeds; `ERROR` is the probability that a perfect gen
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -19,41 +20,71 @@ from scipy import stats
 
 from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError
+from dasksc.kernels import sets as kernels
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.sets import SetSampler
+from tests.support import twins
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
+SIZE = 6
 
 
 # --- Content of sets --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_sorted", [False, True])
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("n_controls", [1, 3])
-@pytest.mark.parametrize("match", [None, ["line", "batch"], ["batch"]])
-def test_sets_are_of_one_group_and_controls_match(
-    is_sorted: bool, replace: bool, n_controls: int, match: list[str] | None
+@given(
+    seed=st.integers(0, 50),
+    n=st.integers(200, 600),
+    is_sorted=st.booleans(),
+    replace=st.booleans(),
+    match=st.sampled_from([None, ["line", "batch"], ["batch"]]),
+    n_controls=st.integers(1, 3),
+    n_rare=st.integers(1, SIZE - 1),
+)
+def test_sets_of_scattered_rows_are_of_whole_groups_and_match(
+    seed: int, n: int, is_sorted: bool, replace: bool, match: list[str] | None, n_controls: int, n_rare: int
 ) -> None:
-    obs = screen(is_sorted=is_sorted)
-    sampler = bound(obs, ["line", "gene"], 16, control=CONTROL, match=match, replace=replace, n_controls=n_controls)
+    obs = screen(n, is_sorted=is_sorted, seed=seed)
+    rng = np.random.default_rng(seed)
+    indices = np.sort(rng.choice(n, 3 * n // 4, replace=False))
+    # One group of HepG2, the first cell line, has too few selected rows for a set.
+    is_rare = ((obs.line == "HepG2") & (obs.gene == "A")).to_numpy()
+    indices = np.setdiff1d(indices, np.flatnonzero(is_rare)[n_rare:])
     agree = ["line"] if match is None else match
-    n = 0
+    sampler = bound(
+        obs,
+        ["line", "gene"],
+        SIZE,
+        control=CONTROL,
+        match=match,
+        n_controls=n_controls,
+        replace=replace,
+        indices=rng.permutation(indices),
+        incomplete="drop",
+        unmatched="drop",
+    )
+    own = obs.iloc[indices]
+    matched = set(own[own.gene == "ctrl"].set_index(agree).index)
+    targets = own[(own.gene != "ctrl") & own.set_index(agree).index.isin(matched)]
+    counts = targets.groupby(["line", "gene"], observed=True).size()
+    expected = counts[counts >= SIZE]
+    assert list(sampler.table.itertuples(index=False, name=None)) == list(expected.index)
+    assert sampler.accounts.n_cells == expected.sum()
+    assert sampler.accounts.n_short_groups == (counts < SIZE).sum()
+    assert sampler.n_sets == (-(-expected.sum() // SIZE) if replace else (expected // SIZE).sum())
+    allowed = set(targets.index)
+    by = agree[0] if len(agree) == 1 else agree  # a single column gives keys that are values, not tuples
+    pools = {key: set(rows) for key, rows in own[own.gene == "ctrl"].groupby(by, observed=True).groups.items()}
     for group, rows, controls in sets_of(plan_of(sampler)):
-        n += 1
-        own = obs.iloc[list(rows)]
-        assert set(zip(own.line, own.gene, strict=True)) == {tuple(sampler.table.loc[group, ["line", "gene"]])}
-        assert "ctrl" not in set(own.gene)
-        beside = obs.iloc[list(controls)]
-        assert set(beside.gene) == {"ctrl"}
-        for name in agree:
-            assert beside[name].tolist() == np.repeat(own[name].to_numpy(), n_controls).tolist()
-        assert len(set(rows)) == len(rows)
-        assert len(set(controls)) == len(controls)
-    assert n == sampler.n_sets
+        assert set(rows) <= allowed
+        assert set(obs.loc[list(rows), ["line", "gene"]].itertuples(index=False, name=None)) == {expected.index[group]}
+        assert len(set(rows)) == SIZE
+        for i, row in enumerate(rows):
+            key = tuple(obs.loc[row, agree]) if len(agree) > 1 else obs.loc[row, agree[0]]
+            assert set(controls[i * n_controls : (i + 1) * n_controls]) <= pools[key]
 
 
 def test_controls_are_targets_when_included() -> None:
@@ -96,30 +127,30 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
 
 
 def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
-    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler))], minlength=len(sampler.table))
+    return np.bincount([group for group, _, _ in sets_of(plan_of(sampler, 100))], minlength=len(sampler.table))
 
 
 def test_groups_are_drawn_by_cells_alike_or_by_weight() -> None:
     obs = screen()
     cells = obs.gene.value_counts().sort_index()
-    by_cells = group_counts(bound(obs, "gene", 4, n_sets=20_000))
-    assert stats.chisquare(by_cells, cells / cells.sum() * 20_000).pvalue > ERROR
-    alike = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights="groups"))
+    by_cells = group_counts(bound(obs, "gene", 4, n_sets=5_000))
+    assert stats.chisquare(by_cells, cells / cells.sum() * 5_000).pvalue > ERROR
+    alike = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights="groups"))
     assert stats.chisquare(alike).pvalue > ERROR
     weights = {"A": 1.0, "B": 2.0, "C": 0.0, "D": 3, "ctrl": 4}
-    weighted = group_counts(bound(obs, "gene", 4, n_sets=20_000, weights=weights))
+    weighted = group_counts(bound(obs, "gene", 4, n_sets=5_000, weights=weights))
     assert weighted[2] == 0
     kept = [0, 1, 3, 4]
-    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 2000).pvalue > ERROR
+    assert stats.chisquare(weighted[kept], np.array([1, 2, 3, 4]) * 500).pvalue > ERROR
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("block_size", [1, 8])
 def test_every_cell_of_a_group_and_every_matching_control_is_as_likely(is_sorted: bool, block_size: int) -> None:
     obs = screen(600, is_sorted=is_sorted)
-    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=60_000)
+    sampler = bound(obs, ["line", "gene"], 5, control=CONTROL, block_size=block_size, n_sets=10_000)
     targets, controls = np.zeros(600), np.zeros(600)
-    for _, rows, own in sets_of(plan_of(sampler, 50)):
+    for _, rows, own in sets_of(plan_of(sampler, 200)):
         targets[list(rows)] += 1
         controls[list(own)] += 1
     is_control = (obs.gene == "ctrl").to_numpy()
@@ -221,23 +252,21 @@ def test_an_epoch_left_anywhere_is_completed_by_other_ranks(
         assert rest.n_rows + rest.n_padded >= set_size * later.total()
 
 
-def test_digests_tell_samplers_and_draws_apart() -> None:
+def test_digests_tell_samplers_apart() -> None:
     obs = screen()
-    options: list[dict[str, Any]] = [
+    control: dict[str, Any] = {"control": CONTROL}
+    options = [
         {},
         {"set_size": 4},
         {"by": "line"},
-        {"control": CONTROL},
-        {"control": CONTROL, "n_controls": 2},
-        {"control": CONTROL, "match": ["batch"]},
-        {"replace": False},
-        {"weights": "groups"},
-        {"n_sets": 7},
-        {"indices": slice(0, 1500)},
+        control,
+        control | {"n_controls": 2},
+        control | {"match": ["batch"]},
     ]
-    digests = {bound(obs, **({"by": "gene", "set_size": 8} | option)).digest() for option in options}
-    assert len(digests) == len(options)
-    assert bound(obs, "gene", 8).digest() == bound(obs, "gene", 8).digest()
+    options += [{"replace": False}, {"weights": "groups"}, {"n_sets": 7}, {"indices": slice(0, 1500)}]
+    digests = [[bound(obs, **({"by": "gene", "set_size": 8} | one)).digest() for one in options] for _ in range(2)]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == len(options)
 
 
 # --- Unmatched cells --------------------------------------------------------------------------------
@@ -332,68 +361,91 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
         assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
 
 
-# --- Bad arguments ----------------------------------------------------------------------------------
+# --- Labels ------------------------------------------------------------------------------------------
+
+
+def labels_of(sampler: Any, name: str) -> list[Any]:
+    return list(sampler.table[name])
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i8", "f4", "f8", "Int64", object])
+def test_negative_whole_numbers_are_labels_like_others(dtype: Any) -> None:
+    obs = pd.DataFrame({"day": pd.Series([-7, 3, -7, 0, -1, 3, -1, 0] * 3).astype(dtype)})
+    sampler = bound(obs, "day", 2)
+    assert labels_of(sampler, "day") == [-7, -1, 0, 3]
+    assert sampler.accounts.n_unlabelled == 0
+    assert all(
+        set(obs.day[list(rows)]) == {labels_of(sampler, "day")[group]} for group, rows, _ in sets_of(plan_of(sampler))
+    )
+    matched = bound(obs.assign(gene=["ctrl", "A"] * 12, day=[-1] * 24), "gene", 2, control=CONTROL, match="day")
+    assert matched.accounts.n_unmatched_cells == 0
+    by_day = bound(obs, "day", 2, control={"day": -7}, match=[])
+    assert {obs.day[row] for _, _, controls in sets_of(plan_of(by_day)) for row in controls} == {-7}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "labels",
     [
-        ({"by": ()}, "by= is empty"),
-        ({"by": ["gene", "gene"]}, "twice"),
-        ({"by": [3]}, "obs"),
-        ({"set_size": 0}, "set_size"),
-        ({"set_size": 2.5}, "set_size"),
-        ({"block_size": 0}, "block_size"),
-        ({"n_sets": 0}, "n_sets"),
-        ({"n_controls": 0, "control": CONTROL}, "n_controls"),
-        ({"incomplete": "keep"}, "'repeat'.*'drop'.*'keep'"),
-        ({"unmatched": "loosen"}, "unmatched"),
-        ({"weights": "rows"}, "weights.*'cells'.*'groups'"),
-        ({"replace": False, "n_sets": 3}, "replace=False"),
-        ({"replace": False, "weights": "groups"}, "replace=False"),
-        ({"match": "line"}, "match=.*control="),
-        ({"n_controls": 2, "include_control": True}, "n_controls=.*include_control=.*control="),
-        ({"control": {}}, "control= is empty"),
-        ({"control": {"gene": "ctrI"}}, "label.*'ctrI'.*'ctrl'"),
-        ({"control": np.ones(3, dtype=bool), "match": "line"}, "2000"),
-        ({"control": np.ones(2000, dtype=bool)}, "match= is required"),
-        ({"control": "gene == 'ctrl'"}, "is an expression, which only scDataset can evaluate"),
-        ({"control": CONTROL, "control_indices": [0], "indices": slice(0, 1)}, "none of the 1 rows"),
-        ({"control": CONTROL, "control_indices": [0, 2000]}, "control_indices.*2000"),
-        (
-            {"control": CONTROL, "control_indices": [True]},
-            "control_indices.*2000",
-        ),
-        ({"control": CONTROL, "control_indices": [0.5]}, "control_indices"),
-        ({"control": CONTROL, "control_indices": [[1]]}, "control_indices"),
-        ({"control": CONTROL, "control_indices": slice("a", None)}, "control_indices=slice"),
-        ({"weights": {"A": 1.0}}, "weights"),
-        ({"weights": {"Z": 1.0}}, "weights.*'Z'"),
-        ({"weights": {"A": -1.0}}, "finite and not negative"),
-        ({"weights": dict.fromkeys(["A", "B", "C", "D", "ctrl"], 0)}, "nothing to draw"),
-        ({"set_size": 1500, "incomplete": "drop"}, "no set can be drawn"),
-        ({"indices": []}, "no set can be drawn"),
+        ["b", "a", "c", "a"],
+        [10**9, 5, 10**8, 5],
+        [0.5, 0.1, 0.25, 0.1],
+        [True, False, True, True],
+        [2, 0, 1, 0],
+        list(pd.to_datetime(["2024-02-01", "2024-01-01", "2025-01-01", "2024-01-01"])),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+def test_groups_are_in_the_order_of_their_labels(labels: list[Any]) -> None:
+    obs = pd.DataFrame({"gene": labels * 3})
+    sampler = bound(obs, "gene", 2)
+    assert labels_of(sampler, "gene") == sorted(set(labels))
+    backward = bound(obs[::-1].reset_index(drop=True), "gene", 2)
+    assert labels_of(backward, "gene") == sorted(set(labels))
+
+
+def test_weights_of_groups_that_are_not_drawn_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     obs = screen()
-    if "control_indices" in options:
-        obs.loc[0, "gene"] = "A"
-    with pytest.raises(InputError, match=message):
-        bound(obs, **({"by": "gene", "set_size": 8} | options))
+    obs.loc[(obs.gene == "ctrl") & (obs.line == "RPE1"), "gene"] = "A"
+    every = {(line, gene): 1.0 for line in obs.line.unique() for gene in "ABCD"}
+    options: dict[str, Any] = {"control": CONTROL, "unmatched": "drop", "incomplete": "drop"}
+    counts = obs[(obs.gene != "ctrl") & (obs.line != "RPE1")].groupby(["line", "gene"], observed=True).size()
+    size = int(counts.min()) + 1
+    with caplog.at_level(logging.INFO, "dasksc.plan"):
+        sampler = bound(obs, ["line", "gene"], size, weights=every, **options)
+    n_drawn = int((counts >= size).sum())
+    assert len(sampler.table) == n_drawn
+    assert f"weights contain {12 - n_drawn} groups without cells to draw from" in caplog.text
+    unweighted = bound(obs, ["line", "gene"], size, weights="groups", **options)
+    assert list(sets_of(plan_of(sampler))) == list(sets_of(plan_of(unweighted)))
+    with pytest.raises(MissingKeyError, match="weights.*'Z'"):
+        bound(obs, ["line", "gene"], size, weights=every | {("RPE1", "Z"): 1.0}, **options)
 
 
-def test_a_missing_column_is_refused_by_argument() -> None:
-    obs = screen()
+DAYS = pd.to_datetime(["2024-01-01", "2024-01-02", "2024-01-03"]).repeat(20)
 
-    def labels_of(name: str) -> Any:
-        if name not in obs:
-            raise MissingKeyError(f"obs has no {name!r}")
-        return obs[name]
 
-    with pytest.raises(MissingKeyError) as caught:
-        CellSets("gene", 8, control=CONTROL, match=["plate"]).bind(len(obs), labels_of)
-    assert caught.value.__notes__ == ["The column 'plate' is given in match= of CellSets."]
+@pytest.mark.parametrize("as_given", [lambda day: day[:1], np.asarray, lambda day: day[0]], ids=range(3))
+@pytest.mark.parametrize(
+    "column",
+    [
+        pd.Series(DAYS),
+        pd.Series(pd.Categorical(DAYS)),
+        pd.Series(DAYS.tz_localize("UTC")),
+        pd.Series(DAYS - DAYS[0] + pd.Timedelta("1h")),
+    ],
+    ids=["days", "categories", "zone", "durations"],
+)
+def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_given: Any) -> None:
+    obs = pd.DataFrame({"day": column, "gene": list("abcd") * 15})
+    day = pd.Index(column.iloc[20:21])
+    if as_given is np.asarray and getattr(column.dtype, "tz", None):
+        day = day.astype(object)
+    sampler = bound(obs, "gene", 4, control={"day": as_given(day)}, match=[])
+    assert sampler.accounts.n_control_cells == 20
+    assert all(set(controls) <= set(range(20, 40)) for _, _, controls in sets_of(plan_of(sampler)))
+    weights = {label: float(label == day[0]) for label in column.unique()}
+    assert {row for _, rows, _ in sets_of(plan_of(bound(obs, "day", 4, weights=weights))) for row in rows} <= set(
+        range(20, 40)
+    )
 
 
 def test_get_indices_keeps_sets_together():
@@ -404,3 +456,10 @@ def test_get_indices_keeps_sets_together():
     genes = adata.obs["gene"].to_numpy()[rows]
     assert (genes == genes[:, :1]).all()
     assert len({tuple(one) for one in rows.tolist()}) > 10
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=20))
+def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
+    out = np.empty(len(numbers), dtype=np.uint64)
+    kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
+    assert out.tolist() == [twins.stream(key, number) for number in numbers]

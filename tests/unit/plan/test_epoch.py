@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+
 import pytest
 
 from dasksc.plan.epochs import EpochCounter
@@ -59,3 +63,17 @@ def test_the_work_of_workers_is_known_once_all_have_reported_it() -> None:
     assert counter.reports() == []
     counter.advance()
     assert counter.reports() is None
+
+
+def test_a_copy_shares_the_count_and_outlives_the_original() -> None:
+    counter = EpochCounter()
+    copies = [pickle.loads(pickle.dumps(counter)), copy.deepcopy(counter)]
+    assert [one.join(11, 0, 1) for one in (counter, *copies)] == [0, 1, 2]
+    path, saved = counter._path, pickle.dumps(counter)
+    del counter
+    assert [one.join(12, 0, 1) for one in copies] == [3, 4]
+    copies.clear()
+    assert not os.path.exists(path)
+    # A counter that is loaded elsewhere makes a file at once, which its DataLoader workers share.
+    loaded = pickle.loads(saved)
+    assert [pickle.loads(pickle.dumps(loaded)).join(seed, 0, 1) for seed in (13, 14)] == [3, 4]

@@ -74,18 +74,12 @@ WEIGHTS = {
     "integers": np.arange(1, 301),
     "booleans": np.arange(300) % 3 == 0,
     "float32": np.linspace(0, 1, 500, dtype=np.float32),
-    "many zeros": np.where(np.arange(2000) % 97 == 0, 1.0, 0.0),
     "zeros at the ends": np.concatenate([np.zeros(100), np.ones(50), np.zeros(100)]),
     "one huge weight": np.where(np.arange(1000) == 700, 1e6, 1.0),
-    "one huge weight at the end": np.where(np.arange(1000) == 999, 1e3, 1.0),
-    "only one weight": np.where(np.arange(1000) == 63, 3.0, 0.0),
     "denormal": np.arange(1, 200) * 5e-324,
-    "the smallest there are": np.array([5e-324, 0.0, 5e-324, 1e-323]),
-    "the smallest float32": np.array([1e-45, 3e-45], dtype=np.float32),
     "from denormal to large": np.repeat([5e-324, 1e-300, 1.0, 2.0], 60),
     "large": np.full(100, 1e306),
     "one row": np.array([0.25]),
-    "64 rows": np.arange(64) + 1.0,
     "65 rows": np.arange(65) + 1.0,
 }
 
@@ -94,7 +88,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_rows_are_drawn_in_proportion_to_their_weights(name: str, block_size: int) -> None:
     weights = WEIGHTS[name]
-    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=60_000)
+    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=20_000)
     assert_drawn_by(counts_of(strategy, len(weights)), weights)
 
 
@@ -109,38 +103,6 @@ def test_draws_with_replacement_are_independent() -> None:
     unordered = np.triu(chance, 1) * 2 + np.diag(np.diag(chance))
     upper = np.triu_indices(4)
     assert stats.chisquare(pairs[upper], unordered[upper] * 6000).pvalue > ERROR
-
-
-@given(
-    n=st.integers(1, 500),
-    total_size=st.integers(1, 3000),
-    heavy=st.floats(0, 1e6),
-    block_size=st.sampled_from([1, 8]),
-    data=st.data(),
-)
-def test_any_draws_are_the_same_asked_for_alone(
-    n: int, total_size: int, heavy: float, block_size: int, data: st.DataObject
-) -> None:
-    weights = np.where(np.arange(n) == n // 2, heavy + 0.5, np.arange(n) % 4 + 0.5)
-    strategy = BlockWeightedSampling(block_size, weights=weights, total_size=total_size)
-    rows = rows_of(strategy, n)
-    wanted = data.draw(st.lists(st.integers(0, total_size - 1), max_size=30))
-    some = sampler_of(strategy, n).draw(0, 0).rows(np.array(wanted, dtype=np.int64))
-    np.testing.assert_array_equal(some, rows[wanted])
-
-
-@pytest.mark.parametrize("block_size", [1, 8])
-def test_ascending_rows_are_the_same_rows(block_size: int) -> None:
-    for strategy in (
-        BlockWeightedSampling(block_size, weights=np.arange(1000.0)),
-        BlockWeightedSampling(block_size, weights=np.arange(1000.0), total_size=300, replace=False),
-        BlockShuffling(block_size, indices=np.arange(0, 1000, 3)),
-        BlockShuffling(block_size, drop_last=True),
-    ):
-        sampler = sampler_of(strategy, 1000)
-        draw = sampler.draw(0, 0)
-        positions = np.random.default_rng(0).permutation(sampler.n_rows)[:100]
-        np.testing.assert_array_equal(draw.rows(positions, ascending=True), np.sort(draw.rows(positions)))
 
 
 # --- Without replacement ----------------------------------------------------------------------------
@@ -231,23 +193,6 @@ CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1, 2.0, 5, 1000.0, float("inf")])
-@pytest.mark.parametrize("replace", [True, False])
-def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
-    # Without replacement, counts differ from the expected ones by rounding only; with replacement, by at most five
-    # standard deviations.
-    sizes = np.array([8000, 1500, 400, 100])
-    labels = np.repeat(["T", "B", "NK", "mast"], sizes)
-    exact = (sizes / sizes.sum()) ** (1 / temperature)
-    exact /= exact.sum()
-    total = 40_000 if replace else int((sizes / exact).min())
-    strategy = ClassBalancedSampling(labels, 8, temperature=temperature, total_size=total, replace=replace)
-    drawn = np.array([np.sum(labels[rows_of(strategy, len(labels))] == name) for name in ("T", "B", "NK", "mast")])
-    spread = 5 * np.sqrt(total * exact * (1 - exact)) if replace else 1
-    assert drawn.sum() == total
-    assert (abs(drawn - total * exact) <= spread).all()
-
-
 def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() -> None:
     labels = np.repeat([0, 1, 2, -1], [900, 90, 10, 500])
     strategy = ClassBalancedSampling(
@@ -292,17 +237,13 @@ def test_without_replacement_each_class_gives_its_exact_share() -> None:
     [
         np.array(["b", "a", None, "b", "c", None], dtype=object),
         pd.Categorical(["b", "a", None, "b", "c", None], categories=["c", "unused", "b", "a"]),
-        pd.Series(["b", "a", None, "b", "c", None], dtype="category"),
-        pd.Series(["b", "a", None, "b", "c", None]),
-        pd.Series(["b", "a", None, "b", "c", None], dtype="string"),
         np.array([1, 0, -1, 1, 2, -1], dtype=np.int8),
-        np.array([1.5, 0.5, np.nan, 1.5, 2.5, np.nan]),
     ],
-    ids=["objects", "categorical", "series of categories", "series", "strings", "codes", "floats"],
+    ids=["objects", "categorical", "codes"],
 )
 def test_labels_of_any_kind_balance_and_missing_ones_are_not_drawn(labels: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "dasksc.plan"):
-        counts = counts_of(ClassBalancedSampling(labels, 8, total_size=30_000), 6)
+        counts = counts_of(ClassBalancedSampling(labels, 8, total_size=10_000), 6)
     assert "2 of 6 rows have no label" in caplog.text
     assert_drawn_by(counts, [0.5, 1, 0, 0.5, 1, 0])
 
@@ -380,65 +321,6 @@ def test_rows_whose_codes_are_no_label_are_never_drawn() -> None:
         assert_drawn_by(counts_of(ClassBalancedSampling(labels, 1, total_size=3000), 5), [0, 0.5, 0, 1, 0.5])
 
 
-@pytest.mark.parametrize("n", [20, 600])
-def test_a_continuous_column_is_no_label(n: int) -> None:
-    import dask.array as da
-
-    values = np.random.default_rng(0).random(n)
-    for labels in (values, values.astype(">f4"), pd.Series(values), da.from_array(values, chunks=7)):
-        with pytest.raises(InputError, match=f"{n}.*pandas.cut"):
-            sampler_of(ClassBalancedSampling(labels), n)
-    assert len(encode_labels(pd.Categorical(values))[1]) == n
-    assert len(encode_labels(np.repeat(values[:10], 20))[1]) == 10
-
-
-def hidden(values: Any) -> Any:
-    return np.ma.masked_array(values, mask=np.arange(len(values)) == 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Streaming(hidden([1, 2])), "indices"),
-        (lambda: Streaming(np.array([1, 2], dtype="m8[s]")), "indices"),
-        (lambda: Streaming([[1], [2, 3]]), "indices"),
-        (lambda: Streaming(slice("a", "b")), "is not a valid slice"),
-        (lambda: BlockWeightedSampling(weights=hidden(np.ones(10))), "weights"),
-        (lambda: BlockWeightedSampling(weights=np.ones(10, "m8[s]")), "weights"),
-        (lambda: BlockWeightedSampling(weights=np.ones(10, object)), "weights"),
-        (
-            lambda: BlockWeightedSampling(weights=np.ones(3), indices=range(7)),
-            "weights",
-        ),
-        (lambda: BlockWeightedSampling(weights="n"), r"weights='n'.*adata\.obs\['n'\]"),
-        (lambda: ClassBalancedSampling("type"), "labels='type'.*label_key='type'"),
-        (lambda: ClassBalancedSampling(3), "labels"),
-        (lambda: ClassBalancedSampling(np.array(3)), "labels"),
-        (lambda: ClassBalancedSampling([[1], [2, 3]] * 5), "labels"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing="0"), "smoothing must lie"),
-        (lambda: ClassBalancedSampling([1] * 10, temperature="2"), "temperature"),
-        (lambda: ClassBalancedSampling([1] * 10, temperature=0), "temperature"),
-        (lambda: ClassBalancedSampling([1] * 10, temperature=float("nan")), "temperature"),
-        (lambda: ClassBalancedSampling([1] * 10, temperature=True), "temperature"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing=0.1, temperature=2), "both set the strength of balancing"),
-        (lambda: dasksc.SamplingStrategy(3), "indices"),
-    ],
-)
-def test_what_kernels_cannot_take_is_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        sampler_of(make(), 10)
-
-
-@pytest.mark.parametrize("indices", [[0, 1, 2, 3, 4], np.arange(5), np.arange(8) < 5, range(5)])
-def test_labels_shorter_than_indices_are_refused_when_the_strategy_is_made(indices: Any) -> None:
-    with pytest.raises(InputError, match=r"labels.*indices.*\(5\)"):
-        ClassBalancedSampling([0, 1, 0], indices=indices)
-    with pytest.raises(InputError, match=r"weights.*indices.*\(5\)"):
-        BlockWeightedSampling(weights=[0, 1, 0], indices=indices)
-    # Repeated indices may outnumber the rows.
-    assert set(rows_of(ClassBalancedSampling([0, 1], indices=[0, 0, 1, 1]), 2).tolist()) <= {0, 1}
-
-
 def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
     import dask.array as da
 
@@ -459,20 +341,14 @@ MASK = np.arange(30) % 4 == 1
 SUBSETS: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(30))),
     "a slice": (slice(5, 20), list(range(5, 20))),
-    "a slice from the end": (slice(-5, None), list(range(25, 30))),
-    "a slice with steps": (slice(3, 25, 4), list(range(3, 25, 4))),
     "a slice backwards": (slice(None, None, -3), list(range(2, 30, 3))),
     "a range": (range(4, 9), list(range(4, 9))),
-    "a range backwards": (range(9, 4, -2), [5, 7, 9]),
     "a mask": (MASK, np.flatnonzero(MASK).tolist()),
-    "a mask of a run": (np.arange(30) > 20, list(range(21, 30))),
     "sorted": (np.array([2, 3, 17], dtype=np.int32), [2, 3, 17]),
     "unsorted": ([17, 3, 29, 0], [0, 3, 17, 29]),
-    "unsigned": (np.array([9, 1], dtype=np.uint64), [1, 9]),
     "repeated": ([4, 4, 5], [4, 4, 5]),
     "a series": (pd.Series([3, 1]), [1, 3]),
     "nothing": ([], []),
-    "an empty slice": (slice(5, 5), []),
 }
 
 
@@ -539,111 +415,6 @@ def test_a_users_strategy_needs_two_methods_only() -> None:
     assert rows_of(Own([]), 5).tolist() == []
     with pytest.raises(NotImplementedError, match="SamplingStrategy.*get_len"):
         sampler_of(dasksc.SamplingStrategy(), 5)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (Own([1, 2], length=3), "Own.get_len.*get_indices"),
-        (Own([1, 5]), "Own.get_indices"),
-        (Own([-1]), "Own.get_indices"),
-        (Own([0.5]), "Own.get_indices.*float64"),
-        (Own([[1], [2]]), "Own.get_indices.*int64"),
-        (Own([1], length=-1), "Own.get_len.*-1"),
-        (Own([1], length="three"), "Own.get_len.*'three'"),  # type: ignore[arg-type]
-    ],
-)
-def test_a_users_strategy_that_breaks_its_promises_is_named(strategy: Own, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        rows_of(strategy, 5)
-
-
-# --- Invalid arguments ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: BlockShuffling(0), "block_size"),
-        (lambda: BlockShuffling(2.5), "block_size"),  # type: ignore[arg-type]
-        (lambda: BlockShuffling(indices=[0, 10]), "indices.*10"),
-        (lambda: BlockShuffling(indices=[-1, 3]), "indices contain -1"),
-        (lambda: BlockShuffling(indices=np.array([2**63], dtype=np.uint64)), "indices contain 9223372036854775808"),
-        (lambda: BlockShuffling(indices=range(5, 12)), "indices contain 11"),
-        (
-            lambda: BlockShuffling(indices=[True, False]),
-            "indices.*10",
-        ),
-        (
-            lambda: BlockShuffling(indices=[0.5]),
-            "indices.*dtype.*float64",
-        ),
-        (lambda: BlockShuffling(indices=[[1]]), "indices"),
-        (lambda: BlockShuffling(indices=3), "indices"),
-        (lambda: BlockWeightedSampling(0), "block_size"),
-        (lambda: BlockWeightedSampling(weights=np.ones(9)), "weights.*10.*one"),
-        (
-            lambda: BlockWeightedSampling(weights=np.ones(9), indices=[1, 2]),
-            "weights.*10.*one",
-        ),
-        (
-            lambda: BlockWeightedSampling(weights=[-1] + [1] * 9),
-            "weights.*-1",
-        ),
-        (
-            lambda: BlockWeightedSampling(weights=[1, np.nan], indices=[7, 5]),
-            "weights",
-        ),
-        (lambda: BlockWeightedSampling(weights=[1.0] * 9 + [np.inf]), "the weight of row 9 is inf$"),
-        (lambda: BlockWeightedSampling(weights=np.zeros(10)), "weights"),
-        (lambda: BlockWeightedSampling(weights=np.full(10, 1e308)), "finite sum; the sum is inf"),
-        (lambda: BlockWeightedSampling(weights=np.ones((10, 1))), "weights"),
-        (lambda: BlockWeightedSampling(weights=["a"] * 10), "weights"),
-        (lambda: BlockWeightedSampling(weights=np.ones(10) * 1j), "weights"),
-        (lambda: BlockWeightedSampling(weights=[], indices=[]), "indices= is empty"),
-        (lambda: BlockWeightedSampling(indices=[]), "indices="),
-        (lambda: BlockWeightedSampling(total_size=0), "total_size"),
-        (lambda: BlockWeightedSampling(sampling_size=0, replace=False), "sampling_size"),
-        (
-            lambda: BlockWeightedSampling(total_size=11, replace=False),
-            "11.*10",
-        ),
-        (
-            lambda: BlockWeightedSampling(weights=[1] * 4 + [0] * 6, replace=False, sampling_size=5),
-            "5.*4",
-        ),
-        (lambda: ClassBalancedSampling(), "labels=.*label_key="),
-        (lambda: ClassBalancedSampling([1] * 10, label_key="a"), "give either labels="),
-        (lambda: ClassBalancedSampling([]), "labels are empty"),
-        (lambda: ClassBalancedSampling([1, 2]), "labels.*10"),
-        (lambda: ClassBalancedSampling(np.ones((10, 2))), "labels"),
-        (lambda: ClassBalancedSampling([-1] * 10), "label"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing=1.5), "smoothing.*1.5"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing=-0.1), "smoothing"),
-        (lambda: ClassBalancedSampling([1] * 10, smoothing=float("nan")), "smoothing"),
-        (
-            lambda: ClassBalancedSampling(["a"] * 10, class_weights={"b": 1}),
-            "class_weights.*'b'.*label",
-        ),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights=[1]), "label"),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": "1"}), "not negative; got '1'"),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": -1}), "-1"),
-        (lambda: ClassBalancedSampling(["a"] * 10, class_weights={"a": 0}), "are 0 for all classes in the data"),
-        (
-            lambda: ClassBalancedSampling([0] * 9 + [1], replace=False, total_size=4),
-            "total_size=4",
-        ),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused_with_its_reason(make: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        sampler_of(make(), 10)
-
-
-def test_what_is_no_strategy_is_refused() -> None:
-    with pytest.raises(InputError, match="strategy.*SamplingStrategy.*dasksc.BlockShuffling") as caught:
-        sampler_of("shuffle", 10)  # type: ignore[arg-type]
-    assert isinstance(caught.value, TypeError)
 
 
 # --- Digests ----------------------------------------------------------------------------------------
