@@ -18,6 +18,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
+import scipy.sparse as sp
 
 # Private functions with which Dask indexes, shuffles and joins chunks; the fields of `Blockwise` are not documented.
 from dask.array import chunk
@@ -143,7 +144,7 @@ class Compiler:
             return self._joined(key, task)
         if task.func in _GETITEMS and isinstance(task.args[0], TaskRef | Alias):
             return self._taken(key, task)
-        if unknown := unknown_function(task):
+        if (unknown := unknown_function(task)) is not None:
             name = getattr(unknown, "__qualname__", unknown)
             raise _refused(
                 key,
@@ -154,6 +155,12 @@ class Compiler:
         if isinstance(layer, Blockwise) and layer.io_deps:
             raise _refused(key, "gives its function block_info or block_id. Use a function of the values alone")
         aligned = _by_indices(task, layer) if isinstance(layer, Blockwise) else _by_numbers(key, task)
+        if aligned is not None and not isinstance(task.func, row_local):
+            whole = [self._tasks[one] for one, rows in aligned.items() if rows is None]
+            if any(_may_have_rows(value, len(key) - 1) for value in (*_flat(task), *whole)):
+                raise _refused(
+                    key, "has an argument with a row for each row of a chunk. Use dask.array.from_array(rows)"
+                )
         return self._applied(key, task, aligned)
 
     def _literal(self, key: Key, value: Any) -> Any:
@@ -220,7 +227,7 @@ class Compiler:
             return whole
         return self._take(whole, np.argsort(self._literal(key, second)[1]).astype(np.int64))
 
-    def _applied(self, key: Key, task: Task, aligned: Mapping[Key, bool] | None) -> Node:
+    def _applied(self, key: Key, task: Task, aligned: Mapping[Key, bool | None] | None) -> Node:
         """Compile any other task; `aligned` holds True for the inputs whose rows are the rows of the result."""
         named = list(dict.fromkeys(item.key for item in _flat(task) if isinstance(item, TaskRef)))
         is_named = set(named) == task.dependencies
@@ -233,7 +240,7 @@ class Compiler:
                 "combines rows with other rows, as a mean over cells, X.T or rechunking do. Compute such a value "
                 "first, with .compute(), and use the result",
             )
-        constants = {one: aligned[one] for one in references if one not in inputs}
+        constants = {one: bool(aligned[one]) for one in references if one not in inputs}
         self.has_elementwise |= is_elementwise(task.func)
         # Tasks of nodes of one kind differ only in the names of their inputs and of aligned constants.
         roles = {one: node.kind for one, node in inputs.items()} | {
@@ -244,7 +251,15 @@ class Compiler:
         return Apply(n_rows=lengths.pop(), kind=kind, depth=depth, task=task, inputs=inputs, constants=constants)
 
 
-def _by_numbers(key: Key, task: Task) -> dict[Key, bool] | None:
+def _may_have_rows(value: Any, n_axes: int) -> bool:
+    """Return True if NumPy may align the rows of an argument that is not an array of Dask with those of the result."""
+    value = value.value if isinstance(value, DataNode) else value
+    if isinstance(value, np.ndarray) or sp.issparse(value):
+        return bool(value.ndim >= n_axes and value.shape[0] != 1)
+    return isinstance(value, GraphNode)  # not computed yet
+
+
+def _by_numbers(key: Key, task: Task) -> dict[Key, bool | None] | None:
     """Return True for every input of a task if all have the row block number of the result, otherwise None."""
     # A key is the name of an array and block numbers, one per axis. NumPy would align an input with fewer axes than the
     # result with its columns.
@@ -255,8 +270,9 @@ def _by_numbers(key: Key, task: Task) -> dict[Key, bool] | None:
     return dict.fromkeys(task.dependencies, True) if aligned else None
 
 
-def _by_indices(task: Task, layer: Any) -> dict[Key, bool] | None:
+def _by_indices(task: Task, layer: Any) -> dict[Key, bool | None] | None:
     """Return True for the inputs of a blockwise task whose rows are the rows of the result; None if it has none."""
+    # An input without indices, such as a delayed value, maps to None: every task receives all of it.
     axes = layer.output_indices
     if not axes or axes[0] in layer.new_axes:
         return None
@@ -268,7 +284,7 @@ def _by_indices(task: Task, layer: Any) -> dict[Key, bool] | None:
             fits = len(indices) >= len(axes) or isinstance(task.func, row_local)
             if (places and (places != [0] or not fits)) or by_name.setdefault(name, bool(places)) != bool(places):
                 return None
-    return {one: by_name.get(layer_of(one), False) for one in task.dependencies}
+    return {one: by_name.get(layer_of(one)) for one in task.dependencies}
 
 
 def at_rows(rows: Rows, places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -296,8 +312,7 @@ def _selected(values: Rows, index: Any) -> Rows | None:
 def _flat(value: Any) -> Iterator[Any]:
     """Yield the functions, values and references in a task as a flat, unambiguous sequence."""
     if isinstance(value, Task):
-        yield value.func
-        yield from _flat((value.args, value.kwargs))
+        yield from _flat((value.func, value.args, value.kwargs))
     elif isinstance(value, Alias):
         yield TaskRef(value.target)
     elif isinstance(value, DataNode):

@@ -52,27 +52,13 @@ class DaskMatrix:
         self.array = array
         self.label = label or f"Dask array {array.name}"
         self.layout = _layout_of(array)
+        self.shape: tuple[int, int] = (int(array.shape[0]), int(array.shape[1]))
+        self.dtype: np.dtype[Any] = array.dtype
+        self.stored_dtype = self.dtype  # values are computed, not stored
         self._pickled: bytes | None = None
         self._bounds = np.concatenate([[0], np.cumsum(array.chunks[0])]).astype(np.int64)
         self._with_shared: Mapping[Key, GraphNode] | None = None
         self._sharing = threading.Lock()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        n_obs, n_vars = self.array.shape
-        return int(n_obs), int(n_vars)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Data type of the values."""
-        dtype: np.dtype[Any] = self.array.dtype
-        return dtype
-
-    @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """Data type of the values; the same as `dtype`, since the values are computed and not stored."""
-        return self.dtype
 
     @property
     def cost(self) -> FetchCost:

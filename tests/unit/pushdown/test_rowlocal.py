@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,9 @@ STAY_CSR: dict[str, Callable[[da.Array], da.Array]] = {
     "row factors, where rows are as many as genes": lambda x: x[:51].rechunk((N_VARS, N_VARS)) * SIZES[:51, None],
     "a row to a chunk": lambda x: (x[:5].rechunk((1, N_VARS)) * SIZES[:5, None]) * WEIGHTS[None],
     "one gene": lambda x: x[:, 3:4] * SIZES[:, None] * WEIGHTS[:1],
+    "gene weights of a partial function": lambda x: x.map_blocks(
+        partial(np.multiply, np.arange(N_VARS)), dtype=float, meta=x._meta.astype(float)
+    ),
     "itself": lambda x: x * da.log1p(x),
     "squares": lambda x: x**2,
     "squares, where rows are as many as genes": lambda x: x[:N_VARS].rechunk((N_VARS, N_VARS)) ** 2,
@@ -194,6 +197,12 @@ MIXING: dict[str, Callable[[da.Array], da.Array]] = {
     )[0],
     "rows as columns, in square chunks": lambda x: da.blockwise(
         np.multiply, "ij", x[:N_VARS].rechunk((N_VARS, N_VARS)), "ij", x[:N_VARS].rechunk(N_VARS)[:, 0], "i", dtype="f4"
+    ),
+    "rows in a partial function": lambda x: (
+        x[:26].rechunk((13, N_VARS)).map_blocks(partial(np.add, SIZES[:13, None]), dtype="f8")
+    ),
+    "delayed rows": lambda x: (
+        x[:26].rechunk((13, N_VARS)).map_blocks(np.add, dask.delayed(SIZES[:13, None]), dtype="f8")
     ),
     "sorted genes": lambda x: x.map_blocks(np.sort, axis=1),
     "one stage of several": lambda x: da.log1p(da.log1p(x).map_blocks(lambda block: block + 1)),
