@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, optional
+from dasksc._compat.unsupported import UnsupportedVersionError, attribute
 
 __all__ = ["check_training", "default_store", "set_collation"]
 
@@ -27,9 +27,7 @@ def default_store(distributed: Any) -> Any:
 
 def set_collation(cls: type, collate: Callable[..., Any]) -> None:
     """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
-    # Uses ``default_collate_fn_map``, which the documentation of ``default_collate`` names for this purpose.
-    functions = optional(
-        "torch", "torch.utils.data._utils.collate", "default_collate_fn_map", without="a DataLoader may stack batches"
-    )
-    if functions is not None:
-        functions[cls] = collate
+    # The documentation of ``default_collate`` names this dict for the purpose.
+    from torch.utils.data._utils.collate import default_collate_fn_map
+
+    default_collate_fn_map[cls] = collate
