@@ -44,7 +44,6 @@ from dasksc.kernels.vectors import descent_bits, nonzero_bits
 
 __all__ = [
     "add_up",
-    "ascends",
     "copy_columns",
     "copy_columns_csr",
     "copy_rows",
@@ -569,22 +568,6 @@ def put(indptr, indices, data, dense):
         row = dense[i]
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
             row[np.uint64(indices[k])] = data[k]
-
-
-@kernel
-def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
-    """Return True if the column indices of every row, at ``[indptr[i], indptr[i + 1])``, are strictly ascending."""
-    start = load(indptr_at, 0, like_indptr)
-    for i in range(n_rows):
-        stop = load(indptr_at, i + 1, like_indptr)
-        ascending = True
-        # A loop without branches is vectorized.
-        for k in range(start + 1, stop):
-            ascending &= load(indices_at, k - 1, like_indices) < load(indices_at, k, like_indices)
-        if not ascending:
-            return False
-        start = stop
-    return True
 
 
 @kernel

@@ -259,21 +259,6 @@ def test_stitched_runs_equal_those_of_the_array_the_extents_stand_for() -> None:
     np.testing.assert_array_equal(out, twin)
 
 
-@given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=5), st.sampled_from(["int32", "int64"]))
-def test_places_are_found_to_ascend_as_scipy_finds_them(rows: list[list[int]], dtype: str) -> None:
-    indices = np.array([column for row in rows for column in row], dtype=dtype)
-    indptr = np.cumsum([0, *map(len, rows)]).astype(dtype)
-    x = sp.csr_matrix((np.ones(len(indices)), indices, indptr), shape=(len(rows), 6))
-    found = kernels.ascends(
-        indptr_at=np.uint64(indptr.ctypes.data),
-        n_rows=len(rows),
-        indices_at=np.uint64(indices.ctypes.data),
-        like_indptr=indptr[:0],
-        like_indices=indices[:0],
-    )
-    assert found == x.has_canonical_format == all(sorted(set(row)) == row for row in rows)
-
-
 @given(
     st.lists(
         st.one_of(
