@@ -50,7 +50,7 @@ def dasksc_without_dask(spec: Spec) -> Epoch:
     from unittest import mock
 
     from dasksc.executor.progress import FetchFigures
-    from dasksc.loader import epoch_run as module
+    from dasksc.loader import epoch as module
 
     class PlainWindow:
         """Replacement for dasksc's window, with the same depth and number of threads; it yields fetches in order."""

@@ -124,9 +124,7 @@ def bare(client: Any, dataset: Any, path: str) -> Iterator[Any]:
     """Gather the bytes of an epoch directly from the workers, with as many tasks in flight as `dataset` keeps."""
     import torch
 
-    from dasksc.loader import components_of
-
-    mode = components_of(dataset).projection.reading_mode()
+    mode = dataset.memory.reading_mode()
     n_rows = dataset.fetch_size // mode.n_parts
     row_bytes = sent_bytes(path, n_rows=n_rows) // n_rows
     n_tasks = dataset.plan().n_fetches * mode.n_parts

@@ -22,7 +22,7 @@ from dasksc.errors import (
 )
 
 if TYPE_CHECKING:
-    from dasksc import datasets, experimental, tokens, transforms
+    from dasksc import datasets, experimental, readers, tokens, transforms
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
     from dasksc.atlas.opening import open
@@ -89,7 +89,7 @@ _MODULE_OF = {
     "statistics": "dasksc.summaries",
     "suggest_parameters": "dasksc.inspection.suggestions",
 }
-_MODULES = ("dashboard", "datasets", "experimental", "integrations", "tokens", "train", "transforms")
+_MODULES = ("dashboard", "datasets", "experimental", "integrations", "readers", "tokens", "train", "transforms")
 
 __all__ = [
     "AnnDataView",
@@ -133,6 +133,7 @@ __all__ = [
     "normalize",
     "open",
     "predict",
+    "readers",
     "row_local",
     "rows_where",
     "scDataset",

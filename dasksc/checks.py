@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from dasksc.errors import InputError, WrongTypeError
 
-__all__ = ["check_flags", "is_whole", "name_or_none", "names_or_none", "true_or_false", "whole_number"]
+__all__ = [
+    "check_flags",
+    "check_one_of",
+    "is_whole",
+    "list_of_names",
+    "name_or_none",
+    "names_or_none",
+    "nearest",
+    "similar",
+    "some",
+    "true_or_false",
+    "whole_number",
+    "with_advice",
+]
+
+# Number of names that an error lists, and number of examples.
+N_KNOWN = 20
+_N_EXAMPLES = 3
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -39,6 +58,12 @@ def check_flags(**flags: Any) -> None:
         true_or_false(name, value)
 
 
+def check_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise an error unless `value` is one of the `allowed` names."""
+    if value not in allowed:
+        raise InputError(f"{name} must be {' or '.join(map(repr, allowed))}; got {value!r}")
+
+
 def name_or_none(name: str, value: Any) -> str | None:
     """Return `value` if it is a string or None."""
     if value is None or isinstance(value, str):
@@ -56,3 +81,43 @@ def names_or_none(name: str, value: Any) -> list[str]:
     if not all(isinstance(one, str) for one in names):
         raise WrongTypeError(f"{name} must be the name of a column or a list of names; got {value!r}")
     return names
+
+
+def list_of_names(name: str, value: Any) -> list[str]:
+    """Return several names as a list, which is empty for None; a single name is refused."""
+    if isinstance(value, str):
+        raise WrongTypeError(f"{name}={value!r} is a string; give a list of names: {name}=[{value!r}]")
+    return names_or_none(name, value)
+
+
+def similar(name: object, known: Iterable[str], *, n: int = 1) -> list[str]:
+    """Return up to `n` names similar to `name`; names that differ only in case precede all others."""
+    by_folded: dict[str, list[str]] = {}
+    for one in map(str, known):
+        by_folded.setdefault(one.casefold(), []).append(one)
+    folded = str(name).casefold()
+    near = [folded] if folded in by_folded else difflib.get_close_matches(folded, by_folded, n=n, cutoff=0.57)
+    return [one for match in near for one in by_folded[match]][:n]
+
+
+def nearest(name: object, known: Iterable[object], *, n: int = 1) -> str:
+    """Return a hint for an error message about an unknown name: up to `n` similar names, or the `known` ones."""
+    names = [str(one) for one in known if one is not None]  # from AnnData 0.13 on, layers[None] is X
+    near = similar(name, names, n=n)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    if not names:
+        return "none are available"
+    more = f" and {len(names) - N_KNOWN:,} more" if len(names) > N_KNOWN else ""
+    return f"expected one of {', '.join(sorted(names)[:N_KNOWN])}{more}"
+
+
+def with_advice(error: str, advice: str) -> str:
+    """Return an error message with advice appended as a separate sentence."""
+    return f"{error}{'' if error.endswith('?') else '.'} {advice}"
+
+
+def some(names: Iterable[Any]) -> str:
+    """Return the first few of several names, quoted."""
+    first = list(islice(names, _N_EXAMPLES + 1))
+    return ", ".join(map(repr, first[:_N_EXAMPLES])) + (", ..." if len(first) > _N_EXAMPLES else "")

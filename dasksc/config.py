@@ -42,13 +42,7 @@ def get_bytes(key: str) -> int:
 
 
 def memory_limit(given: int | str | None) -> int:
-    """Return `given` in bytes, or the value of ``dasksc.memory-limit`` if it is None.
-
-    Raises
-    ------
-    InputError
-        If the value is not a size, or is less than one byte.
-    """
+    """Return `given` in bytes, or the value of ``dasksc.memory-limit`` if it is None."""
     limit = get("memory-limit") if given is None else given
     try:
         if not isinstance(limit, int | float | str):
@@ -62,9 +56,6 @@ def memory_limit(given: int | str | None) -> int:
 
 
 def get_seconds(key: str) -> float | None:
-    """Return the value of ``dasksc.<key>`` in seconds, or None if it is None.
-
-    The value is a number of seconds or text such as ``"500ms"``.
-    """
+    """Return the value of ``dasksc.<key>``, a number of seconds or text such as ``"500ms"``; None if it is None."""
     value = get(key)
     return None if value is None else float(parse_timedelta(value))

@@ -17,18 +17,7 @@ __all__ = ["MultiIndexable", "count_rows", "take_rows"]
 
 
 def count_rows(data: Any) -> int:
-    """Return the length of `data` along its first axis.
-
-    Parameters
-    ----------
-    data
-        Object with a ``shape`` or a ``len()``. SciPy sparse matrices have only a shape.
-
-    Raises
-    ------
-    WrongTypeError
-        If `data` has no length.
-    """
+    """Return the length of `data` along its first axis; SciPy's sparse matrices have only a shape."""
     shape = getattr(data, "shape", None)
     if isinstance(shape, tuple) and shape:
         return int(shape[0])
@@ -38,21 +27,7 @@ def count_rows(data: Any) -> int:
 
 
 def take_rows(data: Any, rows: Any) -> Any:
-    """Return the rows of `data` at the positions `rows`.
-
-    Parameters
-    ----------
-    data
-        NumPy array, SciPy sparse matrix, tensor, AnnData, pandas object, list, or another object
-        that can be indexed by an array of positions.
-    rows
-        Slice, sequence or array of positions, or boolean mask.
-
-    Returns
-    -------
-    Any
-        Result of indexing `data`; a list for a list.
-    """
+    """Return the rows of `data` at positions, in a slice or where a mask is True; a list for a list or tuple."""
     if hasattr(data, "iloc"):
         return data.iloc[rows]
     if isinstance(data, (list, tuple)) and not isinstance(rows, slice):

@@ -7,22 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from dasksc._compat.unsupported import attribute, optional
-
 __all__ = ["selected_rows_and_columns", "unified_dtypes"]
 
 
 def selected_rows_and_columns(adata: Any) -> tuple[Any, Any]:
-    """Return the row and column indices of an AnnData view (``_oidx``, ``_vidx``); raises if missing."""
-    return attribute(adata, "_oidx", library="anndata"), attribute(adata, "_vidx", library="anndata")
+    """Return the row and column indices of an AnnData view."""
+    return adata._oidx, adata._vidx
 
 
-def unified_dtypes(tables: Sequence[pd.DataFrame]) -> list[pd.DataFrame] | None:
-    """Return the tables with the column data types that `anndata.concat` would give them; None if unsupported."""
-    unify = optional(
-        "anndata",
-        "anndata._core.merge",
-        "unify_dtypes",
-        without="opening joined atlases with names=False takes 8 more bytes of memory per cell",
-    )
-    return None if unify is None else list(unify(tables))
+def unified_dtypes(tables: Sequence[pd.DataFrame]) -> list[pd.DataFrame]:
+    """Return the tables with the column data types that `anndata.concat` would give them."""
+    from anndata._core.merge import unify_dtypes
+
+    return list(unify_dtypes(tables))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError, attribute, needed
+from dasksc._compat.unsupported import UnsupportedVersionError
 
-__all__ = ["check_training", "default_store", "is_stacking_fetcher"]
+__all__ = ["check_training", "default_store", "set_collation"]
 
 
 def check_training(version: str) -> None:
@@ -18,20 +19,13 @@ def check_training(version: str) -> None:
 
 
 def default_store(distributed: Any) -> Any:
-    """Return the store of the process group."""
-    # Uses ``torch.distributed.distributed_c10d._get_default_store``, which has no public equivalent; raises if missing.
-    module = attribute(distributed, "distributed_c10d", library="torch")
-    return attribute(module, "_get_default_store", library="torch")()
+    """Return the store of the process group, for which there is no public function."""
+    return distributed.distributed_c10d._get_default_store()
 
 
-def is_stacking_fetcher(caller: object) -> bool:
-    """Return True if an object is the fetcher of a DataLoader that stacks the elements of an iterable data set."""
-    # Uses ``_IterableDatasetFetcher`` and two of its attributes; raises if missing.
-    with needed("torch"):
-        from torch.utils.data import default_collate
-        from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+def set_collation(cls: type, collate: Callable[..., Any]) -> None:
+    """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
+    # The documentation of ``default_collate`` names this table for the purpose.
+    from torch.utils.data._utils.collate import default_collate_fn_map
 
-    if not isinstance(caller, _IterableDatasetFetcher):
-        return False
-    is_batched, collate = (attribute(caller, name, library="torch") for name in ("auto_collation", "collate_fn"))
-    return bool(is_batched) and collate is default_collate
+    default_collate_fn_map[cls] = collate

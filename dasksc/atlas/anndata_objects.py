@@ -12,22 +12,20 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc._compat.anndata import selected_rows_and_columns
-from dasksc.atlas.assemble import assemble
-from dasksc.atlas.cell_names import nameless_index
-from dasksc.atlas.elements import Unwrapped, lazy_matrix, stored_matrix
+from dasksc.atlas.assemble import Elements
 from dasksc.atlas.lookup import known_columns, path_of
-from dasksc.atlas.options import OpenOptions
-from dasksc.atlas.stores import naming_errors
 from dasksc.pushdown import to_dask
+from dasksc.readers.arrays import Lazy, lazily
+from dasksc.readers.locations import naming_errors
+from dasksc.readers.names import nameless_index
+from dasksc.readers.options import OpenOptions
 
 __all__ = ["layers_of", "open_anndata"]
 
 
-def open_anndata(
-    adata: AnnData, obs: Sequence[str] | None, options: OpenOptions, *, table: pd.DataFrame | None = None
-) -> AnnData:
-    """Open an AnnData lazily, with `table` in place of its obs."""
-    table = _in_memory(adata.obs if table is None else table)
+def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+    """Open an AnnData lazily."""
+    table = _in_memory(adata.obs)
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
     if obs is not None:
@@ -38,25 +36,25 @@ def open_anndata(
     if adata.isbacked:
         path = os.path.abspath(adata.filename)
         with naming_errors(path):
-            x = _backed_x(path, adata, options)
+            x = _backed_x(adata, options)
             # The raw of a backed view is skipped, since AnnData creates it without X.
             if adata.raw is not None and not adata.is_view:
                 key = "raw/X" if "raw/X" in adata.file else "raw.X"
-                x_of_raw = stored_matrix(path, adata.file[key].name, options)
+                x_of_raw = lazily(adata.file[key], key, options)
                 raw = {"X": x_of_raw, "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     elif adata.raw is not None:
-        raw = {"X": lazy_matrix(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
-    return assemble(
-        x=lazy_matrix(x, "X", options),
+        raw = {"X": lazily(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
+    return Elements(
+        x=lazily(x, "X", options),
         obs=table,
         var=_in_memory(adata.var),
-        uns=adata.uns,
-        layers={name: lazy_matrix(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
+        uns=dict(adata.uns),
+        layers={name: lazily(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
         obsm={
             name: (
                 array.set_axis(table.index)
                 if isinstance(array, pd.DataFrame)
-                else lazy_matrix(array, f"obsm/{name}", options)
+                else lazily(array, f"obsm/{name}", options)
             )
             for name, array in adata.obsm.items()
         },
@@ -64,8 +62,7 @@ def open_anndata(
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),
         raw=raw,
-        options=options,
-    )
+    ).to_anndata()
 
 
 def layers_of(adata: AnnData) -> dict[str, Any]:
@@ -79,12 +76,12 @@ def _in_memory(table: Any) -> pd.DataFrame:
     return pd.DataFrame(table if isinstance(table, pd.DataFrame) else table.to_memory(), copy=False)
 
 
-def _backed_x(path: str, adata: AnnData, options: OpenOptions) -> da.Array | Unwrapped | None:
+def _backed_x(adata: AnnData, options: OpenOptions) -> da.Array | Lazy | None:
     """Return the lazy X of a backed AnnData; for a view, only its rows and columns."""
     if "X" not in adata.file:
         return None
     # A modality of a MuData is a group of the file.
-    stored = stored_matrix(path, adata.file["X"].name, options)
+    stored: Lazy = lazily(adata.file["X"], "X", options)
     if not adata.is_view:
         return stored
     # Select by the indices that AnnData keeps for a view, since names may repeat.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import anndata
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas.elements import Unwrapped, lazy_matrix
-from dasksc.atlas.options import OpenOptions
 from dasksc.errors import CorruptDataError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, to_dask
+from dasksc.readers.arrays import Lazy
 
-__all__ = ["assemble", "raw_of", "without_genes", "unchecked"]
+__all__ = ["Elements", "raw_of", "unchecked"]
 
 
 @contextmanager
@@ -25,69 +25,53 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-def assemble(
-    *,
-    x: Any,
-    obs: pd.DataFrame,
-    var: pd.DataFrame,
-    uns: Mapping[str, Any],
-    layers: dict[str, Any],
-    obsm: dict[str, Any],
-    varm: dict[str, Any],
-    obsp: dict[str, Any],
-    varp: dict[str, Any],
-    raw: dict[str, Any] | None,
-    options: OpenOptions,
-) -> AnnData:
-    """Build an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
-    # Checked first, since a Dask array with a corrupt number of rows could have a huge number of chunks.
-    for array in (x, *layers.values(), *obsm.values(), *obsp.values(), (raw or {}).get("X")):
-        if isinstance(array, Unwrapped) and array.matrix.shape[0] != len(obs):
-            raise CorruptDataError(
-                f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(obs)}. The file is corrupt; "
-                "write it again from its source."
-            )
-    alike = [array.matrix for array in (x, *layers.values()) if isinstance(array, Unwrapped)]
-    chunk_rows = chunk_rows_for(*alike) if alike else None
+@dataclass(kw_only=True)
+class Elements:
+    """Elements of an AnnData; matrices of cells are `Lazy`, or Dask arrays."""
 
-    def wrapped(array: Any, chunk_rows: int | None = None) -> Any:
-        if not isinstance(array, Unwrapped):
-            return array
-        return to_dask(array.matrix, chunk_rows=chunk_rows, token=array.token)
+    obs: pd.DataFrame
+    var: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(index=pd.Index([], dtype=str)))
+    x: Any = None
+    uns: dict[str, Any] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)
+    obsm: dict[str, Any] = field(default_factory=dict)
+    varm: dict[str, Any] = field(default_factory=dict)
+    obsp: dict[str, Any] = field(default_factory=dict)
+    varp: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, Any] | None = None
 
-    def all_wrapped(arrays: dict[str, Any], chunk_rows: int | None = None) -> dict[str, Any]:
-        return {name: wrapped(array, chunk_rows) for name, array in arrays.items() if array is not None}
+    def to_anndata(self) -> AnnData:
+        """Return an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
+        # Checked first, since a Dask array with a corrupt number of rows could have a huge number of chunks.
+        groups = {"": self.x}, self.layers, self.obsm, self.obsp, {"": (self.raw or {}).get("X")}
+        for array in (array for group in groups for array in group.values()):
+            if isinstance(array, Lazy) and array.matrix.shape[0] != len(self.obs):
+                raise CorruptDataError(
+                    f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(self.obs)}. The file is "
+                    "corrupt; write it again from its source."
+                )
+        alike = [array.matrix for array in (self.x, *self.layers.values()) if isinstance(array, Lazy)]
+        chunk_rows = chunk_rows_for(*alike) if alike else None
 
-    return AnnData(
-        X=wrapped(x, chunk_rows),
-        obs=obs,
-        var=var,
-        uns=dict(uns),
-        layers=all_wrapped(layers, chunk_rows),
-        obsm=all_wrapped({name: lazy_matrix(array, f"obsm/{name}", options) for name, array in obsm.items()}),
-        varm=varm,
-        obsp=all_wrapped(obsp),
-        varp=varp,
-        raw=None if raw is None else all_wrapped(raw),
-        shape=(len(obs), len(var)) if x is None else None,
-    )
+        def wrapped(array: Any, chunk_rows: int | None = None) -> Any:
+            return to_dask(array.matrix, chunk_rows=chunk_rows, token=array.token) if isinstance(array, Lazy) else array
 
+        def all_wrapped(arrays: dict[str, Any], chunk_rows: int | None = None) -> dict[str, Any]:
+            return {name: wrapped(array, chunk_rows) for name, array in arrays.items() if array is not None}
 
-def without_genes(obs: pd.DataFrame, obsm: dict[str, Any], options: OpenOptions) -> AnnData:
-    """Return an AnnData of obs and obsm, without genes."""
-    return assemble(
-        x=None,
-        obs=obs,
-        var=pd.DataFrame(index=pd.Index([], dtype=str)),
-        uns={},
-        layers={},
-        obsm=obsm,
-        varm={},
-        obsp={},
-        varp={},
-        raw=None,
-        options=options,
-    )
+        return AnnData(
+            X=wrapped(self.x, chunk_rows),
+            obs=self.obs,
+            var=self.var,
+            uns=self.uns,
+            layers=all_wrapped(self.layers, chunk_rows),
+            obsm=all_wrapped(self.obsm),
+            varm=self.varm,
+            obsp=all_wrapped(self.obsp),
+            varp=self.varp,
+            raw=None if self.raw is None else all_wrapped(self.raw),
+            shape=(len(self.obs), len(self.var)) if self.x is None else None,
+        )
 
 
 def raw_of(adata: AnnData, name: str) -> AnnData:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from anndata import AnnData
-from anndata.io import read_elem
 
-from dasksc.atlas.cell_names import digest_names, names_in_pieces, stored_names
-from dasksc.atlas.elements import Unwrapped, lazy_element
 from dasksc.atlas.lookup import require_key
-from dasksc.atlas.options import OpenOptions
-from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices, read_barcodes
-from dasksc.atlas.stores import naming_errors, root_of, where_of
-from dasksc.atlas.tables import column_names, read_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import to_dask
+from dasksc.readers.arrays import Lazy, lazily
+from dasksc.readers.interface import Store
+from dasksc.readers.locations import where_of
+from dasksc.readers.names import digest_names, names_in_pieces
+from dasksc.readers.options import OpenOptions
+from dasksc.readers.registry import opened
 
-__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of", "path_names"]
+__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of"]
 
 _GROUPS = ("obsm", "obs")
 # Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.
@@ -47,17 +45,18 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
         group, _, name = key.partition("/")
         if name in getattr(adata, group):
             raise InputError(f"attach= has {key!r}, which the atlas already has. Leave it out of attach=")
-        where = where_of(os.fspath(path), options)
-        with naming_errors(where), root_of(where, options) as root:
-            if group not in root:
+        where = where_of(path, options)
+        with opened(where, options) as store:
+            keys = store.keys()
+            held = list(store.columns("obs")) if group == "obs" and "obs" in keys else _entries_of(group, keys)
+            if not held:
                 raise MissingKeyError(
                     f"attach= requests {key!r} from {where}, which has no {group}. Give another store, or leave out "
                     "this key"
                 )
-            held = column_names(root["obs"]) if group == "obs" else list(root["obsm"])
-            stored = root[group][require_key(f"{group} of {where}", name, held)]
-            value = read_elem(stored) if group == "obs" else lazy_element(where, stored, options)
-            if isinstance(value, Unwrapped):
+            require_key(f"{group} of {where}", name, held)
+            value = store.table("obs", [name])[name] if group == "obs" else lazily(store.matrix(key), key, options)
+            if isinstance(value, Lazy):
                 value = to_dask(value.matrix, token=value.token)
             if len(value) != adata.n_obs:
                 raise InputError(
@@ -66,7 +65,7 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
-                other = names_digest_of(root, where)
+                other = names_digest_of(store)
                 if other not in (None, digest):
                     raise InputError(
                         f"{where} has as many cells as the atlas ({adata.n_obs}), but their names or their order "
@@ -76,32 +75,19 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
         if isinstance(value, pd.DataFrame):
             value = value.set_axis(adata.obs.index)
         if group == "obs":
-            adata.obs[name] = value if isinstance(value, pd.api.extensions.ExtensionArray) else np.asarray(value)
+            adata.obs[name] = value.array
         else:
             adata.obsm[name] = value
 
 
-def names_digest_of(root: Any, where: Any) -> str | None:
+def names_digest_of(store: Store) -> str | None:
     """Return the recorded or computed digest of the cell names in a store; None if the cells have no names."""
-    if NAMES_ATTRIBUTE in root.attrs:
-        recorded = root.attrs[NAMES_ATTRIBUTE]
+    if NAMES_ATTRIBUTE in store.attributes:
+        recorded = store.attributes[NAMES_ATTRIBUTE]
         return None if recorded is None else str(recorded)
-    if "obs" not in root:
-        return None
-    pieces = stored_names(root["obs"], where)
-    if pieces is None:
-        pieces = names_in_pieces(read_table(root["obs"], [], where, OpenOptions()).index)
-    return digest_names(pieces)
+    keys = store.keys()
+    return digest_names(store.names()) if "obs" in keys else None
 
 
-def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
-    """Yield the names of the cells of the atlas at a path, in pieces."""
-    options = OpenOptions() if options is None else options
-    where = where_of(path, options)
-    with naming_errors(where), root_of(where, options) as root:
-        # A file with several matrices requires `genome`. This file was opened without it, so it has only one matrix.
-        if matrices := cell_ranger_matrices(root):
-            yield from names_in_pieces(pd.Index(read_barcodes(where, root[matrices[0]], options)))
-            return
-        pieces = stored_names(root["obs"], where)
-        yield from names_in_pieces(read_table(root["obs"], [], where, options).index) if pieces is None else pieces
+def _entries_of(group: str, keys: Iterable[str]) -> list[str]:
+    return [key.removeprefix(f"{group}/") for key in keys if key.startswith(f"{group}/")]

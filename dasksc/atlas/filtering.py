@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from dasksc.atlas import opening
 from dasksc.atlas.lookup import require_key, with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.options import Openable
 from dasksc.errors import InputError, MissingKeyError
+from dasksc.readers.options import Openable
 
 __all__ = ["columns_of", "explaining_control", "holds", "obs_of", "rows_where"]
 
@@ -52,17 +52,12 @@ _PIECE_ROWS = 2**20
 @contextmanager
 def explaining_control(control: Any) -> Iterator[None]:
     """Add advice to errors about missing columns if `control` looks like a label instead of an expression."""
-    # The advice explains how to give a label.
     try:
         yield
     except MissingKeyError as error:
-        if not isinstance(control, str):
-            raise
-        safe, names = _parsed(control)
         # The label "non-targeting" parses as a subtraction of columns. Unlike most expressions that select rows, a
         # label has no comparison or call.
-        has_condition = any(isinstance(node, ast.Compare | ast.Call) for node in ast.walk(ast.parse(safe, mode="eval")))
-        if has_condition or not any(repr(name) in str(error) for name in names.values()):
+        if not isinstance(control, str) or re.search(r"[=<>([]", control):
             raise
         advice = (
             f"control={control!r} is read as an expression over obs; if it is a label, give its column, too: "
@@ -80,8 +75,8 @@ def rows_where(
     ----------
     data
         Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or an obs table. From a path, only the columns in `expression` are read. For
-        several modalities, columns are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
+        file), or an obs table. From a path, only the columns in `expression` are read. For several modalities, columns
+        are ``"modality:column"`` (in backticks), and row i is cell i of `Modalities`.
     expression
         Expression such as ``"cell_type == 'T cell' and n_genes > 500"``, evaluated by pandas. It may contain columns of
         obs (in backticks unless the name is a Python identifier), numbers, strings, lists, comparisons, ``in``,
@@ -193,10 +188,10 @@ def _with_text_results(safe: str, table: pd.DataFrame) -> tuple[str, pd.DataFram
         prefix += "_"
     text, results = safe.encode(), {}  # offsets of the syntax tree count bytes
     for i, call in enumerate(sorted(calls, key=lambda call: -call.col_offset)):
-        method_call = _method_call(call)
-        if method_call is not None and method_call.is_of_text:
+        column, method, is_of_text = _method_of(call) or ("", "", False)
+        if is_of_text:
             name = f"{prefix}{i}"
-            results[name] = _text_result(table[method_call.column], method_call.method, call.args)
+            results[name] = _text_result(table[column], method, call.args)
             text = text[: call.col_offset] + name.encode() + text[call.end_col_offset :]
     return text.decode(), table.assign(**results)
 
@@ -212,32 +207,14 @@ def _text_result(column: pd.Series[Any], method: str, arguments: Sequence[ast.ex
     return result.mask(column.isna()) if len(arguments) <= _STRING_METHODS[method] else result
 
 
-class _MethodCall(NamedTuple):
-    """Method call on a column, such as ``.isna()``, or on its text, such as ``.str.startswith('...')``."""
-
-    column: str
-    method: str
-    is_of_text: bool
-
-
-def _method_call(call: ast.Call) -> _MethodCall | None:
-    """Parse a call of a permitted method of a column; return None for any other call."""
-    method = call.func
-    if isinstance(method, ast.Attribute):
-        of = method.value
-        if isinstance(of, ast.Name) and method.attr in _METHODS:
-            return _MethodCall(of.id, method.attr, is_of_text=False)
-        if isinstance(of, ast.Attribute) and of.attr == "str" and isinstance(of.value, ast.Name):
-            return _MethodCall(of.value.id, method.attr, is_of_text=True) if method.attr in _STRING_METHODS else None
+def _method_of(call: ast.Call) -> tuple[str, str, bool] | None:
+    """Return the column and method of a permitted call, and whether it is a method of text; None for other calls."""
+    match call.func:
+        case ast.Attribute(ast.Name(column), method) if method in _METHODS:
+            return column, method, False
+        case ast.Attribute(ast.Attribute(ast.Name(column), "str"), method) if method in _STRING_METHODS:
+            return column, method, True
     return None
-
-
-def _is_literal(node: ast.AST) -> bool:
-    try:
-        ast.literal_eval(node)
-    except ValueError:
-        return False
-    return True
 
 
 def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
@@ -247,17 +224,13 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
     quoted: dict[str, str] = {}
 
     def plain(match: re.Match[str]) -> str:
-        if match[1]:
-            return match[1]
-        return quoted.setdefault(match[2], f"_quoted_{len(quoted)}")
+        return match[1] or quoted.setdefault(match[2], f"_quoted_{len(quoted)}")
 
     # Line breaks are removed, since pandas treats each line as an expression.
     safe = _QUOTED.sub(plain, re.sub(r"\s*[\r\n]\s*", " ", expression.strip()))
     try:
         tree = ast.parse(safe, mode="eval")
     except (SyntaxError, ValueError, RecursionError) as error:
-        if _has_assignment(safe):
-            raise InputError(f"the filter {expression!r} has a single =; use == to compare") from error
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise InputError(f"the filter {expression!r} cannot be read: {reason}. Allowed are {ALLOWED}") from error
     _validate_syntax(tree, expression)
@@ -270,25 +243,24 @@ def _parsed(expression: Any) -> tuple[str, dict[str, str]]:
     return safe, columns
 
 
-def _has_assignment(safe: str) -> bool:
-    """Return True if an expression has a single ``=`` outside strings."""
-    # Complete strings are removed, so any remaining quotation mark begins an unterminated string. Calls are removed,
-    # too: their "=" marks an argument.
-    outside = re.sub(r"\w\([^()]*\)", "", _QUOTED.sub("", safe))
-    return re.match(r"""[^'"]*?(?<![=!<>:])=(?!=)""", outside) is not None
-
-
 def _validate_syntax(node: ast.AST, expression: str) -> None:
     """Raise an error for syntax that is not permitted, at any depth."""
     if isinstance(node, ast.Call):
-        method_call, arguments = _method_call(node), [*node.args, *node.keywords]
-        if method_call is not None and (not method_call.is_of_text or all(map(_is_literal, arguments))):
-            for argument in arguments:
-                _validate_syntax(argument, expression)
-            return
-    elif isinstance(node, _SYNTAX):
-        for child in ast.iter_child_nodes(node):
-            _validate_syntax(child, expression)
-        return
-    what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
-    raise InputError(f"the filter {expression!r} may not use {what}. Allowed are {ALLOWED}")
+        method = _method_of(node)
+        is_allowed = method is not None and not node.keywords and (not method[2] or all(map(_is_literal, node.args)))
+        inside: Iterable[ast.AST] = node.args
+    else:
+        is_allowed, inside = isinstance(node, _SYNTAX), ast.iter_child_nodes(node)
+    if not is_allowed:
+        what = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+        raise InputError(f"the filter {expression!r} may not use {what}. Allowed are {ALLOWED}")
+    for one in inside:
+        _validate_syntax(one, expression)
+
+
+def _is_literal(node: ast.AST) -> bool:
+    try:
+        ast.literal_eval(node)
+    except ValueError:
+        return False
+    return True

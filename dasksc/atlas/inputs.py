@@ -6,25 +6,19 @@ import glob
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-import pandas as pd
+from dasksc.errors import InputError, MissingPathError
+from dasksc.readers.registry import is_file_name, is_listed_name, reader_of
+from dasksc.storage import RemoteLocation, is_url, redact_url
+from dasksc.storage.remote.urls import is_recursive, matching
 
-from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage import HDF5_ENDINGS, RemoteLocation, caused_by_data, is_url, redact_url
-from dasksc.storage.remote.urls import ZARR_MARKERS, is_recursive, matching
-from dasksc.storage.zarr.reader import ZarrFile
-
-__all__ = ["AtlasInput", "is_anncollection", "atlas_inputs", "quoted", "stem_of"]
+__all__ = ["AtlasInput", "atlas_inputs", "quoted", "stem_of"]
 
 logger = logging.getLogger("dasksc.parts")
-
-# Suffixes of atlases in a directory.
-ATLAS_ENDINGS = (".h5ad", ".zarr", ".zarr.zip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +27,6 @@ class AtlasInput:
 
     data: Any  # Path, URL or AnnData
     name: str = ""  # Name of the atlas: its key, the end of its path, or its number
-    obs: pd.DataFrame | None = None  # Table of its cells from an AnnCollection, in place of its own obs
 
 
 def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
@@ -44,11 +37,6 @@ def atlas_inputs(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | No
         return _named([part for given in data for part in _inside(given, options) or [AtlasInput(data=given)]])
     found = _inside(data, options)
     return None if found is None else _named(found)
-
-
-def is_anncollection(data: Any) -> bool:
-    """Return True if `data` is an AnnCollection of AnnData."""
-    return type(data).__name__ == "AnnCollection" and hasattr(data, "adatas")
 
 
 def quoted(data: Any) -> str:
@@ -63,13 +51,6 @@ def stem_of(path: str | os.PathLike[str]) -> str:
 
 
 def _inside(data: Any, options: Mapping[str, Any]) -> list[AtlasInput] | None:
-    if is_anncollection(data):
-        return list(_of_collection(data))
-    if type(data).__name__ == "AnnCollectionView":
-        raise InputError(
-            "an AnnCollectionView cannot be opened. Open its AnnCollection and select the rows: "
-            "dasksc.open(view.reference)[view.oidx]"
-        )
     if not isinstance(data, str | os.PathLike):
         return None
     paths = _paths_at(os.fspath(data), options)
@@ -85,44 +66,6 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
             "a key for each atlas"
         )
     return parts[0]
-
-
-# --- AnnCollection ------------------------------------------------------------------------------------
-
-
-def _of_collection(collection: Any) -> Iterator[AtlasInput]:
-    if collection.convert is not None:
-        logger.warning("convert= of the AnnCollection is ignored; apply the function with adata.X.map_blocks instead")
-    own = collection.obs
-    # Columns that join_obs=None leaves in the parts.
-    viewed = [name for name in collection.attrs_keys.get("obs", ()) if name not in own]
-    stops = np.cumsum([adata.n_obs for adata in collection.adatas]).tolist()
-    keys = _keys_in(own, stops)
-    for number, (adata, start, stop) in enumerate(zip(collection.adatas, [0, *stops], stops, strict=False)):
-        table = own.iloc[start:stop].copy()
-        for name in table.columns.intersection(adata.obs.columns):
-            table[name] = _restored_categories(table[name], adata.obs[name])
-        if viewed:
-            table = pd.concat([adata.obs[viewed].set_axis(table.index), table], axis=1)
-        yield AtlasInput(data=adata, name=keys[number] if keys else "", obs=table)
-
-
-def _restored_categories(column: pd.Series[Any], stored: pd.Series[Any]) -> pd.Series[Any]:
-    """Restore the categories of a column of a part, since an AnnCollection joins unequal categories as strings."""
-    if not isinstance(stored.dtype, pd.CategoricalDtype) or isinstance(column.dtype, pd.CategoricalDtype):
-        return column
-    restored = column.astype(stored.dtype)
-    return column if (restored.isna() & column.notna()).any() else restored
-
-
-def _keys_in(obs: pd.DataFrame, stops: Sequence[int]) -> list[str] | None:
-    """Return the keys of an AnnCollection from the column that `label` created; None without that column."""
-    codes = np.repeat(np.arange(len(stops)), np.diff(stops, prepend=0))
-    for column in (obs[name] for name in obs):
-        is_one = isinstance(column.dtype, pd.CategoricalDtype) and len(column.cat.categories) == len(stops)
-        if is_one and np.array_equal(column.cat.codes, codes):
-            return [str(key) for key in column.cat.categories]
-    return None
 
 
 # --- Names --------------------------------------------------------------------------------------------
@@ -168,7 +111,7 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
             return _urls_at(location)
         path = location.local
     if os.path.exists(path):
-        return _paths_in(path) or None
+        return _atlases_in(path) or None
     # The existing part of the path is no pattern, even if a folder has a name such as run[3].
     folder = os.path.dirname(path)
     while folder and not os.path.isdir(folder):
@@ -176,64 +119,34 @@ def _paths_at(path: str, options: Mapping[str, Any]) -> list[str] | None:
     pattern = path[len(folder) :]
     if not glob.has_magic(pattern):
         return None
-    found = [(one, _paths_in(one)) for one in matching(glob.escape(folder) + pattern)]
+    found = [(one, _atlases_in(one)) for one in matching(glob.escape(folder) + pattern)]
     return _joined(path, found) or _refuse_no_match(path)
-
-
-def _paths_in(path: str) -> list[str] | None:
-    """Return the atlases in a directory, possibly none; None if the path is an atlas itself."""
-    if not os.path.isdir(path):
-        return None
-    if any(os.path.exists(os.path.join(path, marker)) for marker in ZARR_MARKERS):
-        inside = sorted(glob.glob(os.path.join(glob.escape(path), "dataset_*")), key=_by_number)
-        return inside if inside and not os.path.exists(os.path.join(path, "obs")) else None
-    return sorted(entry.path for entry in os.scandir(path) if _is_atlas(entry.name))
 
 
 def _urls_at(location: RemoteLocation) -> list[str] | None:
     """Return the atlases at a URL, as `_paths_at` does for paths."""
-    is_pattern = glob.has_magic(location.key)
-    if location.key.endswith(HDF5_ENDINGS) and not is_pattern:
-        return None
-    if location.is_zarr():
-        return _groups_of(location)
-    if location.exists():
-        return None
-    if is_pattern:
-        found = [(one.url, _urls_in(one)) for one in location.matching()]
+    if glob.has_magic(location.key) and not location.is_zarr() and not location.exists():
+        found = [(one.url, _atlases_in(one)) for one in location.matching()]
         return _joined(location.key, found) or _refuse_no_match(str(location))
-    if location.is_on_web:
+    return _atlases_in(location) or None
+
+
+def _atlases_in(path: str | RemoteLocation) -> list[str] | None:
+    """Return the atlases in a folder or store, possibly none; None if the path is an atlas itself."""
+    # At a URL, every question to a reader may take requests.
+    if is_file_name(path.name) if isinstance(path, RemoteLocation) else not os.path.isdir(path):
+        return None
+    reader = reader_of(path)
+    if reader is not None:
+        return reader.parts(path) or None
+    if not isinstance(path, RemoteLocation):
+        return sorted(entry.path for entry in os.scandir(path) if is_listed_name(entry.name))
+    if path.is_on_web:
         raise MissingPathError(
-            f"there is nothing at {location}. If it is a folder, give the URLs of its atlases as a list, since web "
+            f"there is nothing at {path}. If it is a folder, give the URLs of its atlases as a list, since web "
             "servers do not list folders"
         )
-    return _urls_in(location) or None
-
-
-def _urls_in(location: RemoteLocation) -> list[str] | None:
-    """Return the atlases in a folder at a URL, as `_paths_in` does for paths."""
-    if location.key.endswith(HDF5_ENDINGS):
-        return None
-    if location.is_zarr():
-        return _groups_of(location)
-    children = location.children()
-    if not children and location.exists():
-        return None
-    return [one.url for one in children if _is_atlas(one.name)]
-
-
-def _groups_of(location: RemoteLocation) -> list[str] | None:
-    try:
-        root = ZarrFile(location).root()
-        names = [] if "obs" in root else [name for name in root if name.startswith("dataset_")]
-    except StorageError:
-        raise
-    # zarr-python may raise any error for damaged metadata.
-    except Exception as error:
-        if not caused_by_data(error):
-            raise
-        raise StorageError(f"{location} cannot be read as a Zarr store: {error}") from error
-    return [location.below(name).url for name in sorted(names, key=_by_number)] or None
+    return [one.url for one in path.children() if is_listed_name(one.name)]
 
 
 def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list[str]:
@@ -243,15 +156,5 @@ def _joined(pattern: str, found: Sequence[tuple[str, list[str] | None]]) -> list
     return list(dict.fromkeys(path for paths in inside for path in paths))
 
 
-def _is_atlas(name: str) -> bool:
-    """Return True if a directory entry is an atlas; hidden files, which some systems add, are not."""
-    return name.endswith(ATLAS_ENDINGS) and not name.startswith(".")
-
-
 def _refuse_no_match(pattern: str) -> NoReturn:
     raise MissingPathError(f"no file matches the pattern {pattern!r}")
-
-
-def _by_number(path: str) -> tuple[int, str]:
-    digits = path.rpartition("_")[2]
-    return int(digits) if digits.isdigit() else 0, path

@@ -10,15 +10,15 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 from anndata import AnnData
-from numpy.typing import NDArray
 
 from dasksc.atlas import opening
+from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.lookup import require_key
-from dasksc.atlas.stored_mudata import open_modalities, split_columns
-from dasksc.atlas.stores import holds_modalities
+from dasksc.atlas.stored import open_modalities, split_columns
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.pushdown import matrix_of, to_dask
+from dasksc.readers.mudata import holds_modalities
 from dasksc.storage import UseMmap
 from dasksc.storage.reordered import ReorderedMatrix
 
@@ -96,20 +96,16 @@ class Modalities:
         shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
         if not opened:
             raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")
-        for name, adata in opened.items():
+        for name in opened:
             if name in _RESERVED or ":" in name or "/" in name:
                 reason = "a name that batches use" if name in _RESERVED else "which contains : or /"
                 raise InputError(f"a modality cannot be called {name!r}, {reason}. Rename it")
+        for name, adata in [*opened.items(), *([] if shared is None else [("the MuData", shared)])]:
             if not adata.obs_names.is_unique:
                 raise InputError(
-                    f"obs_names of {name} repeat, so its cells cannot be matched with other modalities. Make them "
-                    "unique: obs_names_make_unique()"
+                    f"obs_names of {name} repeat, so its cells cannot be matched with those of other modalities. Make "
+                    "them unique: obs_names_make_unique()"
                 )
-        if shared is not None and not shared.obs_names.is_unique:
-            raise InputError(
-                "obs_names of the MuData repeat, so its cells cannot be matched with its modalities. Make them "
-                "unique: obs_names_make_unique()"
-            )
         names = next(iter(opened.values())).obs_names if shared is None else shared.obs_names
         for adata in opened.values():
             if not adata.obs_names.equals(names):
@@ -191,22 +187,18 @@ def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
     if adata.obs_names.equals(names):
         return adata
     rows = adata.obs_names.get_indexer(names).astype(np.int64)
-    result = AnnData(
-        X=None if adata.X is None else _select_rows(adata.X, rows),
+
+    def selected(array: Any) -> Any:
+        if isinstance(array, da.Array) and array.ndim == 2:
+            return to_dask(ReorderedMatrix(matrix_of(array), rows))
+        return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]
+
+    return AnnData(
+        X=None if adata.X is None else selected(adata.X),
         obs=adata.obs.iloc[rows],
         var=adata.var,
         uns=adata.uns,
         varm=dict(adata.varm),
+        layers={name: selected(array) for name, array in layers_of(adata).items()},
+        obsm={name: selected(array) for name, array in adata.obsm.items()},
     )
-    for group in ("layers", "obsm"):
-        for name, array in getattr(adata, group).items():
-            # From AnnData 0.13 on, layers[None] is X.
-            if name is not None:
-                getattr(result, group)[name] = _select_rows(array, rows)
-    return result
-
-
-def _select_rows(array: Any, rows: NDArray[np.int64]) -> Any:
-    if isinstance(array, da.Array) and array.ndim == 2:
-        return to_dask(ReorderedMatrix(matrix_of(array), rows))
-    return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]

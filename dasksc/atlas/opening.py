@@ -19,10 +19,13 @@ from anndata import AnnData
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
-from dasksc.atlas.cell_names import any_repeat, number_rows
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
-from dasksc.atlas.inputs import AtlasInput, atlas_inputs, is_anncollection, quoted
-from dasksc.atlas.options import (
+from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
+from dasksc.atlas.stored import open_path
+from dasksc.checks import check_flags, name_or_none
+from dasksc.errors import InputError, MissingKeyError, WrongTypeError
+from dasksc.readers.names import any_repeat, number_rows
+from dasksc.readers.options import (
     ACCEPTED,
     Openable,
     OpenOptions,
@@ -30,9 +33,6 @@ from dasksc.atlas.options import (
     names_given,
     refuse_feature_choice,
 )
-from dasksc.atlas.stored_anndata import open_path
-from dasksc.checks import check_flags, name_or_none
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.storage import Cache, UseMmap
 
 __all__ = ["is_several", "open", "several_of", "warn_of_repeated_names"]
@@ -81,7 +81,6 @@ def open(
           ``**`` stands for folders of any depth. A pattern or directory may be a URL, except on web servers,
           which do not list files. A pattern or directory with a single atlas opens that atlas.
         - store of ``dataset_*`` groups, as written by annbatch
-        - `AnnCollection` of AnnData; the obs of the collection is used
 
         Files are not rewritten: the columns of X are mapped to the joined variables while the rows of a batch are
         gathered.
@@ -105,7 +104,7 @@ def open(
         Name of a new obs column with the key of each row's atlas.
     keys
         Keys, one per atlas, also for a pattern or directory. Default for paths: their names, with folders if needed to
-        distinguish them. Default for an AnnCollection: the keys in the column that its ``label`` created.
+        distinguish them.
     index_unique
         Text between cell name and key in new names of cells, as in `anndata.concat`.
     merge
@@ -275,13 +274,6 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
     )
 
 
-def _open_source(source: AtlasInput, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    if source.obs is None:
-        return _open_one(source.data, obs, options)
-    refuse_feature_choice(options, "an AnnCollection")
-    return open_anndata(source.data, obs, options, table=source.obs)
-
-
 def _open_several(
     parts: Sequence[AtlasInput],
     obs: Sequence[str] | None,
@@ -298,7 +290,7 @@ def _open_several(
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
-    opened = [_open_source(part, obs, lenient) for part in parts]
+    opened = [_open_one(part.data, obs, lenient) for part in parts]
     for adata, name in zip(opened, names, strict=True):
         _refuse_label(given["label"], adata, name)
     columns = [adata.obs.columns for adata in opened]
@@ -315,7 +307,7 @@ def _open_several(
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
     """Raise an error for a column of obs that no atlas has, or that some atlases joined by ``"inner"`` lack."""
     if len(without) == len(parts):
-        _open_source(parts[0], [column], options)  # raises an error with the available columns
+        _open_one(parts[0].data, [column], options)  # raises an error with the available columns
     raise MissingKeyError(
         f"obs of {len(parts)} atlases joined by 'inner' has no column {column!r}: "
         f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
@@ -361,14 +353,10 @@ def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: boo
 
 def is_several(data: Any) -> bool:
     """Return True if `data` is a list, tuple or dict of inputs of `open`."""
-    # The result is False for a single AnnCollection: the hooks of `scDataset`, such as `fetch_callback`, index the
-    # collection itself, whereas `open` would convert it to an AnnData.
     items = list(data.values()) if isinstance(data, Mapping) else data
     if type(items) not in (list, tuple):
         return False
-    return bool(items) and all(
-        isinstance(item, str | os.PathLike | AnnData) or is_anncollection(item) for item in items
-    )
+    return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
 
 
 def several_of(data: Any) -> tuple[list[Any], list[str]] | None:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-import scipy.sparse as sp
 from numpy.typing import NDArray
-from scipy.sparse.csgraph import connected_components
 
-from dasksc.atlas.condition_splits import ConditionRequest, Conditions, SplitRows, is_control, table_of
-from dasksc.atlas.filtering import explaining_control, obs_of
+from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
+from dasksc.atlas.filtering import columns_of, explaining_control, holds, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
-from dasksc.atlas.options import Openable
 from dasksc.checks import whole_number
 from dasksc.errors import InputError
-from dasksc.kernels import draw as draw_kernels
 from dasksc.kernels import permute
-from dasksc.kernels import split as kernels
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, epoch_keys
-from dasksc.plan.labels import check_categories, encode_labels
+from dasksc.plan.labels import CodedColumn, encode_labels, listed
+from dasksc.readers.options import Openable
 
 __all__ = ["split"]
 
+_Int64s = NDArray[np.int64]
+_Names = dict[int, tuple[str, ...]]
+
 _DEFAULT = (0.8, 0.1, 0.1)
-# Name of the part with the conditions that are held out.
+_NAMES: _Names = {2: ("train", "test"), 3: ("train", "validation", "test")}
+# Names of the parts of the conditions that are not held out, and of those that are.
+_NAMES_BESIDE_HELD_OUT: _Names = {2: ("train", "validation")}
 _HELD_OUT = "test"
-_NAMES = {2: ("train", "test"), 3: ("train", "validation", "test")}
 _MAX_PARTS = 100
-# Maximum size of the table of counts by group and class, with eight bytes per count.
-_MAX_COUNTS = 2**28
-# Number of random orders in which groups are assigned; the best result is used. Fewer orders are tried if there are
-# many groups, classes or parts, since each assignment then takes long.
-_N_TRIES = 16
-_TRIED_COUNTS = 2**26
 # Above this number of labels, the codes are renumbered without gaps.
 _FEW_CODES = 256
-# Number of rows that are processed together.
-_PIECE_ROWS = 2**20
 
 
 def split(
@@ -64,8 +58,8 @@ def split(
     ----------
     data
         Any argument or result of `dasksc.open`, several modalities (`Modalities`, a MuData, the path of an ``.h5mu``
-        file), an AnnCollection, or an obs table. From a path, only the columns given here are read. For several
-        modalities, columns are ``"modality:column"``, and row i is cell i of `Modalities`.
+        file), or an obs table. From a path, only the columns given here are read. For several modalities, columns are
+        ``"modality:column"``, and row i is cell i of `Modalities`.
     fractions
         Fraction of each part: a dict by name, two numbers for ``train`` and ``test``, or three for ``train``,
         ``validation`` and ``test``. They sum to 1. With `hold_out`, they are fractions of the conditions that are not
@@ -141,347 +135,269 @@ def split(
     >>> parts = dasksc.split("atlas.h5ad", groups="donor", stratify="cell_type", fractions=(0.8, 0.1, 0.1))
     >>> {name: len(rows) for name, rows in parts.items()}
     {'train': 1673, 'validation': 158, 'test': 169}
-    >>> held_out = dasksc.split(
-    ...     "screen.h5ad",
-    ...     conditions=["cell_line", "gene"],
-    ...     hold_out={"cell_line": ["K562"]},
-    ...     control={"gene": "non-targeting"},
-    ... )
-    >>> held_out.table["test cells"].to_dict()
+    >>> conditions = ["cell_line", "gene"]
+    >>> held_out = {"cell_line": ["K562"]}
+    >>> parts = dasksc.split("screen.h5ad", conditions=conditions, hold_out=held_out, control={"gene": "non-targeting"})
+    >>> parts.table["test cells"].to_dict()
     {'K562': 1749, 'RPE1': 0}
-    >>> few_shot = dasksc.split(
-    ...     "screen.h5ad",
-    ...     conditions=["cell_line", "gene"],
-    ...     hold_out={"cell_line": ["K562"]},
-    ...     few_shot=0.4,
-    ...     control={"gene": "non-targeting"},
-    ... )
-    >>> few_shot.table[["train conditions", "test conditions"]].loc["K562"].to_list()
-    [2, 3]
     """
+    seed = whole_number("seed", seed, 0, 2**64)
+    if conditions is None:
+        excluded = {"hold_out": hold_out, "few_shot": few_shot or None, "control": control}
+        why = "need conditions=, the columns of obs whose combinations are held out"
+    else:
+        excluded = {"by": by, "groups": groups, "stratify": stratify}
+        why = "cannot be combined with conditions=; hold out a donor with conditions=['donor', ...] and hold_out="
+    if given := [f"{name}=" for name, value in excluded.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} {why}")
     if conditions is not None:
-        refused = {"by": by, "groups": groups, "stratify": stratify}
-        if given := [f"{name}=" for name, value in refused.items() if value is not None]:
-            raise InputError(
-                f"{', '.join(given)} cannot be combined with conditions=, which already defines the groups of cells. "
-                "Hold out a donor with conditions=['donor', ...] and hold_out={'donor': [...]}"
-            )
-        request = ConditionRequest.of(conditions, hold_out, few_shot, control)
-        return _split_conditions(data, request, fractions, indices, seed)
-    of_conditions = {"hold_out": hold_out is not None, "few_shot": bool(few_shot), "control": control is not None}
-    if any(of_conditions.values()):
-        listed = ", ".join(f"{name}=" for name, is_given in of_conditions.items() if is_given)
-        raise InputError(f"to use {listed}, also give conditions=, the columns of obs whose combinations are held out")
-    names, shares = _fractions(fractions)
+        return _split_conditions(data, conditions, hold_out, few_shot, control, fractions, indices, seed)
+    names, shares = _fractions(fractions, _NAMES)
     if by is not None and not isinstance(by, str):
         raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
-    whole = list(dict.fromkeys([*([] if by is None else [by]), *_listed("groups", groups)]))
-    strata = _listed("stratify", stratify)
-    seed = whole_number("seed", seed, 0, 2**64)
+    whole = list(dict.fromkeys([*_columns("by", by), *_columns("groups", groups)]))
+    strata = _columns("stratify", stratify)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
-    candidates, rows = _candidates(indices, len(obs))
-    classes, counts, unlabelled = _classes(obs, strata, rows, candidates.n)
-    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=_N_TRIES + 1)
+    candidates = _candidates(indices, len(obs))
+    classes, table, counts = combined(
+        f"stratify={strata!r}", (_class_codes(_column(obs, name, candidates)) for name in strata), candidates.n
+    )
+    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=N_TRIES + 1)
     if whole:
-        parts = _parts_of_groups(
-            [_codes(obs, name, rows) for name in whole],
+        values = [_coded(_column(obs, name, candidates), "occurrence").codes for name in whole]
+        # The class of rows that have no label in any column.
+        unlabelled = next(iter(np.flatnonzero(~table.any(axis=1))), -1)
+        parts = deal_groups(
+            linked(values),
             classes,
             len(counts),
             shares,
             keys,
-            what=" and ".join(whole),
-            counts_values=by is not None,
-            unlabelled=unlabelled,
+            by=None if by is None else values[0],
+            unlabelled=int(unlabelled),
         )
     else:
-        quotas = _quotas(counts, shares, keys[0])
-        parts = np.empty(candidates.n, dtype=np.int8)
-        kernels.deal_by_quota(classes, quotas, keys[1], parts)
+        parts = deal(classes, counts, shares, keys)
     del classes
-    found = {name: np.flatnonzero(parts == k) for k, name in enumerate(names)}
-    empty = [name for name, rows_of_part in found.items() if not len(rows_of_part)]
-    if empty:
+    return _rows_of(parts, names, candidates, f"{candidates.n} rows are too few for fractions={fractions!r}")
+
+
+class SplitRows(dict[str, _Int64s]):
+    """Rows of each part of a split by condition; `table` counts conditions and cells by context and part."""
+
+    table: pd.DataFrame
+
+
+def _split_conditions(
+    data: Any, conditions: Any, hold_out: Any, few_shot: Any, control: Any, fractions: Any, indices: Any, seed: int
+) -> SplitRows:
+    """Assign held-out conditions to ``test``, others by `fractions`, and control cells to the first part."""
+    columns = list(dict.fromkeys(_columns("conditions", conditions)))
+    if not columns:
+        raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
+    chosen = _held_out(hold_out, columns)
+    is_share = isinstance(few_shot, Real) and not isinstance(few_shot, bool) and 0 <= float(few_shot) < 1
+    if not is_share or (few_shot and not chosen):
         raise InputError(
-            f"{candidates.n} rows are too few for fractions={fractions!r}: {', '.join(empty)} would be empty"
+            f"few_shot={few_shot!r} must be the share, in [0, 1), of the conditions in hold_out= that are used for "
+            "training; without hold_out=, use fractions="
         )
-    return _to_rows(found, candidates)
+    if chosen and fractions is _DEFAULT:
+        names, shares = ["train"], np.ones(1)
+    else:
+        names, shares = _fractions(fractions, _NAMES_BESIDE_HELD_OUT if chosen else _NAMES)
+    if chosen and _HELD_OUT in names:
+        raise InputError(
+            f"fractions={fractions!r} contain the part {_HELD_OUT!r}, which hold_out= defines; give fractions of the "
+            "other parts, such as {'train': 0.9, 'validation': 0.1}"
+        )
+    names += [_HELD_OUT] * bool(chosen)
+    with explaining_control(control):
+        obs = obs_of(data, list(dict.fromkeys([*columns, *_control_columns(control)])))
+        is_control = _is_control(obs, control)
+    candidates = _candidates(indices, len(obs))
+    is_control = is_control[candidates.selector]
+    if control is not None and not is_control.any():
+        raise InputError(f"control={control!r} matches none of the {candidates.n} rows")
+
+    # The order of text makes the split independent of the order of categories, and of that of rows.
+    coded = [_coded(_column(obs, name, candidates), "text") for name in columns]
+    of_row, table, counts = combined(
+        f"conditions={columns!r}", ((one.codes, max(1, len(one.labels))) for one in coded), candidates.n
+    )
+    n_dealt = np.bincount(of_row[~is_control], minlength=len(counts))
+    held = np.zeros(len(counts), dtype=bool)
+    for one in chosen:
+        found = n_dealt > 0
+        for name, wanted in one.items():
+            i = columns.index(name)
+            found &= np.isin(table[:, i], coded[i].codes_of("hold_out=", listed(wanted)))
+        held |= found
+    # A context is a combination of values in the columns that `hold_out` names, or in all but the last.
+    of_context = [name for name in columns if any(name in one for one in chosen)]
+    of_context = of_context if 0 < len(of_context) < len(columns) else columns[:-1]
+    contexts, context_names = _contexts(table, coded, [columns.index(name) for name in of_context])
+    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)
+    others = (n_dealt > 0) & ~held
+    part_of = np.zeros(len(counts), dtype=np.int8)
+    part_of[held] = len(names) - 1
+    if few_shot:
+        part_of[_seen(held, contexts, few_shot, keys[2], of_context)] = 0
+    n_others = np.bincount(contexts[others], minlength=len(context_names))
+    part_of[others] = deal(contexts[others].astype(np.int32), n_others, shares, keys)
+    parts = taken(part_of, of_row)
+    parts[is_control] = 0
+    too_few = (
+        f"{(n_dealt > 0).sum()} combinations of {', '.join(columns)} ({held.sum()} of them held out) are too few for "
+        f"{len(names)} parts"
+    )
+    result = SplitRows(_rows_of(parts, names, candidates, too_few))
+
+    def cells(rows: NDArray[np.bool_]) -> _Int64s:
+        return np.bincount(of_row[rows], minlength=len(counts))
+
+    def by_context(n: _Int64s) -> _Int64s:
+        return np.bincount(contexts, weights=n, minlength=len(context_names)).astype(np.int64)
+
+    in_parts = {name: cells((parts == k) & ~is_control) for k, name in enumerate(names)}
+    counted = {}
+    for name, n in in_parts.items():
+        counted |= {f"{name} conditions": by_context(n > 0), f"{name} cells": by_context(n)}
+    counted["control cells"] = by_context(cells(is_control))
+    result.table = pd.DataFrame(counted, index=pd.Index(context_names, name=", ".join(of_context) or "conditions"))
+    return result
 
 
-def _candidates(indices: Any, n_obs: int) -> tuple[Candidates, slice | NDArray[np.int64]]:
-    """Return the rows to split, as `Candidates` and as an index into a column of obs."""
-    candidates = Candidates.of(indices, n_obs)
-    if candidates.array is None:
-        return candidates, slice(candidates.start, candidates.start + candidates.n)
-    if (candidates.array[1:] == candidates.array[:-1]).any():
-        raise InputError("indices repeat rows; give each row once")
-    return candidates, candidates.array
+def _held_out(hold_out: Any, columns: list[str]) -> list[Mapping[str, Any]]:
+    """Return the mappings of columns to held-out values; empty for None."""
+    if hold_out is None:
+        return []
+    chosen = [hold_out] if isinstance(hold_out, Mapping) else listed(hold_out)
+    if not chosen or not all(isinstance(one, Mapping) and one and set(one) <= set(columns) for one in chosen):
+        raise InputError(
+            f"hold_out={hold_out!r} must be a dict of values by column of conditions={columns!r}, such as "
+            f"{{{columns[0]!r}: [...]}}, or a list of such dicts"
+        )
+    return chosen
 
 
-def _to_rows(found: dict[str, NDArray[np.int64]], candidates: Candidates) -> dict[str, NDArray[np.int64]]:
-    """Replace positions among the candidates by row numbers, in place."""
-    for positions in found.values():
-        for piece in _pieces(len(positions)):
-            positions[piece] = candidates.rows(positions[piece])
+def _contexts(table: _Int64s, coded: list[CodedColumn], where: list[int]) -> tuple[_Int64s, list[str]]:
+    """Return the context of each condition as an index, shape (n_conditions,), and the names of the contexts."""
+    if not where:
+        return np.zeros(len(table), dtype=np.int64), ["all"]
+    distinct, contexts = np.unique(table[:, where], axis=0, return_inverse=True)
+    names = [", ".join(str(coded[i].labels[code]) for i, code in zip(where, codes, strict=True)) for codes in distinct]
+    return contexts.reshape(-1).astype(np.int64), names
+
+
+def _seen(
+    held: NDArray[np.bool_], contexts: _Int64s, few_shot: float, key: np.uint64, of_context: list[str]
+) -> _Int64s:
+    """Draw the held-out conditions that are used for training: a share of each context, if it has several."""
+    order = np.empty(len(held), dtype=np.int64)
+    permute.shuffle(key, order)
+    seen = []
+    for context in np.unique(contexts[held]):
+        own = order[(held & (contexts == context))[order]]
+        seen.append(own[: min(max(1, int(np.floor(few_shot * len(own) + 0.5))), len(own) - 1)])
+    if not sum(map(len, seen)):
+        where = f"each context ({', '.join(of_context)}) has" if of_context else "there is"
+        raise InputError(
+            f"few_shot={few_shot} keeps nothing for training: {where} only one held-out condition, which stays in the "
+            "test part. Hold out more conditions, or leave few_shot out"
+        )
+    return np.concatenate(seen)
+
+
+def _control_columns(control: Any) -> list[str]:
+    """Return the columns that determine control rows."""
+    if control is None:
+        return []
+    if isinstance(control, str):
+        return columns_of(control)
+    if isinstance(control, Mapping) and control and all(isinstance(name, str) for name in control):
+        return list(control)
+    raise InputError(
+        f"control={control!r} must be values by column, such as {{'gene': 'non-targeting'}}, or an expression over obs"
+    )
+
+
+def _is_control(obs: pd.DataFrame, control: Mapping[str, Any] | str | None) -> NDArray[np.bool_]:
+    """Return a mask of the control rows of a table, shape (n_obs,)."""
+    if isinstance(control, str):
+        return holds(control, obs)
+    found = np.full(len(obs), control is not None)
+    for name, wanted in (control or {}).items():
+        column = obs[require_key("obs", name, obs.columns)]
+        found &= CodedColumn.in_order(column, "occurrence").where("control=", wanted)
     return found
 
 
-def _split_conditions(data: Any, request: ConditionRequest, fractions: Any, indices: Any, seed: int) -> SplitRows:
-    """Assign held-out conditions to ``test``, others by `fractions`, and control cells to the first part."""
-    if not request.hold_out:
-        names, shares = _fractions(fractions)
-    elif fractions is _DEFAULT:
-        names, shares = ["train"], np.ones(1)
-    else:
-        is_pair = (
-            isinstance(fractions, Sequence | np.ndarray) and not isinstance(fractions, str) and len(fractions) == 2
-        )
-        names, shares = _fractions(dict(zip(("train", "validation"), fractions, strict=True)) if is_pair else fractions)
-    if request.hold_out:
-        if _HELD_OUT in names:
-            raise InputError(
-                f"fractions={fractions!r} contain the part {_HELD_OUT!r}, which hold_out= defines; give fractions of "
-                "the other parts, such as {'train': 0.9, 'validation': 0.1}"
-            )
-        names = [*names, _HELD_OUT]
-    seed = whole_number("seed", seed, 0, 2**64)
-    with explaining_control(request.control):
-        obs = obs_of(data, request.needed)
-        is_control_row = is_control(obs, request.control)
-    candidates, rows = _candidates(indices, len(obs))
-    conditions = Conditions.of(obs, request.columns, rows, candidates.n)
-    control = is_control_row[rows]
-    if request.control is not None and not control.any():
-        raise InputError(f"control={request.control!r} matches none of the {candidates.n} rows")
-    keys = epoch_keys(seed, 0, Purpose.SPLIT, n=3)
-    contexts, context_names = conditions.contexts(request.context_columns)
-    n_conditions = len(conditions.table)
-    is_dealt = np.bincount(conditions.of_row[~control], minlength=n_conditions) > 0
-    held = np.zeros(n_conditions, dtype=bool)
-    for chosen in request.hold_out:
-        held |= conditions.matching(chosen, "hold_out")
-    held &= is_dealt
-    part_of = np.zeros(n_conditions, dtype=np.int8)
-    part_of[held & ~request.seen_of(held, contexts, keys[2])] = len(names) - 1
-    others = is_dealt & ~held
-    quotas = _quotas(np.bincount(contexts[others], minlength=len(context_names)), shares, keys[0])
-    dealt = np.empty(int(others.sum()), dtype=np.int8)
-    kernels.deal_by_quota(contexts[others], quotas, keys[1], dealt)
-    part_of[others] = dealt
-    parts = part_of[conditions.of_row]
-    parts[control] = 0
-    found = {name: np.flatnonzero(parts == k) for k, name in enumerate(names)}
-    empty = [name for name, places in found.items() if not len(places)]
-    if empty:
-        raise InputError(
-            f"{', '.join(empty)} would be empty: {int(is_dealt.sum())} combinations of {', '.join(request.columns)} "
-            f"({int(held.sum())} of them held out) are too few for {len(names)} parts"
-        )
-    index_name = ", ".join(request.context_columns) or "conditions"
-    table = table_of(conditions, contexts, context_names, found, control, index_name)
-    return SplitRows(_to_rows(found, candidates), table)
-
-
-def _fractions(fractions: Any) -> tuple[list[str], NDArray[np.float64]]:
+def _fractions(fractions: Any, names_of: _Names) -> tuple[list[str], NDArray[np.float64]]:
     """Return the names of the parts and their fractions, normalized to sum to 1."""
     try:
-        given = dict(fractions) if isinstance(fractions, Mapping) else list(fractions)
-        shares = np.asarray(list(given.values()) if isinstance(given, dict) else given, dtype=np.float64)
-    except (TypeError, ValueError):
-        shares = np.empty((0, 0))
-    if shares.ndim != 1 or isinstance(fractions, str | bytes):
+        is_named = isinstance(fractions, Mapping)
+        shares = np.asarray(list(fractions.values() if is_named else fractions), dtype=np.float64)
+        names = list(map(str, fractions if is_named else names_of[len(shares)]))
+    except (TypeError, ValueError, KeyError):
+        names, shares = [], np.empty(0)
+    is_valid = shares.ndim == 1 and 2 <= len(shares) <= _MAX_PARTS and len(set(names)) == len(shares)
+    if not is_valid or not (shares > 0).all() or not abs(shares.sum() - 1) <= 1e-6:
         raise InputError(
-            f"fractions={fractions!r} must be one number for each part: two or three as in (0.8, 0.1, 0.1), or a dict "
-            "by name as in {'train': 0.9, 'test': 0.1}"
-        )
-    if isinstance(given, dict):
-        names = [str(name) for name in given]
-    elif len(given) in _NAMES:
-        names = list(_NAMES[len(given)])
-    else:
-        raise InputError(
-            f"fractions={fractions!r} have {len(given)} entries; give two, three, or a dict with a name for each part"
-        )
-    if len(set(names)) < len(names):
-        raise InputError(f"fractions={fractions!r} use one name for two parts; give each part a different name")
-    if not 2 <= len(shares) <= _MAX_PARTS or not (shares > 0).all() or not abs(shares.sum() - 1) <= 1e-6:
-        raise InputError(
-            f"fractions={fractions!r} must be 2 to {_MAX_PARTS} positive numbers that sum to 1; the sum is "
-            f"{shares.sum():g}"
+            f"fractions={fractions!r} must be positive numbers that sum to 1: {' or '.join(map(str, names_of))} of "
+            f"them, such as (0.8, 0.1, 0.1), or 2 to {_MAX_PARTS} by name, such as {{'train': 0.9, 'validation': 0.1}}"
         )
     return names, shares / shares.sum()
 
 
-def _listed(option: str, names: Any) -> list[str]:
+def _columns(option: str, names: Any) -> list[str]:
     """Return the column or columns given for an option as a list."""
-    if names is None:
-        return []
     # Sets are refused, since their order differs between processes.
     is_several = isinstance(names, Sequence | np.ndarray | pd.Index) and not isinstance(names, str)
-    listed = list(names) if is_several else [names]
-    if not all(isinstance(name, str) for name in listed):
+    columns = list(names) if is_several else [] if names is None else [names]
+    if not all(isinstance(name, str) for name in columns):
         raise InputError(f"{option}={names!r} must be the name of a column of obs, or a list of names")
-    return listed
+    return columns
 
 
-def _pieces(n: int) -> Iterator[slice]:
-    return (slice(start, min(start + _PIECE_ROWS, n)) for start in range(0, n, _PIECE_ROWS))
+def _candidates(indices: Any, n_obs: int) -> Candidates:
+    candidates = Candidates.of(indices, n_obs)
+    if candidates.array is not None and (candidates.array[1:] == candidates.array[:-1]).any():
+        raise InputError("indices repeat rows; give each row once")
+    return candidates
 
 
-def _codes(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> tuple[NDArray[np.int32], str]:
-    """Return codes of the values of a column, shape (n,), -1 if missing, and its name."""
-    column = obs[require_key("obs", name, obs.columns)]
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        codes, values = np.asarray(column.array.codes)[rows], column.array.categories
-    else:
-        codes, values = pd.factorize(column.iloc[rows])
-    check_categories(values, f"obs column {name!r}")
-    return codes.astype(np.int32, copy=False), name
+def _column(obs: pd.DataFrame, name: str, candidates: Candidates) -> pd.Series[Any]:
+    return obs[require_key("obs", name, obs.columns)].iloc[candidates.selector]
 
 
-def _labels(obs: pd.DataFrame, name: str, rows: slice | NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return codes of the labels of a column, shape (n,), -1 for rows without a label."""
-    codes, names = encode_labels(obs[require_key("obs", name, obs.columns)].iloc[rows])
+def _coded(column: pd.Series[Any], order: Literal["occurrence", "text"]) -> CodedColumn:
+    """Return the codes of a column without missing values, int32."""
+    coded = CodedColumn.in_order(column, order)
+    n_missing = int((coded.codes < 0).sum())
+    if n_missing:
+        raise InputError(
+            f"{column.name!r} is missing in {n_missing} of {len(column)} rows, which could be in any group. Exclude "
+            f"them (indices=dasksc.rows_where(data, '`{column.name}`.notna()')), or fill in a value"
+        )
+    return replace(coded, codes=coded.codes.astype(np.int32, copy=False))
+
+
+def _class_codes(column: pd.Series[Any]) -> tuple[NDArray[np.int32], int]:
+    """Return codes of the labels of a column, shape (n,), 0 for rows without a label, and the number of codes."""
+    codes, names = encode_labels(column)
     if len(names) > _FEW_CODES:  # integer labels are their own codes, possibly with gaps
         codes = np.where(codes < 0, -1, pd.factorize(codes)[0])
-    return codes.astype(np.int32, copy=False)
+    codes = codes.astype(np.int32)
+    codes += 1
+    return codes, int(codes.max(initial=0)) + 1
 
 
-def _classes(
-    obs: pd.DataFrame, strata: list[str], rows: slice | NDArray[np.int64], n: int
-) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Return the class of each row, the number of rows per class, and the class of unlabeled rows, or -1."""
-    # Classes are the labels of one column, or combinations of labels.
-    classes, counts = np.zeros(n, dtype=np.int32), np.array([n])
-    unlabelled = 0
-    for name in strata:
-        codes = _labels(obs, name, rows)
-        n_codes = int(codes.max(initial=-1)) + 2
-        if len(counts) * n_codes > _MAX_COUNTS:
-            raise InputError(f"stratify={strata!r} has too many combinations; give columns with fewer values")
-        classes *= n_codes
-        classes += codes
-        classes += 1
-        counted = np.zeros(len(counts) * n_codes + 1, dtype=np.int64)
-        draw_kernels.count_codes(n, classes, np.empty(0, dtype=np.int64), counted)
-        # Renumber, so that only combinations that occur are counted.
-        present = np.flatnonzero(counted[1:])
-        lookup = np.zeros(len(counted) - 1, dtype=np.int32)
-        lookup[present] = np.arange(len(present))
-        for piece in _pieces(n):
-            classes[piece] = lookup[classes[piece]]
-        counts = counted[1:][present] if len(present) else np.array([0])
-        # Rows that have no label in any of the columns so far.
-        found = np.flatnonzero(present == unlabelled * n_codes)
-        unlabelled = int(found[0]) if len(found) else -1
-    return classes, counts, unlabelled
-
-
-def _quotas(counts: NDArray[np.int64], shares: NDArray[np.float64], key: np.uint64) -> NDArray[np.int64]:
-    """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`."""
-    # The exact numbers are rounded, one class after another: up for the parts whose totals so far are furthest below
-    # the exact totals, and down for the others.
-    exact = counts[:, None] * shares
-    quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
-    order = np.empty(len(counts), dtype=np.int64)
-    permute.shuffle(key, order)
-    short = np.zeros(len(shares))
-    for c in order:
-        rest = exact[c] - quotas[c]
-        short += rest
-        # Numbers that are integers already are not changed.
-        shortest_first = np.argsort(np.where(rest > 1e-9, -short, np.inf), kind="stable")
-        more = shortest_first[: counts[c] - quotas[c].sum()]
-        quotas[c, more] += 1
-        short[more] -= 1
-    return quotas
-
-
-def _parts_of_groups(
-    columns: list[tuple[NDArray[np.int32], str]],
-    classes: NDArray[np.int32],
-    n_classes: int,
-    shares: NDArray[np.float64],
-    keys: NDArray[np.uint64],
-    *,
-    what: str,
-    counts_values: bool,
-    unlabelled: int,
-) -> NDArray[np.int8]:
-    """Return the part of each row; rows that share a value of any column get the same part."""
-    # With `counts_values`, each value of the first column counts once, as a member of the most frequent class of its
-    # labeled rows. It belongs to the class `unlabelled` only if none of its rows has a label.
-    for codes, name in columns:
-        n_missing = int((codes < 0).sum())
-        if n_missing:
-            raise InputError(
-                f"{name!r} is missing in {n_missing} of {len(codes)} rows, which could belong to any group. Exclude "
-                f"them (indices=dasksc.rows_where(data, '`{name}`.notna()')), or fill in a value"
-            )
-    first = columns[0][0]
-    unit_of_value = _joined([codes for codes, _ in columns])
-    counts = _counted(first, classes, n_classes, unit_of_value)
-    occurs = counts.sum(axis=1) > 0
-    if counts_values:
-        by_value = _counted(first, classes, n_classes)
-        values = np.flatnonzero(by_value.sum(axis=1))
-        if unlabelled >= 0:
-            # The unlabeled class applies only to values without any label.
-            by_value[:, unlabelled] = by_value.sum(axis=1) == by_value[:, unlabelled]
-        counts = np.zeros_like(counts)
-        np.add.at(counts, (unit_of_value[values], by_value[values].argmax(axis=1)), 1)
-    units = np.flatnonzero(occurs)
-    if len(units) < len(shares):
-        raise InputError(
-            f"grouping by {what} gives too few separate groups ({len(units)}) for {len(shares)} non-empty parts. Give "
-            "fewer parts, or smaller groups"
-        )
-    best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
-    n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, _N_TRIES))
-    for key in keys[:n_tries]:
-        order, found = np.empty(len(units), dtype=np.int64), np.zeros(len(counts), dtype=np.int8)
-        permute.shuffle(key, order)
-        distance = kernels.assign_units(counts, units[order], shares, found)
-        if distance < best:
-            best, parts = distance, found
-    part_of_value = parts[unit_of_value]
-    dealt = np.empty(len(first), dtype=np.int8)
-    for piece in _pieces(len(first)):
-        dealt[piece] = part_of_value[first[piece]]
-    return dealt
-
-
-def _joined(columns: list[NDArray[np.int32]]) -> NDArray[np.int64]:
-    """Return the unit of each value of the first column, shape (n_values,), int64."""
-    # A unit is a set of values that must be in one part, since other columns link their rows.
-    first = columns[0]
-    n_values = int(first.max(initial=-1)) + 1
-    if len(columns) == 1:
-        return np.arange(n_values)
-    size, ends = n_values, []
-    for other in columns[1:]:
-        # Even millions of rows have few distinct pairs.
-        pairs = np.empty(0, dtype=np.int64)
-        for piece in _pieces(len(first)):
-            pairs = np.union1d(pairs, first[piece].astype(np.int64) << 32 | other[piece])
-        ends.append((pairs >> 32, (pairs & 0xFFFFFFFF) + size))
-        size += int(other.max(initial=-1)) + 1
-    rows, cols = (np.concatenate(nodes) for nodes in zip(*ends, strict=True))
-    graph = sp.coo_matrix((np.ones(len(rows), dtype=np.int8), (rows, cols)), shape=(size, size))
-    units: NDArray[np.int64] = connected_components(graph, directed=False)[1][:n_values].astype(np.int64)
-    return units
-
-
-def _counted(
-    values: NDArray[np.int32], classes: NDArray[np.int32], n_classes: int, units: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Count rows by value (or unit of values) and class, shape (n_units, n_classes)."""
-    n_units = int((values if units is None else units).max(initial=-1)) + 1
-    if n_units * n_classes > _MAX_COUNTS:
-        raise InputError(
-            f"a table of {n_units:,} groups x {n_classes:,} classes has {n_units * n_classes:,} entries, but at most "
-            f"{_MAX_COUNTS:,} are supported. Use a column with fewer classes for stratify="
-        )
-    counts = np.zeros((n_units, n_classes), dtype=np.int64)
-    for piece in _pieces(len(values)):
-        kernels.count_pairs(values[piece] if units is None else units[values[piece]], classes[piece], counts)
-    return counts
+def _rows_of(
+    parts: NDArray[np.int8], names: list[str], candidates: Candidates, too_few: str
+) -> dict[str, NDArray[np.int64]]:
+    """Return the row numbers of each part; raise an error if a part is empty."""
+    found = {name: candidates.rows(np.flatnonzero(parts == k)) for k, name in enumerate(names)}
+    if empty := [name for name, rows in found.items() if not len(rows)]:
+        raise InputError(f"{', '.join(empty)} would be empty: {too_few}")
+    return found

@@ -12,11 +12,11 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
-from dasksc.atlas.attaching import path_names
-from dasksc.atlas.cell_names import is_nameless, names_in_pieces
 from dasksc.atlas.lookup import require_key
+from dasksc.atlas.stored import path_names
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block, matrix_of
+from dasksc.readers.names import is_nameless, names_in_pieces
 from dasksc.storage import Matrix
 
 __all__ = ["AnnDataView"]
@@ -73,12 +73,20 @@ class AnnDataView:
     @property
     def adata(self) -> AnnData:
         """AnnData behind this view."""
-        return self._adata
+        if self._with_names is not None:
+            self._opened, self._with_names = self._with_names(), None
+        return self._opened
 
     @property
     def table(self) -> pd.DataFrame:
         """Columns of obs that were read; the index has the names of the cells, if they were read."""
         return self._opened.obs
+
+    @property
+    def X(self) -> Any:
+        """X as an array whose rows are read on indexing."""
+        array = self._opened.X
+        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
 
     def column(self, name: str) -> pd.Series[Any]:
         """Return a column of obs, which is read on first use."""
@@ -93,20 +101,8 @@ class AnnDataView:
         """
         if self.path is not None:
             return path_names(self.path)
-        names = self._adata.obs_names if self._names is None else self._names
+        names = self.adata.obs_names if self._names is None else self._names
         return None if isinstance(names, pd.RangeIndex) or is_nameless(names) else names_in_pieces(names)
-
-    @property
-    def _adata(self) -> AnnData:
-        if self._with_names is not None:
-            self._opened, self._with_names = self._with_names(), None
-        return self._opened
-
-    @property
-    def X(self) -> Any:
-        """X as an array whose rows are read on indexing."""
-        array = self._opened.X
-        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
 
     def __len__(self) -> int:
         return int(self._opened.n_obs)
@@ -115,7 +111,7 @@ class AnnDataView:
         # Pickle looks up special methods before the slots are set.
         if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
-        return getattr(self._opened if name in _WITHOUT_NAMES else self._adata, name)
+        return getattr(self._opened if name in _WITHOUT_NAMES else self.adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._opened, self._with_names, self._opening, self.path, self._names)
@@ -133,35 +129,30 @@ class AnnDataView:
         if isinstance(index, tuple):
             rows, columns = index
             return self[rows][:, columns].copy()
-        adata = self._adata
+        adata = self.adata
         rows = _row_numbers(index, adata.obs_names)
         unique, positions = np.unique(rows, return_inverse=True)
 
         def read(name: str, array: Any) -> Any:
             if isinstance(array, da.Array) and array.ndim == 2:
                 return gather_block(self._matrix(name, array).fetch(unique), positions)
-            return _take(array, rows)
+            if isinstance(array, pd.DataFrame):
+                return array.iloc[rows].set_axis(numbers)
+            return array[rows].compute() if isinstance(array, da.Array) else array[rows]
 
-        obs = adata.obs.iloc[rows]
-        names = obs.index
         # AnnData warns about repeated names on construction; here they only mean that rows were drawn repeatedly.
+        numbers = pd.RangeIndex(len(rows)).astype(str)
+        obs = adata.obs.iloc[rows]
         result = AnnData(
             X=None if adata.X is None else read("X", adata.X),
-            obs=obs.set_axis(pd.RangeIndex(len(rows)).astype(str)),
+            obs=obs.set_axis(numbers),
             var=adata.var,
             uns=adata.uns,
             layers={name: read(f"layers/{name}", array) for name, array in layers_of(adata).items()},
-            obsm={
-                name: read(f"obsm/{name}", array)
-                for name, array in adata.obsm.items()
-                if not isinstance(array, pd.DataFrame)
-            },
+            obsm={name: read(f"obsm/{name}", array) for name, array in adata.obsm.items()},
             varm=dict(adata.varm),
         )
-        result.obs_names = names
-        for name, table in adata.obsm.items():
-            if isinstance(table, pd.DataFrame):
-                result.obsm[name] = table.iloc[rows]
+        result.obs_names = obs.index
         return result
 
 
@@ -169,16 +160,12 @@ def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
     """Convert a row index that AnnData accepts to row numbers."""
     n_obs = len(names)
     if isinstance(index, slice):
-        return np.arange(n_obs, dtype=np.int64)[index]
+        return np.arange(*index.indices(n_obs), dtype=np.int64)
     values = np.atleast_1d(np.asarray(index))
     if values.size == 0:
         return np.empty(0, dtype=np.int64)
-    if values.ndim != 1:
-        raise InputError(f"rows must be one-dimensional; got an array of shape {values.shape}")
-    if values.dtype == bool:
-        if len(values) != n_obs:
-            raise IndexError(f"a boolean mask has {len(values)} entries for {n_obs} rows; give one entry per row")
-        return np.flatnonzero(values)
+    if values.ndim != 1 or values.dtype.kind not in "biuUOT":
+        raise InputError(f"rows must be a list of integers or names, or a boolean mask; got {index!r:.100}")
     if values.dtype.kind in "UOT":
         rows = names.get_indexer_for(values)
         if len(rows) != len(values) or (rows < 0).any():
@@ -187,16 +174,11 @@ def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
                 f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; give row numbers instead"
             )
         return np.asarray(rows, dtype=np.int64)
-    if values.dtype.kind not in "iu":
-        raise InputError(f"rows must be integers, a boolean mask or names; got {values.dtype}")
+    if values.dtype == bool:
+        if len(values) != n_obs:
+            raise IndexError(f"a boolean mask has {len(values)} entries for {n_obs} rows; give one entry per row")
+        return np.flatnonzero(values)
     rows = values.astype(np.int64)
-    rows = np.where(rows < 0, rows + n_obs, rows)
-    if rows.min() < 0 or rows.max() >= n_obs:
-        raise IndexError(
-            f"rows from {values.min()} to {values.max()} were requested; there are {n_obs} rows, numbered from 0"
-        )
-    return rows
-
-
-def _take(array: Any, rows: NDArray[np.int64]) -> Any:
-    return array[rows].compute() if isinstance(array, da.Array) else array[rows]
+    if rows.min() < -n_obs or rows.max() >= n_obs:
+        raise IndexError(f"rows from {rows.min()} to {rows.max()} were requested; the rows are 0 to {n_obs - 1}")
+    return np.where(rows < 0, rows + n_obs, rows)

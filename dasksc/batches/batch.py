@@ -7,19 +7,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
+from dasksc._compat.torch import set_collation
 from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
 from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "device_of", "on_device"]
+__all__ = ["Batch", "BatchMaker", "Categories", "call_each", "device_of"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
@@ -31,72 +32,49 @@ with warnings.catch_warnings():
 class _Named(dict[str, Any]):
     """Dict whose error for a missing key names similar keys and the `scDataset` argument that adds the key."""
 
+    _place = "categories"  # expression for the dict in code
+
     def __missing__(self, key: Any) -> Any:
         raise MissingKeyError(self._lacks(key))
 
-    def _lacks(self, key: Any) -> str:
-        """Return the error message for a missing key."""
-        raise NotImplementedError
-
-    def _lacks_one(self, kind: str, key: Any, advice: str, hint: str = "") -> str:
-        """Return the error message for a missing key.
-
-        `advice` is in the imperative. `hint`, if given, replaces the suggestion of similar keys.
-        """
-        hint = hint or nearest(key, self)
-        if hint.endswith("?"):
-            advice = f"Otherwise, {advice[0].lower()}{advice[1:]}"
-        return with_advice(f"{kind} has no {key!r}; {hint}", advice)
-
-
-_PART = "this part of the batch"
-
-
-class NamedTensors(_Named):
-    """Tensors of one part of a batch (obs, layers or obsm), by name.
-
-    Attributes
-    ----------
-    n_classes
-        Number of classes of each tensor of codes, for display.
-    part
-        Part of the batch, such as ``"obs"`` or ``"rna:layers"``, for error messages; empty if it is unknown.
-    """
-
-    n_classes: Mapping[str, int] = MappingProxyType({})
-    part: str = ""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up special methods often
-            raise AttributeError(name)
-        error = f"{self._place or _PART} has no attribute {name!r}"
-        near = [] if name.startswith("_") else similar(name, self)
-        raise AttributeError(f"{error}; did you mean {self._place}[{near[0]!r}]?" if near else error)
-
-    @property
-    def _place(self) -> str:
-        """The part as it is written in code; empty if it is unknown."""
-        modality, _, group = self.part.rpartition(":")
-        return f"batch{f'[{modality!r}]' if modality else ''}.{group}" if group else ""
-
-    def _lacks(self, key: Any) -> str:
+    def _lacks(self, key: Any, hint: str = "") -> str:
+        """Return the error message for a missing key; `hint` replaces the suggestion of similar keys."""
         if not isinstance(key, str):
-            return _by_name(self._place or _PART, self, self._place)
-        modality, colon, group = self.part.rpartition(":")
-        groups = (group,) if group else ("obs", "layers", "obsm")
-        requests = " or ".join(f"{one}=[{modality + colon + key!r}]" for one in groups)
-        return self._lacks_one(self._place or _PART, key, f"Request it with {requests} of scDataset")
+            names = [name for _, _, name in _leaves(self, self._place)]
+            rows = f"; for rows, index a tensor: {names[0]}[0]" if names else ""
+            return f"{self._place} is indexed by names ({', '.join(map(str, self))}){rows}"
+        return with_advice(f"{self._place} has no {key!r}; {hint or nearest(key, self)}", self._advice(key))
+
+    def _advice(self, key: str) -> str:
+        return f"Request a column with scDataset(..., obs=[{key!r}]); only columns of labels have categories"
 
 
 class Categories(_Named):
     """Labels of obs columns, in the order of their codes."""
 
-    def _lacks(self, key: Any) -> str:
-        advice = (
-            f"If {key!r} is a column of labels, request it when creating the data set: scDataset(..., obs=[{key!r}]). "
-            "Numeric columns have no categories: batches hold their values"
-        )
-        return self._lacks_one("categories", key, advice)
+
+class NamedTensors(_Named):
+    """Tensors of one part of a batch (obs, layers or obsm), by name."""
+
+    n_classes: Mapping[str, int] = MappingProxyType({})  # of each tensor of codes, for display
+    part: str = ""  # such as "obs" or "rna:layers", for error messages; empty if it is unknown
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looks up special methods often
+            raise AttributeError(name)
+        near = [] if name.startswith("_") else similar(name, self)
+        hint = f"; did you mean {self._place}[{near[0]!r}]?" if near else ""
+        raise AttributeError(f"{self._place} has no attribute {name!r}{hint}")
+
+    @property
+    def _place(self) -> str:  # type: ignore[override]
+        modality, _, group = self.part.rpartition(":")
+        return f"batch{f'[{modality!r}]' if modality else ''}.{group}" if group else "this part of the batch"
+
+    def _advice(self, key: str) -> str:
+        modality, colon, group = self.part.rpartition(":")
+        groups = (group,) if group else ("obs", "layers", "obsm")
+        return f"Request it with {' or '.join(f'{one}=[{modality + colon + key!r}]' for one in groups)} of scDataset"
 
 
 class Batch(_Named):
@@ -138,6 +116,7 @@ class Batch(_Named):
     (torch.Size([64, 300]), torch.int64)
     """
 
+    _place = "batch"
     # inspect cannot determine the signature of a dict.
     __signature__ = inspect.Signature(
         [
@@ -154,18 +133,17 @@ class Batch(_Named):
         except KeyError:
             raise AttributeError(self._lacks(name)) from None
 
-    def _lacks(self, key: Any) -> str:
-        if not isinstance(key, str):
-            return _by_name("a batch", self, "batch")
+    def _lacks(self, key: Any, hint: str = "") -> str:
         if key == "categories":
             return "this batch has no categories; those of the data set are in dataset.categories"
         places = {name: place for _, name, place in _leaves(self, "batch") if isinstance(name, str)}
         if key in places:
             return f"this batch itself has no {key!r}; use {places[key]}"
-        near = [] if similar(key, self) else similar(key, places)
-        hint = f"did you mean {places[near[0]]}?" if near else ""
-        advice = f"Request a column with scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
-        return self._lacks_one("this batch", key, advice, hint)
+        near = [] if not isinstance(key, str) or similar(key, self) else similar(key, places)
+        return super()._lacks(key, f"did you mean {places[near[0]]}?" if near else "")
+
+    def _advice(self, key: str) -> str:
+        return f"Request a column with scDataset(..., obs=[{key!r}]) and read it as batch.obs[{key!r}]"
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self]
@@ -207,13 +185,7 @@ class Batch(_Named):
 
 
 def device_of(given: torch.device | str | int) -> torch.device:
-    """Return a device of PyTorch.
-
-    Raises
-    ------
-    InputError
-        If `given` does not name one.
-    """
+    """Return a device of PyTorch; raise an `InputError` if `given` does not name one."""
     try:
         return torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -221,12 +193,23 @@ def device_of(given: torch.device | str | int) -> torch.device:
 
 
 def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = False) -> torch.Tensor:
-    """Return `tensor` on `device`.
-
-    ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While other threads make batches, it takes
-    milliseconds to reacquire the GIL.
-    """
+    """Return `tensor` on `device`."""
+    # ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While other threads make batches, it
+    # takes milliseconds to reacquire the GIL.
     return tensor if tensor.device == torch.device(device) else tensor.to(device, non_blocking=non_blocking)
+
+
+def call_each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
+    """Call a method on each object in a batch if the object has that method; leave other objects unchanged."""
+    if isinstance(batch, torch.Tensor) and method == "to":
+        return on_device(batch, *args, **options)
+    if hasattr(batch, method):
+        return getattr(batch, method)(*args, **options)
+    if isinstance(batch, dict):
+        return {key: call_each(value, method, *args, **options) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(call_each(value, method, *args, **options) for value in batch)
+    return batch
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,15 +246,6 @@ def _described(batch: Batch) -> Iterator[tuple[str, str]]:
             yield name, brief(value)
 
 
-def _by_name(kind: str, entries: Mapping[Any, Any], place: str) -> str:
-    """Return the error message for a key that is not a string, as in ``batch[0]``.
-
-    `place` is the expression for `entries`.
-    """
-    tensor = next((f"; for rows, index a tensor: {name}[0]" for _, _, name in _leaves(entries, place)), "")
-    return f"{kind} is indexed by names ({', '.join(map(str, entries))}){tensor}"
-
-
 def _tensor_text(tensor: torch.Tensor) -> str:
     text = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     if tensor.layout == torch.sparse_csr:
@@ -302,48 +276,21 @@ def _csr_tensor(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
-    """Thread-safe assembly of minibatches from fetched rows.
+    """Thread-safe assembly of minibatches from fetched rows."""
 
-    Parameters
-    ----------
-    obs
-        Encoded columns by name, each of shape (n_obs,).
-    n_classes
-        Number of classes of each column that holds label codes. Batches hold the codes as int64, whatever their stored
-        type.
-    layout
-        Layout of X and the layers; obsm is always dense.
-    dtype
-        Data type of the values; None keeps the type of each matrix.
-    columns
-        Selected columns, by key of the matrix. Matrices without an entry keep all columns.
-    modalities
-        Names of the modalities, whose matrices have keys such as ``"rna:X"``; empty for a single modality.
-    only_x
-        If True, yield the tensor X rather than a `Batch`.
-    pinned
-        If True, gather dense values directly into pinned memory.
-    """
-
-    obs: Mapping[str, NDArray[Any]]
-    n_classes: Mapping[str, int]
-    layout: Layout
-    dtype: np.dtype[Any] | None
-    columns: Mapping[str, Columns]
-    only_x: bool
-    pinned: bool
-    modalities: tuple[str, ...] = ()
+    obs: Mapping[str, NDArray[Any]]  # encoded columns by name, each of shape (n_obs,)
+    n_classes: Mapping[str, int]  # of each column of codes; batches hold codes as int64, whatever their stored type
+    layout: Layout  # of X and the layers; obsm is always dense
+    dtype: np.dtype[Any] | None  # None keeps the data type of each matrix
+    columns: Mapping[str, Columns]  # by key of the matrix; matrices without an entry keep all columns
+    only_x: bool  # yields the tensor X rather than a `Batch`
+    pinned: bool  # gathers dense values directly into pinned memory
+    modalities: tuple[str, ...] = ()  # their matrices have keys such as "rna:X"; empty for a single modality
 
     def make(
-        self,
-        fetched: FetchedMatrices,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int64],
+        self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> torch.Tensor | Batch:
-        """Gather a batch from a fetch.
-
-        `rows` holds the row numbers of the fetch, and `positions` the positions of the batch in the fetch.
-        """
+        """Gather a batch from a fetch: the row numbers `rows` of the fetch at some `positions`."""
         if self.only_x:
             return self._tensor("X", fetched.parts["X"], positions)
         index = rows[positions]
@@ -413,6 +360,16 @@ class BatchMaker:
             out = torch.from_numpy(buffers.empty(shape, dtype))
         buffer.gather(positions, out=out.numpy(), columns=columns)
         return out
+
+
+def _refuse_stacking(batches: Any, **_: Any) -> NoReturn:
+    raise InputError(
+        "the DataLoader has a batch_size of its own, and would stack k batches of the data set into arrays of shape "
+        "(k, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
+    )
+
+
+set_collation(Batch, _refuse_stacking)
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -73,23 +73,14 @@ class _Job(Generic[T]):
 def run_ahead(
     jobs: Iterator[Callable[[], T]], *, is_ready: Callable[[], bool], n_ahead: int, n_threads: int
 ) -> Iterator[T]:
-    """Run `jobs` on a few threads, ahead of the consumer, and yield their results in order.
+    """Run `jobs` on a few threads, at most `n_ahead` ahead of the consumer, and yield their results in order.
 
-    The consumer itself submits the jobs, when it takes results, so the threads wait only for jobs, never for one
-    another. Closing the iterator ends the threads. They also end when the interpreter begins to exit; the consumer then
-    runs the remaining jobs itself.
-
-    Parameters
-    ----------
-    jobs
-        Jobs to run. Taking the next one may block.
-    is_ready
-        Function that returns True if taking the next job would not block.
-    n_ahead
-        Maximum number of results that are finished or being computed, in addition to the one being consumed.
-    n_threads
-        Number of threads; 0 runs each job in the consumer when its result is requested.
+    The next job is taken ahead only if `is_ready()`, since taking it may block. Without threads, each job runs when its
+    result is requested.
     """
+    # The consumer itself submits the jobs, when it takes results, so the threads wait only for jobs, never for one
+    # another. Closing the iterator ends the threads. They also end when the interpreter begins to exit; the consumer
+    # then runs the remaining jobs itself.
     if n_threads == 0:
         for run in jobs:
             yield run()
@@ -141,19 +132,13 @@ def run_ahead(
 
 
 class _ThreadPool:
-    """Threads that run jobs until they are no longer needed or the interpreter begins to exit.
-
-    Attributes
-    ----------
-    closed
-        True if the threads might not run jobs submitted from now on.
-    """
+    """Threads that run jobs until they are no longer needed or the interpreter begins to exit."""
 
     instances: ClassVar[weakref.WeakSet[_ThreadPool]] = weakref.WeakSet()
     exiting: ClassVar[bool] = False
 
     def __init__(self, n_threads: int) -> None:
-        self.closed = _ThreadPool.exiting
+        self.closed = _ThreadPool.exiting  # True if the threads might not run jobs submitted from now on
         # Threads reference only the queue. They must not keep the pool alive: if Ctrl-C prevents it from being closed,
         # its garbage collection ends the threads.
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()

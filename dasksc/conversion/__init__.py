@@ -15,7 +15,6 @@ from dasksc import config
 from dasksc.atlas.concat import Join, collecting_dropped
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.opening import open, warn_of_repeated_names
-from dasksc.atlas.options import Openable, OpenOptions
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
 from dasksc.conversion.contents import contents_of, matrices_of
@@ -34,6 +33,7 @@ from dasksc.errors import DaskscError, StorageError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
+from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache
 
 __all__ = ["ConversionReport", "convert"]
@@ -239,7 +239,12 @@ def convert(
         raise WrongTypeError(f"storage_options must be a dict of options; got a {type(storage_options).__name__}")
     if progress:
         require_tqdm()
-    options = OpenOptions(storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+    options = OpenOptions(
+        storage_options=dict(storage_options or {}),
+        cache=Cache.of(cache),
+        feature_types=names_given("feature_types", feature_types),
+        genomes=names_given("genome", genome),
+    )
     unread = None if index_unique is not None else UnreadNames.of(data, options)
     with collecting_dropped() as left_out:
         adata = open(

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas.cell_names import any_equal
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.output.work_folder import atomic_array, atomic_path, mapped_array
+from dasksc.readers.names import any_equal
 from dasksc.storage.hdf5.strings import strings_at
 
 __all__ = ["StagedNames"]

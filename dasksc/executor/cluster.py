@@ -20,8 +20,9 @@ from typing import Any
 
 import cloudpickle
 import dask
+from distributed.client import FutureCancelledError
+from distributed.comm import CommClosedError
 
-from dasksc._compat.distributed import CommClosedError, FutureCancelledError, event_loop
 from dasksc.errors import FetchError, StorageError
 from dasksc.executor.schedulers import address_of
 from dasksc.executor.threads import Timed
@@ -109,7 +110,7 @@ class ClusterRunner:
             priority=-self._n_submitted,  # earlier fetches first
         )
         self._n_submitted += 1
-        return asyncio.run_coroutine_threadsafe(self._receive(k, future), event_loop(self._client))
+        return asyncio.run_coroutine_threadsafe(self._receive(k, future), self._client.loop.asyncio_loop)
 
     async def _receive(self, k: int, future: Any) -> Timed:
         try:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dasksc import config
-from dasksc._compat.distributed import event_loop, report
 
 __all__ = ["OPERATION", "PAGE_METADATA_KEY", "reporting"]
 
@@ -50,7 +49,7 @@ def reporting(client: Any, figures: Callable[[], dict[str, Any]]) -> Iterator[No
     if client is None or interval_s is None:
         yield
         return
-    loop = event_loop(client)
+    loop = client.loop.asyncio_loop
     ended = asyncio.Event()
     final: dict[str, Any] = {}
 
@@ -93,6 +92,8 @@ async def _report_until(
             checked_at = clock()
             has_page = await client.get_metadata([PAGE_METADATA_KEY], default=False)
         if has_page:
-            has_page = bool(await report(client, OPERATION, figures=figures() | {"has_ended": is_last}))
+            # None if the scheduler does not know the operation.
+            send = getattr(client.scheduler, OPERATION)
+            has_page = bool(await send(client=client.id, figures=figures() | {"has_ended": is_last}))
         if is_last:
             return

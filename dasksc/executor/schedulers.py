@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+import warnings
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import dask
 from dask.system import cpu_count
 
-from dasksc._compat.distributed import clients_of_process, given_address, known_n_threads
 from dasksc.errors import InputError
 from dasksc.platforms import after_fork
 
@@ -45,7 +45,8 @@ class FetchScheduler:
     @property
     def n_threads(self) -> int | None:
         """Number of threads of all workers, which the Client updates every two seconds; None without a cluster."""
-        return None if self.client is None else known_n_threads(self.client)
+        # The attribute is private: `scheduler_info` would request the numbers and wait.
+        return None if self.client is None else int(self.client._scheduler_identity.get("total_threads", 0))
 
     def __str__(self) -> str:
         return self.kind if self.client is None else f"Dask scheduler at {address_of(self.client)}"
@@ -132,7 +133,10 @@ def _active_scheduler() -> FetchScheduler:
         client = distributed.Client.current()
     except ValueError:
         return _configured_scheduler()
-    if client.asynchronous or (client in _before_fork and _is_inproc(address_of(client))):
+    if client.asynchronous:
+        warnings.warn("The active Dask Client is asynchronous, so fetches run on threads.", stacklevel=2)
+        return FetchScheduler(kind="threads")
+    if client in _before_fork and _is_inproc(address_of(client)):
         return FetchScheduler(kind="threads")
     return _with_client(client)
 
@@ -184,7 +188,7 @@ def address_of(client: Any) -> str:
     scheduler = client.scheduler
     if scheduler is not None:
         return str(scheduler.address)
-    start: Any = given_address(client)
+    start: Any = client._start_arg  # private
     if start is None:
         start = client.cluster
     return str(getattr(start, "scheduler_address", start))
@@ -236,7 +240,7 @@ def _after_fork() -> None:
     _before_fork.update(_clients.values())
     distributed = sys.modules.get("distributed")
     if distributed is not None and hasattr(distributed, "Client"):
-        _before_fork.update(clients_of_process(distributed))
+        _before_fork.update(distributed.Client._instances)  # private
     _clients.clear()
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import Matrix, RowBuffer, join, mapping, mapping_of
-from dasksc.storage.read_timing import Clock, ThreadTimes
+from dasksc.storage.read_timing import ThreadTimes, clock
 
 if TYPE_CHECKING:
     from dasksc.executor.window import Window
@@ -52,7 +52,7 @@ class FetchMatrices:
     def __call__(self, rows: NDArray[np.int64]) -> FetchedMatrices:
         """Fetch `rows`, ascending row numbers, from every matrix."""
         parts = {}
-        with Clock() as spent, mapping(True, unmapped=self.unmapped):
+        with clock() as spent, mapping(True, unmapped=self.unmapped):
             for name, matrix in self.matrices.items():
                 with mapping_of(matrix.label):
                     parts[name] = matrix.fetch(rows)

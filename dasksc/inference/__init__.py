@@ -25,7 +25,6 @@ import torch
 from dask.base import tokenize
 from numpy.typing import NDArray
 
-from dasksc.atlas.cell_names import names_in_pieces
 from dasksc.atlas.modalities import Modalities
 from dasksc.batches.batch import device_of
 from dasksc.checks import check_flags
@@ -35,14 +34,15 @@ from dasksc.inference.model import Outputs, Predictor, check_categories, check_n
 from dasksc.inference.publishing import target_path
 from dasksc.inference.ranks import Ranks
 from dasksc.inference.store import COMPLETE, NEW, PredictionStore, ShardWriter
-from dasksc.loader.dataset import components_of, scDataset, titled
-from dasksc.loader.row_range import over_range, world_of
+from dasksc.loader.dataset import scDataset
+from dasksc.loader.row_range import RowRange
 from dasksc.loader.source import MatrixSource
 from dasksc.output.inputs import token_of
 from dasksc.output.progress_bars import progress_bar, require_tqdm
 from dasksc.plan.ranks import World
 from dasksc.plan.strategies import Streaming
 from dasksc.pushdown import matrix_of
+from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
 
 __all__ = ["PredictionReport", "predict"]
@@ -209,7 +209,9 @@ def predict(
     """
     begun = time.perf_counter()
     is_given = isinstance(dataset, scDataset)
-    world = world_of(dataset) if is_given else World.detect(*map(options.get, ("rank", "world_size", "group")))
+    world = (
+        dataset.ranks.current_world() if is_given else World.detect(*map(options.get, ("rank", "world_size", "group")))
+    )
     ranks = Ranks(world)
     with ranks.failing_together():
         check_flags(overwrite=overwrite, progress=progress)
@@ -311,13 +313,13 @@ class _Share:
         """Yield the first row and the content of each batch; surplus batches repeat one, and have no first row."""
         n, batch = 0, None
         for start, stop in self._ranges:
-            part = over_range(self._dataset, start, stop, device=self._device)
-            for batch in titled(part, f"prediction of rows {start:,} to {stop:,}"):
+            title = f"prediction of rows {start:,} to {stop:,}"
+            for batch in RowRange(self._dataset, start, stop, device=self._device, title=title):
                 yield start, batch
                 start += self._dataset.batch_size
                 n += 1
         if n < n_calls and batch is None:
-            batch = next(iter(over_range(self._dataset, 0, self._dataset.batch_size, device=self._device)))
+            batch = next(iter(RowRange(self._dataset, 0, self._dataset.batch_size, device=self._device)))
         for _ in range(n_calls - n):
             yield None, batch
 
@@ -332,7 +334,7 @@ class _Share:
 
 
 def _store_of(dataset: scDataset, outputs: Outputs, path: Path) -> PredictionStore:
-    source = components_of(dataset).source
+    source = dataset.source
     collection = source.collection
     plan = {
         "key": outputs.key,

@@ -19,10 +19,11 @@ import zarr
 from anndata.io import write_elem
 
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
-from dasksc.atlas.cell_names import digest_names
-from dasksc.atlas.element_sizes import lengths_of
 from dasksc.errors import InputError, StorageError
 from dasksc.output.work_folder import WorkFolder, sync_folder
+from dasksc.readers.names import digest_names
+from dasksc.readers.options import OpenOptions
+from dasksc.readers.registry import opened
 from dasksc.storage import is_url
 
 __all__ = ["Names", "complete_store", "extend_store", "is_node", "metadata_of", "require_same_cells", "target_path"]
@@ -76,13 +77,13 @@ def metadata_of(folder: Path) -> dict[str, Any]:
 
 def require_same_cells(store: Path, n_obs: int, names: Names | None) -> None:
     """Refuse an existing store whose cells differ in number from those of the atlas, or in their names, if given."""
-    root: Any = zarr.open_group(store, mode="r")
-    n_stored = lengths_of(root["obs"])[root["obs"].attrs["_index"]]
-    if n_stored != n_obs:
-        raise InputError(f"{store} has {n_stored} cells, but the atlas has {n_obs}; give another out=")
-    if names is None:
-        return
-    pieces, digest = names(), names_digest_of(root, str(store))
+    with opened(str(store), OpenOptions(has_names=False)) as found:
+        n_stored = len(found.table("obs", []))
+        if n_stored != n_obs:
+            raise InputError(f"{store} has {n_stored} cells, but the atlas has {n_obs}; give another out=")
+        if names is None:
+            return
+        pieces, digest = names(), names_digest_of(found)
     if pieces is not None and digest is not None and digest_names(pieces) != digest:
         raise InputError(
             f"{store} has as many cells as the atlas, but their names or their order differ. To predict the cells of "

@@ -13,13 +13,12 @@ from dasksc.checks import whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.kernels.draw import count_codes
-from dasksc.loader import MatrixSource, components_of, scDataset
-from dasksc.loader.empty_epochs import is_empty, reason_for_no_batches
+from dasksc.loader import MatrixSource, scDataset
+from dasksc.loader.binding import is_empty, reason_for_no_batches
 from dasksc.memory.limits import recommended_bytes
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.label_entropy import Diversity
 from dasksc.plan.labels import encode_labels
-from dasksc.plan.ranks import World
 from dasksc.plan.sets import SetSampler
 from dasksc.storage import is_url
 
@@ -87,8 +86,7 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         raise InputError(f"check takes a dasksc.scDataset, or a DataLoader of one; got {data!r}")
     loader = None if dataset is data else data
     world_size = dataset.world_size if world_size is None else whole_number("world_size", world_size)
-    parts = components_of(dataset)
-    plan = parts.plan_of(World(0, world_size), parts.counter.peek())
+    plan = dataclasses.replace(dataset.plan(), rank=0, world_size=world_size)
     num_workers = int(getattr(loader, "num_workers", 0))
     prefetch_factor = int(getattr(loader, "prefetch_factor", None) or 0)
     name, labels = _labels_of(dataset, label_key)
@@ -99,10 +97,10 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         sets = Report(n_sets=n_sets, set_size=sampler.unit, n_controls=sampler.n_controls)
         sets |= dataclasses.asdict(sampler.accounts)
     report = Report(
-        name=f"{parts.source.name} by {type(dataset.strategy).__name__}",
+        name=f"{dataset.source.name} by {type(dataset.strategy).__name__}",
         epoch=plan.epoch,
         world_size=world_size,
-        n_obs=parts.source.n_obs,
+        n_obs=dataset.source.n_obs,
         n_rows=plan.n_rows,
         n_blocks=None if sets else _n_blocks(plan),
         block_size=None if sets else plan.block_size,
@@ -131,10 +129,10 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
             *_warnings_of_sets(plan),
         ],
     )
-    if isinstance(parts.source, MatrixSource):
+    if isinstance(dataset.source, MatrixSource):
         n_processes = max(1, num_workers)
-        prefetched_bytes = int(num_workers * prefetch_factor * parts.projection.batch_bytes)
-        job_bytes = n_processes * parts.projection.job_bytes
+        prefetched_bytes = int(num_workers * prefetch_factor * dataset.memory.batch_bytes)
+        job_bytes = n_processes * dataset.memory.job_bytes
         report |= {
             "prefetched_bytes": prefetched_bytes,
             "rank_bytes": n_processes * report.process_bytes + prefetched_bytes,
@@ -168,7 +166,7 @@ def diversity(dataset: Any, column: str, n_batches: int = 1000) -> Diversity:
     >>> round(diversity.mean, 2), round(diversity.ideal_mean, 2)
     (2.21, 2.22)
     """
-    measured: Diversity = dataset.plan().diversity(components_of(dataset).source.labels_of(column), n_batches)
+    measured: Diversity = dataset.plan().diversity(dataset.source.labels_of(column), n_batches)
     return measured
 
 
@@ -189,7 +187,7 @@ def _n_blocks(plan: EpochPlan) -> int:
 
 def _labels_of(dataset: scDataset, label_key: str | None) -> tuple[str | None, Any]:
     """Return the name of the column whose classes are counted, and its labels; either is None if it does not exist."""
-    source = components_of(dataset).source
+    source = dataset.source
     name = label_key or getattr(dataset.strategy, "label_key", None)
     labels = getattr(dataset.strategy, "labels", None)
     if name is None and labels is not None:
@@ -246,7 +244,7 @@ def _warnings_of_sizes(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
 
 def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about fetches that use little of the data that they read."""
-    source, n_rows = components_of(dataset).source, dataset.fetch_size
+    source, n_rows = dataset.source, dataset.fetch_size
     if not plan.n_rows or not isinstance(source, MatrixSource):
         return
     sets = plan.sampler if isinstance(plan.sampler, SetSampler) else None

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from statistics import mode
 from typing import Any
 
-import h5py
 import numpy as np
 import pandas as pd
-import zarr
 from anndata import AnnData
 
 from dasksc.atlas import opening
 from dasksc.atlas.concat import Join
 from dasksc.atlas.inputs import atlas_inputs
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.options import OpenOptions, names_given, refuse_feature_choice
-from dasksc.atlas.stored_cell_ranger import cell_ranger_matrices
-from dasksc.atlas.stores import root_of, where_of
 from dasksc.displays import first_of
-from dasksc.errors import InputError, StorageError
+from dasksc.errors import InputError
 from dasksc.inspection.report import Report
+from dasksc.readers.locations import where_of
+from dasksc.readers.options import OpenOptions, names_given, refuse_feature_choice
+from dasksc.readers.registry import opened as opened_store
 from dasksc.storage import Layout, is_url, redact_url
-from dasksc.storage.safety.zarr_codecs import codecs_within
 
-__all__ = ["codec_of", "describe"]
+__all__ = ["describe"]
 
 _MAX_FILES = 64
 _PROBED_BLOCK = 64
 # Advice is given if single rows are read at less than this fraction of the rate of blocks.
 _SLOW_BLOCKS = 0.5
-_HDF5_FILTERS = {1: "gzip", 2: "shuffle", 32000: "lzf", 32001: "blosc", 32004: "lz4", 32015: "zstd", 32026: "blosc2"}
 
 
 def describe(
@@ -199,73 +196,14 @@ def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | N
     """Return the matrices of a file or store, and how `dasksc.convert` has ordered its cells."""
     if not isinstance(source, str | os.PathLike):
         return [], None
-    with root_of(where_of(os.fspath(source), options), options) as root:
-        how = root.attrs.get("dasksc")
-        return list(_matrices_of(root)), Report(how) if isinstance(how, Mapping) else None
-
-
-def _matrices_of(root: Any, prefix: str = "") -> Iterator[Report]:
-    if "mod" in root:
-        for name in root["mod"]:
-            yield from _matrices_of(root["mod"][name], f"{name}/")
-        return
-    keys = ["X", *(f"{group}/{name}" for group in ("layers", "obsm") if group in root for name in root[group]), "raw/X"]
-    elements = [("X", root[name]) for name in cell_ranger_matrices(root)]
-    for key, element in elements + [(key, root[key]) for key in keys if key in root]:
-        if isinstance(element, h5py.Dataset | zarr.Array):
-            if len(element.shape) == 2:
-                yield _matrix(prefix + key, "dense", [element])
-        elif "data" in element and "indices" in element:
-            encoding = str(element.attrs.get("encoding-type", element.attrs.get("h5sparse_format", "csr")))
-            arrays = [element[name] for name in ("data", "indices", "indptr")]
-            yield _matrix(prefix + key, encoding.removesuffix("_matrix"), arrays)
-
-
-def _matrix(key: str, encoding: str, arrays: Sequence[Any]) -> Report:
-    values = arrays[0]
-    return Report(
-        key=key,
-        n_files=1,
-        encoding=encoding,
-        dtype=str(values.dtype),
-        indices_dtype=str(arrays[1].dtype) if len(arrays) > 1 else None,
-        chunks=values.chunks,
-        shards=getattr(values, "shards", None),
-        codec=codec_of(values),
-        nbytes=sum(int(np.prod(array.shape)) * array.dtype.itemsize for array in arrays),
-        stored_bytes=_sum([_stored_bytes(array) for array in arrays]),
-    )
-
-
-def _stored_bytes(array: h5py.Dataset | zarr.Array[Any]) -> int | None:
-    if isinstance(array, h5py.Dataset):
-        return int(array.id.get_storage_size())
-    try:
-        return int(array.nbytes_stored())
-    except StorageError:  # A web server cannot list the contents of a store.
-        return None
+    with opened_store(where_of(source, options), options) as store:
+        how = store.attributes.get("dasksc")
+        matrices = [Report(n_files=1, **asdict(one)) for one in store.description()]
+        return matrices, Report(how) if isinstance(how, Mapping) else None
 
 
 def _sum(sizes: Sequence[int | None]) -> int | None:
     return None if None in sizes else sum(size or 0 for size in sizes)
-
-
-def codec_of(array: h5py.Dataset | zarr.Array[Any]) -> str | None:
-    """Return the names of the filters and compressors of an array's chunks; None if there are none."""
-    if isinstance(array, h5py.Dataset):
-        pipeline = array.id.get_create_plist()
-        filters = [pipeline.get_filter(i) for i in range(pipeline.get_nfilters())]
-        names = [_HDF5_FILTERS.get(number, text.decode() or f"filter {number}") for number, _, _, text in filters]
-    else:
-        codecs = [one for codec in (*array.filters, *array.compressors) for one in codecs_within(codec)]
-        names = [_codec_name(codec) for codec in codecs]
-    return ", ".join(names) or None
-
-
-def _codec_name(codec: Any) -> str:
-    cname = getattr(codec, "cname", None)
-    name = getattr(codec, "codec_id", None) or type(codec).__name__.removesuffix("Codec").lower()
-    return str(name) if cname is None else f"{name} {getattr(cname, 'value', cname)}"
 
 
 def _merged(matrices: Sequence[Report]) -> Iterator[Report]:

@@ -14,8 +14,8 @@ from dask.sizeof import sizeof
 from dasksc.checks import check_flags, whole_number
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
-from dasksc.loader import components_of, scDataset
-from dasksc.loader.source import Hooks
+from dasksc.loader import scDataset
+from dasksc.loader.spec import check_hooks
 from dasksc.memory.limits import memory_limit
 from dasksc.multiindexable import MultiIndexable, count_rows, take_rows
 from dasksc.plan.strategies import BlockShuffling
@@ -71,8 +71,14 @@ def estimate_sample_size(
     """
     data_collection = _opened(data_collection)
     whole_number("n_samples", n_samples, 0)
-    hooks = Hooks(fetch_callback, fetch_transform, batch_callback, batch_transform)
-    if _is_yielded_dense(data_collection) and not hooks:
+    hooks = {
+        "fetch_callback": fetch_callback,
+        "fetch_transform": fetch_transform,
+        "batch_callback": batch_callback,
+        "batch_transform": batch_transform,
+    }
+    check_hooks(**hooks)
+    if _is_yielded_dense(data_collection) and not any(hooks.values()):
         return int(np.dtype(np.float32).itemsize * data_collection.shape[1])
 
     n_rows = count_rows(data_collection)
@@ -222,7 +228,7 @@ def _measure_blocks(
         dataset = scDataset(
             data, BlockShuffling(block_size), batch_size, fetch_factor, **hooks, rank=0, world_size=1, seed=0
         )
-        source = components_of(dataset).source
+        source = dataset.source
         of_rows = source.labels_of(labels) if isinstance(labels, str) else labels
         if count_rows(of_rows) != source.n_obs:
             raise InputError(f"labels has {count_rows(of_rows):,} labels, but the collection has {source.n_obs:,} rows")

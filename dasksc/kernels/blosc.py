@@ -44,24 +44,9 @@ def call_getitem(typingctx: Any, function: Any, source: Any, start: Any, n_items
 
 @kernel
 def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
-    """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1.
-
-    Parameters
-    ----------
-    function
-        Address of ``blosc_getitem``, uint64.
-    sources, sizes
-        Address and size of each stored chunk, shape (n_chunks,), uint64 and int64.
-    chunk_bytes
-        Decoded size of each chunk.
-    chunks, starts, stops
-        Chunk of each piece, and decoded bytes [start, stop) of the piece in that chunk, shape (n_pieces,), int64.
-        Chunks are ascending, and pieces are ascending within a chunk.
-    to
-        Offset of each piece in `out`, shape (n_pieces,), int64.
-    scratch
-        Scratch memory, shape (chunk_bytes,), uint8.
-    """
+    """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1."""
+    # Piece i consists of decoded bytes [starts[i], stops[i]) of chunk chunks[i], and begins at out[to[i]]. Chunks are
+    # ascending, and so are the pieces of a chunk. `scratch` has `chunk_bytes` bytes.
     first = 0
     byte = np.empty(0, dtype=np.uint8)
     word = np.empty(0, dtype=np.int32)

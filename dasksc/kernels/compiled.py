@@ -23,8 +23,8 @@ from typing import Any
 import numba
 from numba import config, njit
 from numba.core import event
+from numba.core.caching import FunctionCache  # private, as its attributes and that of a dispatcher below
 
-from dasksc._compat.numba import FunctionCache, cache_location, can_cache, set_cache
 from dasksc.errors import InputError
 
 __all__ = ["compiling", "kernel", "seconds_compiling"]
@@ -45,10 +45,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     One version is compiled for each combination of argument types.
     """
     dispatcher: Any = njit(nogil=True)(function)
-    if not can_cache():
-        return dispatcher
     try:
-        set_cache(dispatcher, lambda: _Cache(function))
+        dispatcher._cache = _Cache(function)
     except RuntimeError as error:  # neither the source folder nor the user's cache folder is writable
         logger.info("kernels are compiled again in every process: %s", error)
     return dispatcher
@@ -111,7 +109,7 @@ def _source_digest() -> str:
 class _Cache(FunctionCache):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = _CacheFiles(*cache_location(self))
+        self._cache_file = _CacheFiles(str(self._cache_path), str(self._impl.filename_base))
 
 
 class _CacheFiles:

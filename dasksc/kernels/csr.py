@@ -19,14 +19,12 @@ data_at, indices_at, rows_at
     Address of the first element of each fetched row, shape (n_fetched,), uint64.
 like_data, like_indices, like
     Empty arrays of the data type stored at the addresses.
+drops
+    True if a lookup drops a column.
 maps, lookups
     `maps` holds the row of `lookups` that applies to each fetched row, shape (n_fetched,), int32. `lookups` holds
     the output column of each stored column, shape (n_maps, n_columns), int32; -1 marks a dropped column, and a value
     below -1 marks a column that no row may contain.
-kinds
-    `LEFT_OUT`, `KEPT` or `REFUSED` for each entry of `lookups`, uint8.
-renumbered
-    `lookups` as unsigned integers, if all columns are kept or refused.
 any_order
     If True, the columns of a row may be unsorted and repeated. If False, the first row whose columns are not
     strictly ascending ends the kernel, which returns `UNORDERED`.
@@ -54,8 +52,6 @@ __all__ = [
     "count_bytes",
     "merge_columns_csr",
     "narrow",
-    "renumber_rows",
-    "renumber_rows_csr",
     "row_starts",
     "count_columns",
     "count_nonzeros",
@@ -68,8 +64,6 @@ __all__ = [
 ]
 
 
-# Kinds of columns. The lowest bit marks kept columns, and the next bit those that no row may contain.
-LEFT_OUT, KEPT, REFUSED = 0, 1, 2
 # Result of a kernel for a row whose columns are not strictly ascending.
 UNORDERED = -2
 # Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.
@@ -82,7 +76,6 @@ _STRIDE = 64
 # Number of values checked between two tests for early exit.
 _TRIED = 4096
 _LINE_BYTES = 64
-_HALF, _LOW_HALF = np.uint64(32), np.uint64(2**32 - 1)
 # Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
@@ -105,10 +98,7 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
 
 @intrinsic
 def _prefetch(typingctx: Any, address: Any, first: Any, like: Any) -> Any:
-    """Prefetch elements ``[first, first + _STRIDE)`` of the array at `address`, without waiting.
-
-    Any address is allowed. Rows are short and scattered, so the hardware prefetcher cannot predict the next row.
-    """
+    """Prefetch elements ``[first, first + _STRIDE)`` of the array at `address`, which may be any, without waiting."""
     signature = types.void(types.uint64, types.int64, like)
     dtype = like.dtype
 
@@ -193,37 +183,6 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
 
 
 @kernel
-def renumber_rows(
-    positions, lengths, data_at, indices_at, maps, renumbered, out, like_data, like_indices, any_order=True
-):
-    """Write CSR rows into a dense `out`, shape (n_rows, n_kept), with all columns kept and renumbered."""
-    n_columns, n_kept = np.uint64(renumbered.shape[1]), np.uint64(out.shape[1])
-    for i in range(len(positions)):
-        row = positions[i]
-        following = positions[min(i + 1, len(positions) - 1)]
-        n = lengths[row]
-        columns_at, values_at = indices_at[row], data_at[row]
-        next_columns_at, next_values_at = indices_at[following], data_at[following]
-        lookup = renumbered[maps[row]]
-        dense = out[i]
-        if not (any_order or _is_ascending_at(columns_at, 0, n, like_indices)):
-            return UNORDERED
-        dense[:] = 0
-        for first in range(0, n, _STRIDE):
-            _prefetch(next_columns_at, first, like_indices)
-            _prefetch(next_values_at, first, like_data)
-            for k in range(first, min(first + _STRIDE, n)):
-                column = np.uint64(load(columns_at, k, like_indices))
-                if column >= n_columns:
-                    return row
-                to = np.uint64(lookup[column])
-                if to >= n_kept:
-                    return row
-                dense[to] += load(values_at, k, like_data)
-    return -1
-
-
-@kernel
 def _longest(positions, lengths):
     longest = 0
     for i in range(len(positions)):
@@ -241,73 +200,86 @@ def _is_ascending(columns, n):
 
 
 @kernel
-def _keep_columns(columns_at, n, kinds, columns, places, next_columns_at, next_values_at, like_data, like_indices):
-    # Write the kept columns of a row into `columns` and their positions in the row into `places`; return their
-    # number, or -1 for an invalid column. The loop has no branch per column, since branch prediction would fail.
-    largest = np.uint64(0)
-    for k in range(n):
-        column = np.uint64(load(columns_at, k, like_indices))
-        largest = max(largest, column)
-        columns[k] = column
-    if n > 0 and largest >= np.uint64(len(kinds)):
-        return -1
+def _keep_columns(columns_at, n, lookup, columns, places, next_columns_at, next_values_at, like_data, like_indices):
+    """Write the output columns of a row and their places in it; return their number, or -1 for an invalid column."""
+    # The loop has no branch per column that could be predicted wrongly.
+    n_columns = np.uint64(len(lookup))
     n_kept = np.uint64(0)
-    every = np.uint8(0)
+    smallest = np.int32(0)
     for first in range(0, n, _STRIDE):
         _prefetch(next_columns_at, first, like_indices)
         _prefetch(next_values_at, first, like_data)
         for k in range(first, min(first + _STRIDE, n)):
-            column = columns[np.uint64(k)]
-            kind = kinds[np.uint64(column)]
-            columns[n_kept] = column
+            column = np.uint64(load(columns_at, k, like_indices))
+            if column >= n_columns:
+                return -1
+            to = lookup[column]
+            columns[n_kept] = to
             places[n_kept] = k
-            n_kept += np.uint64(kind & 1)
-            every |= kind
-    return -1 if every & 2 else np.int64(n_kept)
+            n_kept += np.uint64(to >= 0)
+            smallest = min(smallest, to)
+    return -1 if smallest < -1 else np.int64(n_kept)
+
+
+@kernel
+def _renumber(columns_at, n, lookup, columns, next_columns_at, next_values_at, like_data, like_indices):
+    """Write the output column of every column of a row; return their number, or -1 for an invalid column."""
+    n_columns = np.uint64(len(lookup))
+    smallest = np.int32(0)
+    for first in range(0, n, _STRIDE):
+        _prefetch(next_columns_at, first, like_indices)
+        _prefetch(next_values_at, first, like_data)
+        for k in range(first, min(first + _STRIDE, n)):
+            column = np.uint64(load(columns_at, k, like_indices))
+            if column >= n_columns:
+                return -1
+            columns[k] = lookup[column]
+            smallest = min(smallest, lookup[column])
+    return -1 if smallest < 0 else n
 
 
 @kernel
 def scatter_columns(
-    positions, lengths, data_at, indices_at, maps, lookups, kinds, out, like_data, like_indices, any_order=True
+    positions, lengths, data_at, indices_at, maps, lookups, drops, out, like_data, like_indices, any_order=True
 ):
     """Write the kept columns of CSR rows into a dense `out`, shape (n_rows, n_kept)."""
-    longest = _longest(positions, lengths)
-    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
+    longest = _longest(positions, lengths) if drops else 0
+    columns, places = np.empty(longest + 1, dtype=np.int32), np.empty(longest + 1, dtype=np.int32)
+    n_columns = np.uint64(lookups.shape[1])
     for i in range(len(positions)):
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
-        n = lengths[row]
-        values_at = data_at[row]
-        lookup = lookups[maps[row]]
-        dense = out[i]
-        dense[:] = 0
-        n_kept = _keep_columns(
-            indices_at[row],
-            n,
-            kinds[maps[row]],
-            columns,
-            places,
-            indices_at[following],
-            data_at[following],
-            like_data,
-            like_indices,
-        )
-        if n_kept < 0:
-            return row
-        if not (any_order or _is_ascending(columns, n_kept)):
+        n, columns_at, values_at = lengths[row], indices_at[row], data_at[row]
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
+        lookup, dense = lookups[maps[row]], out[i]
+        if not (any_order or _is_ascending_at(columns_at, 0, n, like_indices)):
             return UNORDERED
-        for j in range(np.uint64(n_kept)):
-            to = np.uint64(lookup[np.uint64(columns[j])])
-            dense[to] += load(values_at, np.int64(places[j]), like_data)
+        dense[:] = 0
+        if drops:
+            nexts = next_columns_at, next_values_at, like_data, like_indices
+            n_kept = _keep_columns(columns_at, n, lookup, columns, places, *nexts)
+            if n_kept < 0:
+                return row
+            for j in range(np.uint64(n_kept)):
+                dense[np.uint64(columns[j])] += load(values_at, np.int64(places[j]), like_data)
+            continue
+        for first in range(0, n, _STRIDE):
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
+            for k in range(first, min(first + _STRIDE, n)):
+                column = np.uint64(load(columns_at, k, like_indices))
+                if column >= n_columns:
+                    return row
+                to = lookup[column]
+                if to < 0:
+                    return row
+                dense[np.uint64(to)] += load(values_at, k, like_data)
     return -1
 
 
 @kernel
 def row_starts(positions, lengths, indptr):
-    """Write the offsets of concatenated rows into `indptr`, shape (n_rows + 1,); return their total length.
-
-    Return -1 if a position lies outside the fetched rows.
-    """
+    """Write the offsets of concatenated rows into `indptr`; return their total length, or -1 for a wrong position."""
     total = 0
     for i in range(len(positions)):
         row = positions[i]
@@ -362,28 +334,23 @@ def copy_rows_csr(
 
 
 @kernel
-def count_columns(positions, lengths, indices_at, maps, kinds, counts, like_indices):
+def count_columns(positions, lengths, indices_at, maps, lookups, counts, like_indices):
     """Write the number of nonzeros in kept columns of each row into `counts`, shape (n_rows,)."""
-    n_columns = np.uint64(kinds.shape[1])
+    n_columns = np.uint64(lookups.shape[1])
     for i in range(len(positions)):
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
         n = lengths[row]
         columns_at, next_columns_at = indices_at[row], indices_at[following]
-        kind_of = kinds[maps[row]]
+        lookup = lookups[maps[row]]
         n_kept = 0
-        every = np.uint8(0)
         for first in range(0, n, _STRIDE):
             _prefetch(next_columns_at, first, like_indices)
             for k in range(first, min(first + _STRIDE, n)):
                 column = np.uint64(load(columns_at, k, like_indices))
                 if column >= n_columns:
                     return row
-                kind = kind_of[column]
-                n_kept += kind & 1
-                every |= kind
-        if every & 2:
-            return row
+                n_kept += lookup[column] >= 0
         counts[i] = n_kept
     return -1
 
@@ -396,7 +363,7 @@ def copy_columns_csr(
     indices_at,
     maps,
     lookups,
-    kinds,
+    drops,
     indptr,
     indices,
     data,
@@ -404,36 +371,29 @@ def copy_columns_csr(
     like_indices,
     any_order=True,
 ):
-    """Copy and renumber the kept columns of CSR rows; row i begins at ``indptr[i]``.
-
-    `indptr` holds the cumulative sums of the counts from `count_columns`.
-    """
-    longest = _longest(positions, lengths)
-    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
+    """Copy and renumber the kept columns of CSR rows; row i begins at ``indptr[i]``, as `count_columns` counts."""
+    longest = _longest(positions, lengths) if drops else 0
+    columns, places = np.empty(longest + 1, dtype=np.int32), np.empty(longest + 1, dtype=np.int32)
     for i in range(len(positions)):
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
-        n = lengths[row]
-        values_at = data_at[row]
+        n, columns_at, values_at = lengths[row], indices_at[row], data_at[row]
+        nexts = indices_at[following], data_at[following], like_data, like_indices
         lookup = lookups[maps[row]]
-        n_kept = _keep_columns(
-            indices_at[row],
-            n,
-            kinds[maps[row]],
-            columns,
-            places,
-            indices_at[following],
-            data_at[following],
-            like_data,
-            like_indices,
-        )
-        if n_kept < 0:
-            return row
-        row_indices = indices[indptr[i] : indptr[i] + n_kept]
-        row_data = data[indptr[i] : indptr[i] + n_kept]
-        for j in range(np.uint64(n_kept)):
-            row_indices[j] = lookup[np.uint64(columns[j])]
-            row_data[j] = load(values_at, np.int64(places[j]), like_data)
+        row_indices, row_data = indices[indptr[i] :], data[indptr[i] :]
+        if drops:
+            n_kept = _keep_columns(columns_at, n, lookup, columns, places, *nexts)
+            if n_kept < 0:
+                return row
+            for j in range(np.uint64(n_kept)):
+                row_indices[j] = columns[j]
+                row_data[j] = load(values_at, np.int64(places[j]), like_data)
+        else:
+            n_kept = _renumber(columns_at, n, lookup, row_indices, *nexts)
+            if n_kept < 0:
+                return row
+            for k in range(n):
+                row_data[k] = load(values_at, k, like_data)
         if not (any_order or _is_ascending(row_indices, n_kept)):
             return UNORDERED
     return -1
@@ -479,16 +439,13 @@ def _list_bits(bits, listed):
 
 @kernel
 def merge_columns_csr(
-    positions, lengths, data_at, indices_at, maps, lookups, kinds, indptr, indices, data, sums, like_data, like_indices
+    positions, lengths, data_at, indices_at, maps, lookups, indptr, indices, data, sums, like_data, like_indices
 ):
-    """Copy, renumber and sort the kept columns of CSR rows; sum repeated columns in stored order.
-
-    The offsets of the resulting rows are written into `indptr`, shape (n_rows + 1,). `indices` and `data` must have
-    room for as many elements as `count_columns` counts in total. `sums`, shape (n_kept,), is scratch memory. Repeated
-    columns are summed in its data type.
-    """
+    """Copy, renumber and sort the kept columns of CSR rows; sum repeated columns in stored order."""
+    # The offsets of the resulting rows are written into `indptr`, shape (n_rows + 1,). `indices` and `data` have room
+    # for as many elements as `count_columns` counts. Sums are computed in `sums`, shape (n_kept,), and in its type.
     longest = _longest(positions, lengths)
-    columns, places = np.empty(longest, dtype=np.int32), np.empty(longest, dtype=np.int32)
+    columns, places = np.empty(longest + 1, dtype=np.int32), np.empty(longest + 1, dtype=np.int32)
     merged = np.empty(longest + _BITS_AT_ONCE, dtype=np.int32)
     bits = np.zeros((len(sums) + 63) // 64, dtype=np.uint64)
     total = indptr[0] = 0
@@ -496,117 +453,33 @@ def merge_columns_csr(
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
         values_at = data_at[row]
-        lookup = lookups[maps[row]]
+        next_at = indices_at[following], data_at[following]
         n_kept = _keep_columns(
-            indices_at[row],
-            lengths[row],
-            kinds[maps[row]],
-            columns,
-            places,
-            indices_at[following],
-            data_at[following],
-            like_data,
-            like_indices,
+            indices_at[row], lengths[row], lookups[maps[row]], columns, places, *next_at, like_data, like_indices
         )
         if n_kept < 0:
             return row
         row_indices, row_data = indices[total : total + n_kept], data[total : total + n_kept]
-        for j in range(np.uint64(n_kept)):
-            row_indices[j] = lookup[np.uint64(columns[j])]
-        if _is_ascending(row_indices, n_kept):
+        if _is_ascending(columns, n_kept):
             for j in range(np.uint64(n_kept)):
+                row_indices[j] = columns[j]
                 row_data[j] = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
             n_merged = n_kept
         else:
             # A bitmap of the columns, read in order, costs less than sorting.
             for j in range(np.uint64(n_kept)):
-                to = np.uint64(row_indices[j])
-                sums[to] = load(values_at, np.int64(places[j]), like_data)
-                bits[to >> _WORD_SHIFT] |= _ONE << (to & _WORD_MASK)
+                to = np.uint64(columns[j])
+                value = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
+                bit = _ONE << (to & _WORD_MASK)
+                sums[to] = sums[to] + value if bits[to >> _WORD_SHIFT] & bit else value
+                bits[to >> _WORD_SHIFT] |= bit
             n_merged = _list_bits(bits, merged)
-            if n_merged < n_kept:
-                for j in range(np.uint64(n_kept)):
-                    to = np.uint64(row_indices[j])
-                    value = sums.dtype.type(load(values_at, np.int64(places[j]), like_data))
-                    bit = _ONE << (to & _WORD_MASK)
-                    sums[to] = sums[to] + value if bits[to >> _WORD_SHIFT] & bit else value
-                    bits[to >> _WORD_SHIFT] |= bit
-                _list_bits(bits, merged)
             for j in range(n_merged):
                 row_indices[j] = merged[j]
             for j in range(n_merged):
                 row_data[j] = sums[np.uint64(merged[j])]
         total += n_merged
         indptr[i + 1] = total
-    return -1
-
-
-@kernel
-def renumber_rows_csr(
-    positions,
-    lengths,
-    data_at,
-    indices_at,
-    maps,
-    renumbered,
-    n_kept,
-    indptr,
-    indices,
-    data,
-    like_data,
-    like_indices,
-    any_order=True,
-):
-    """Copy CSR rows with all columns kept and renumbered; row i begins at ``indptr[i]``."""
-    n_columns = renumbered.shape[1]
-    for i in range(len(positions)):
-        row = positions[i]
-        following = positions[min(i + 1, len(positions) - 1)]
-        n = lengths[row]
-        if n == 0:
-            continue
-        columns_at = indices_at[row]
-        values_at = data_at[row]
-        lookup = renumbered[maps[row]]
-        row_indices = indices[indptr[i] : indptr[i] + n]
-        row_data = data[indptr[i] : indptr[i] + n]
-        # Plain passes as in `copy_rows_csr`, so that only the lookup has to wait for memory.
-        smallest = load(columns_at, 0, like_indices)
-        largest = smallest
-        for k in range(n):
-            column = load(columns_at, k, like_indices)
-            smallest = min(smallest, column)
-            largest = max(largest, column)
-            row_indices[k] = column
-        if smallest < 0 or largest >= n_columns:
-            return row
-        # Columns are read and written in pairs, which halves the number of loads and stores. A single column at either
-        # end is handled separately.
-        begin = np.int64((row_indices.ctypes.data // 4) % 2)
-        end = begin + (n - begin) // 2 * 2
-        pairs = row_indices[begin:end].view(np.uint64)
-        for first in range(0, n, _STRIDE):
-            _prefetch(values_at, first, like_data)
-            _prefetch(indices_at[following], first, like_indices)
-            for k in range(first // 2, min((first + _STRIDE) // 2, len(pairs))):
-                pair = pairs[k]
-                low, high = lookup[pair & _LOW_HALF], lookup[pair >> _HALF]
-                pairs[k] = np.uint64(low) | (np.uint64(high) << _HALF)
-        if begin:
-            row_indices[0] = lookup[np.uint64(row_indices[0])]
-        if end < n:
-            row_indices[n - 1] = lookup[np.uint64(row_indices[n - 1])]
-        if not (any_order or _is_ascending(row_indices, n)):
-            return UNORDERED
-        smallest_to, largest_to = row_indices[0], row_indices[n - 1]
-        if any_order:
-            for k in range(n):
-                smallest_to = min(smallest_to, row_indices[k])
-                largest_to = max(largest_to, row_indices[k])
-        if smallest_to < 0 or largest_to >= n_kept:
-            return row
-        for k in range(n):
-            row_data[k] = load(values_at, k, like_data)
     return -1
 
 
@@ -622,11 +495,8 @@ def copy_rows(positions, rows_at, out, like):
 
 @kernel
 def copy_columns(positions, rows_at, maps, sources, out, missing, like):
-    """Copy columns of dense rows into `out`, shape (n_rows, n_kept).
-
-    `sources` holds the stored column of each output column, shape (n_maps, n_kept), int64. Where it is `NOWHERE`, the
-    output is the single element of the array `missing`; where it is `ZERO`, 0.
-    """
+    """Copy columns of dense rows into `out`, shape (n_rows, n_kept), from their `sources`, (n_maps, n_kept)."""
+    # Where the source is `NOWHERE`, the output is the single element of `missing`; where it is `ZERO`, 0.
     zero = missing.dtype.type(0)
     for i in range(len(positions)):
         row = positions[i]
@@ -643,11 +513,8 @@ def copy_columns(positions, rows_at, maps, sources, out, missing, like):
 
 @kernel
 def add_up(values, starts, out):
-    """Write the sums of groups of neighboring columns of `values` into `out`, shape (n_rows, n_groups).
-
-    Group g consists of at least one column: ``[starts[g], starts[g + 1])``. Values are added from left to right, in the
-    data type of `out`.
-    """
+    """Write the sums of groups of neighboring columns, group g from ``starts[g]`` on, into `out`."""
+    # Values are added from left to right, in the data type of `out`.
     for i in range(len(values)):
         for g in range(len(starts) - 1):
             total = out.dtype.type(values[i, starts[g]])
@@ -668,10 +535,7 @@ def count_nonzeros(dense, counts):
 
 @kernel
 def squeeze(dense, indptr, indices, data):
-    """Write the nonzeros of C-contiguous `dense` as CSR and return their number; NaN is a nonzero.
-
-    `indptr`, shape (n_rows + 1,) or larger, is also written. `indices` and `data` must have room for all nonzeros.
-    """
+    """Write the nonzeros (NaN is one) of C-contiguous `dense` as CSR, and return their number."""
     n_rows, n_vars = dense.shape
     n_whole, rest = n_vars // _WORD_BITS, n_vars % _WORD_BITS
     bits, listed = np.zeros(n_whole + 1, np.uint64), np.empty(n_vars + _BITS_AT_ONCE, np.int32)
@@ -700,10 +564,7 @@ def squeeze(dense, indptr, indices, data):
 
 @kernel
 def put(indptr, indices, data, dense):
-    """Write the values of CSR rows into `dense`, shape (n_rows, n_vars), of the type of `data`.
-
-    No column may occur twice in a row.
-    """
+    """Write the values of CSR rows, none twice, into `dense`, shape (n_rows, n_vars)."""
     for i in range(dense.shape[0]):
         row = dense[i]
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
@@ -712,10 +573,7 @@ def put(indptr, indices, data, dense):
 
 @kernel
 def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
-    """Return True if the column indices of every row are strictly ascending.
-
-    The column indices of row i are at ``[indptr[i], indptr[i + 1])``.
-    """
+    """Return True if the column indices of every row, at ``[indptr[i], indptr[i + 1])``, are strictly ascending."""
     start = load(indptr_at, 0, like_indptr)
     for i in range(n_rows):
         stop = load(indptr_at, i + 1, like_indptr)
@@ -742,11 +600,8 @@ def narrow(source, out):
 
 @kernel
 def count_bytes(values, bits):
-    """Return the size in bytes of the unsigned integer type that represents `values` exactly: 1, 2, or 0 for neither.
-
-    `bits` holds the bit patterns of `values` as unsigned integers. They identify -0.0, which equals 0 but which no
-    integer type represents.
-    """
+    """Return the bytes of the unsigned type that represents `values` exactly: 1, 2, or 0 for neither."""
+    # `bits`, their bit patterns, identify -0.0, which equals 0 but which no integer type represents.
     largest = np.int32(0)
     for first in range(0, len(values), _TRIED):
         wrong = np.int32(0)
@@ -766,10 +621,8 @@ def count_bytes(values, bits):
 
 @kernel
 def exceeds(positions, lengths, rows_at, n_bits, is_signed, like):
-    """Return True if a value in any of the rows at `positions` has more than `n_bits` bits.
-
-    `like` has the type int64, also for uint64 values; then `is_signed` is 0, otherwise -1.
-    """
+    """Return True if a value in any of the rows at `positions` has more than `n_bits` bits."""
+    # `like` has the type int64, also for uint64 values; then `is_signed` is 0, otherwise -1.
     found = np.int64(0)
     for i in range(len(positions)):
         row = positions[i]
@@ -781,12 +634,9 @@ def exceeds(positions, lengths, rows_at, n_bits, is_signed, like):
 
 @kernel
 def stitch(starts, stops, extents, firsts, ends, offsets, row_bytes, source, fill, out):
-    """Copy runs of rows into `out`, one run after the other; a run may span several extents of the file.
-
-    Run i consists of rows ``[starts[i], stops[i])``, and begins in extent ``extents[i]``. Extent e holds rows
-    ``[firsts[e], ends[e])`` of `row_bytes` bytes each, from byte ``offsets[e]`` of `source`, uint8. An offset of -1
-    marks an extent that is not stored; its rows are filled with `fill`, the bytes of one element.
-    """
+    """Copy runs of rows ``[starts[i], stops[i])`` into `out`, one after the other; they may span several extents."""
+    # Run i begins in extent extents[i]. Extent e holds rows [firsts[e], ends[e]) of `row_bytes` bytes each, from byte
+    # offsets[e] of `source` on. An offset of -1 marks an extent that is not stored; its rows are filled with `fill`.
     to = 0
     for i in range(len(starts)):
         start = starts[i]

@@ -26,31 +26,15 @@ def _word(value):
 
 @kernel
 def _count(value):
-    """Return `value` as float64 if it is a count, otherwise infinity.
-
-    Negative zero is not a count, since no integer type represents it.
-    """
+    """Return `value` as float64 if it is a count (-0.0 is not), otherwise infinity."""
     number = np.float64(value)
     return number if number == np.floor(number) and math.copysign(1.0, number) > 0 else np.inf
 
 
 @kernel
 def digest_csr(indptr, indices, data, sums, digests, largest):
-    """Compute the sum, digest and largest value of each CSR row.
-
-    Parameters
-    ----------
-    indptr, indices, data
-        CSR rows.
-    sums
-        Output: sum of each row, shape (n_rows,), float64.
-    digests
-        Output: digest of the columns and values of each row, independent of their order, shape (n_rows,),
-        uint64. It is the sum, modulo 2**64, of a 64-bit hash of the column and value of each nonzero.
-    largest
-        Output: largest value of each row if all its values are counts, otherwise infinity, shape
-        (n_rows,), float64.
-    """
+    """Write the sum, digest and largest value of each CSR row; the largest value is infinite unless all are counts."""
+    # The digest is the sum, modulo 2**64, of a 64-bit hash of the column and value of each nonzero.
     for i in range(len(indptr) - 1):
         total = most = 0.0
         digest = np.uint64(0)
@@ -65,10 +49,7 @@ def digest_csr(indptr, indices, data, sums, digests, largest):
 
 @kernel
 def digest_dense(block, sums, digests, largest):
-    """Compute the outputs of `digest_csr` for each row of a dense `block`.
-
-    Zeros do not contribute, except that a negative zero makes `largest` infinite.
-    """
+    """Write the outputs of `digest_csr` for each row of a dense `block`."""
     for i in range(block.shape[0]):
         total = most = 0.0
         digest = np.uint64(0)

@@ -39,9 +39,6 @@ _COUNTED = 128
 # number.
 _GROUP = 24
 
-# Number of segments whose weights are loaded together, to overlap cache misses.
-_ABREAST = 64
-
 # Number of weights processed at a time in passes over all weights.
 _CHUNK = 1024
 
@@ -86,35 +83,22 @@ def _copy_weights(start, size, values, table, lookup, out):
 
 @kernel
 def segment_sums(n, segment, values, table, lookup, out):
-    """Sum the weights of each segment of `segment` candidates into `out`, float64.
-
-    Return the first candidate whose weight is negative or not finite, or -1. The weights in `table` are
-    not checked.
-    """
+    """Sum the weights of each segment into `out`; return the first candidate of an invalid weight, or -1."""
+    # The weights in `table` are not negative.
+    weights = np.empty(segment, dtype=np.float64)
     for s in range(out.shape[0]):
         start = s * segment
-        stop = min(start + segment, n)
+        size = min(segment, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
         total = 0.0
-        if values.shape[0] == 0:
-            total = np.float64(stop - start)
-        elif table.shape[0] > 0:
-            if lookup.shape[0] > 0:
-                for i in range(start, stop):
-                    total += table[np.uint64(np.int64(values[lookup[i]]) + 1)]
-            else:
-                for i in range(start, stop):
-                    total += table[np.uint64(np.int64(values[i]) + 1)]
-        else:
-            n_wrong = 0
-            for i in range(start, stop):
-                weight = np.float64(values[lookup[i] if lookup.shape[0] > 0 else i])
-                n_wrong += not (weight >= 0.0 and weight < math.inf)
-                total += weight
-            if n_wrong:
-                for i in range(start, stop):
-                    weight = np.float64(values[lookup[i] if lookup.shape[0] > 0 else i])
-                    if not (weight >= 0.0 and weight < math.inf):
-                        return i
+        n_wrong = 0
+        for i in range(size):
+            n_wrong += not (weights[i] >= 0.0 and weights[i] < math.inf)
+            total += weights[i]
+        if n_wrong:
+            for i in range(size):
+                if not (weights[i] >= 0.0 and weights[i] < math.inf):
+                    return start + i
         out[s] = total
     return -1
 
@@ -186,12 +170,10 @@ def _ones(word):
 
 @kernel
 def binomial(key, n, p):
-    """Draw a binomial number of successes in `n` trials with probability `p`, exact up to the rounding of `p`.
-
-    For small `n` the trials are drawn one by one. For large `n` with few expected successes, the gaps
-    between successes are drawn. Otherwise the number is drawn by transformed rejection (Hoermann: The
-    generation of binomial random variates, J. Stat. Comput. Simul. 46, 1993, algorithm BTRS).
-    """
+    """Draw a binomial number of successes in `n` trials with probability `p`, exact up to the rounding of `p`."""
+    # Few trials are drawn one by one. For few expected successes, the gaps between them are drawn. All other numbers
+    # are drawn by transformed rejection (Hoermann: The generation of binomial random variates, J. Stat. Comput. Simul.
+    # 46, 1993, algorithm BTRS).
     if n <= 0 or p <= 0.0:
         return np.int64(0)
     if p >= 1.0:
@@ -266,21 +248,7 @@ def _sum_inside(number, segment, n, values, table, lookup, inside):
 
 @kernel
 def split_draws(n_draws, tree, n_levels, key, out):
-    """Distribute the draws of an epoch over the nodes of one level of a heap, as in `drawn_in_order`.
-
-    Parameters
-    ----------
-    n_draws
-        Total number of draws.
-    tree
-        Weights of the heap's nodes, float64.
-    n_levels
-        Number of levels from the root to the nodes.
-    key
-        Key of the epoch, uint64.
-    out
-        Output: index of the first draw at each node, followed by `n_draws`, shape ((1 << n_levels) + 1,), int64.
-    """
+    """Write the first draw at each node, `n_levels` below the root of a heap, into `out`, followed by `n_draws`."""
     out[0] = n_draws
     for level in range(n_levels):
         width = 1 << level
@@ -342,32 +310,12 @@ def _fall(key, node, n_draws, numbers, shares):
 
 @kernel
 def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values, table, lookup, key, out):
-    """Compute the candidates of weighted draws with replacement; the draws are in storage order.
-
-    A heap over the candidates splits the draws. The number of draws that a node passes to its left child is binomial,
-    with that child's share of the node's weight as probability. Each node has its own random stream. Any single draw is
-    found by descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few draws,
-    each draw uses a random number of its own.
-
-    Parameters
-    ----------
-    wanted
-        Indices of the requested draws, shape (k,), int64. Ascending indices are fastest.
-    starts_at
-        Output of `split_draws` for a level of the heap.
-    tree
-        Weights of the heap's nodes down to segments of candidates, shape (2 << n_levels,), float64.
-    n_levels, segment_levels
-        Number of levels of the heap from its root to the segments, and from a segment to its candidates.
-    n
-        Number of candidates.
-    values, table, lookup
-        Weights of the candidates, see the module.
-    key
-        Key of the epoch, uint64.
-    out
-        Output: candidate of each draw, shape (k,), int64.
-    """
+    """Write the candidates of the `wanted` weighted draws with replacement into `out`; draws are in storage order."""
+    # A heap over the candidates splits the draws: `tree` holds its sums down to segments of candidates, and `starts_at`
+    # the result of `split_draws`. The number of draws that a node passes to its left child is binomial, with that
+    # child's share of the node's weight as probability. Each node has its own random stream. Any single draw is found
+    # by descending the heap, and the paths of neighboring draws share their beginnings. At nodes with few draws, each
+    # draw uses a random number of its own.
     segment = 1 << segment_levels
     bottom = n_levels + segment_levels
     n_tops = starts_at.shape[0] - 1
@@ -442,19 +390,6 @@ def drawn_in_order(wanted, starts_at, tree, n_levels, segment_levels, n, values,
 
 
 @kernel
-def _touch(start, stop, values, lookup):
-    # Read an element of every cache line, to overlap the cache misses of several segments.
-    touched = 0.0
-    if lookup.shape[0] > 0:
-        for i in range(start, stop, 8):
-            touched += lookup[np.uint64(i)]
-    elif values.shape[0] > 0:
-        for i in range(start, stop, 64 // values.itemsize):
-            touched += values[np.uint64(i)]
-    return touched
-
-
-@kernel
 def uniforms(counters, key, out):
     """Write the uniform random number in [0, 1) of each counter into `out`, float64."""
     for i in range(counters.shape[0]):
@@ -463,15 +398,7 @@ def uniforms(counters, key, out):
 
 @kernel
 def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, lookup, out):
-    """Compute the candidates of independent weighted draws with replacement, in no particular order.
-
-    Parameters
-    ----------
-    shares
-        Share of the total weight that lies before each draw, in [0, 1), shape (k,); fast if ascending.
-    tree, n_levels, segment_levels, n, values, table, lookup, out
-        As for `drawn_in_order`. Ascending shares give ascending candidates.
-    """
+    """Write the candidates of independent draws, at `shares` of the total weight before each, into `out`."""
     n_wanted = shares.shape[0]
     nodes = np.ones(n_wanted, dtype=np.uint64)
     rests = np.empty(n_wanted, dtype=np.float64)
@@ -479,55 +406,31 @@ def drawn_singly(shares, tree, n_levels, segment_levels, n, values, table, looku
         rests[i] = shares[i] * tree[1]
     _descend(tree, n_levels, n_wanted, nodes, rests)
     segment = 1 << segment_levels
-    weights = np.zeros(segment, dtype=np.float64)
-    n_runs = segment // _RUN
-    sums = np.empty(n_runs, dtype=np.float64)
-    is_plain = values.shape[0] > 0 and table.shape[0] == 0 and lookup.shape[0] == 0
-    touched = 0.0
-    for first in range(0, n_wanted, _ABREAST):
-        stop = min(first + _ABREAST, n_wanted)
-        for i in range(first, stop):
-            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
-            touched += _touch(start, min(start + segment, n), values, lookup)
-        for i in range(first, stop):
-            start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
-            size = min(segment, n - start)
-            # All runs are summed before the search. The sums are independent, so the processor overlaps them.
-            if is_plain and size == segment:
-                for run in range(n_runs):
-                    total = 0.0
-                    for k in range(_RUN):
-                        total += values[np.uint64(start) + np.uint64(run * _RUN + k)]
-                    sums[run] = total
-            else:
-                _copy_weights(start, size, values, table, lookup, weights)
-                weights[size:] = 0.0
-                for run in range(n_runs):
-                    total = 0.0
-                    for k in range(_RUN):
-                        total += weights[run * _RUN + k]
-                    sums[run] = total
-            rest = rests[i]
-            run = 0
-            while run < n_runs - 1 and rest >= sums[run]:
-                rest -= sums[run]
-                run += 1
-            if is_plain and size == segment:
-                for k in range(_RUN):
-                    weights[run * _RUN + k] = values[np.uint64(start) + np.uint64(run * _RUN + k)]
+    weights = np.empty(segment, dtype=np.float64)
+    for i in range(n_wanted):
+        start = (np.int64(nodes[i]) - (1 << n_levels)) * segment
+        size = min(segment, n - start)
+        _copy_weights(start, size, values, table, lookup, weights)
+        weights[size:] = 0.0
+        rest = rests[i]
+        passed = 0  # candidates of the runs before the draw
+        while True:
             total = 0.0
-            n_passed = 0
             for k in range(_RUN):
-                total += weights[run * _RUN + k]
-                n_passed += total <= rest
-            n_passed = run * _RUN + min(n_passed, _RUN - 1)
-            if weights[n_passed] == 0.0:  # as in `_descend`
-                _copy_weights(start, size, values, table, lookup, weights)
-                while weights[n_passed] == 0.0:
-                    n_passed -= 1
-            out[i] = start + n_passed
-    if touched == -0.5:  # never true, but if `touched` were not used, the compiler would remove the reads
-        out[:] = -1
+                total += weights[passed + k]
+            if rest < total or passed + _RUN == segment:
+                break
+            rest -= total
+            passed += _RUN
+        total = 0.0
+        n_passed = 0
+        for k in range(_RUN):
+            total += weights[passed + k]
+            n_passed += total <= rest
+        passed += min(n_passed, _RUN - 1)
+        while weights[passed] == 0.0:  # as in `_descend`
+            passed -= 1
+        out[i] = start + passed
 
 
 @kernel
@@ -538,14 +441,9 @@ def _gumbel(weight, u):
 
 @kernel
 def gumbel_keys(candidates, values, table, lookup, key, out):
-    """Write the random key of each candidate into `out`.
-
-    The candidates with the k largest keys are k weighted draws without replacement.
-
-    The keys are the Efraimidis-Spirakis keys ``u ** (1 / w)`` under the monotone map ``log(w) -
-    log(-log(u))``, which keeps precision for weights of any size. A candidate of weight 0 gets -inf.
-    (Efraimidis, Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett. 97, 2006.)
-    """
+    """Write the random key of each candidate; those with the k largest keys are k draws without replacement."""
+    # The keys are u ** (1 / w) (Efraimidis, Spirakis: Weighted random sampling with a reservoir, Inf. Process. Lett.
+    # 97, 2006) under the map log(w) - log(-log(u)), which keeps precision for weights of any size.
     for k in range(candidates.shape[0]):
         weight = _weight_at(candidates[k], values, table, lookup)
         out[k] = _gumbel(weight, uniform(key, candidates[k])) if weight > 0.0 else -math.inf
@@ -566,26 +464,9 @@ def count_positive(n, values, table, lookup):
 
 @kernel
 def select_above(n, values, table, lookup, key, low, high, out, near, near_keys):
-    """Write the candidates whose key (see `gumbel_keys`) is at least `low` into `out`, in storage order.
-
-    Parameters
-    ----------
-    n, values, table, lookup, key
-        Number of candidates, their weights (see the module), and the uint64 key.
-    low, high
-        Bounds of keys; -inf and inf for no bound.
-    out
-        Output: candidates, integers. Candidates that do not fit are only counted.
-    near, near_keys
-        Output: positions in `out` of candidates whose key is at most `high`, and their keys. Candidates
-        that do not fit are only counted.
-
-    Returns
-    -------
-    n_out, n_near
-        Number of candidates with a key of at least `low`, and number of these with a key of at most
-        `high`.
-    """
+    """Write the candidates whose key (see `gumbel_keys`) is at least `low`, in storage order; return their number."""
+    # Also write the positions in `out` of those whose key is at most `high`, and their keys, and return their number.
+    # Candidates that do not fit are only counted.
     weights = np.empty(_CHUNK, dtype=np.float64)
     # A key above `low` requires -log1p(-u) < weight * exp(-low). Since u <= -log1p(-u), most candidates are
     # rejected without a logarithm. For `low` outside (-700, 700), exp could underflow or overflow.
@@ -631,13 +512,9 @@ def leave_out(values, n, places):
 
 @kernel
 def select_quotas(n, codes, lookup, quotas, counts, key, out):
-    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class c, uniformly, in storage order.
-
-    This is selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one
-    pass. A candidate is selected with probability (remaining quota of its class) / (remaining candidates
-    of its class). If `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are
-    decremented. Return the number of selected candidates.
-    """
+    """Choose ``quotas[c]`` of the ``counts[c]`` candidates of each class, uniformly; return the number of all."""
+    # Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S) of all classes in one pass. If
+    # `codes` is empty, all candidates belong to class 0. `quotas` and `counts` are decremented.
     chosen = 0
     for i in range(n):
         code = np.int64(0)

@@ -11,15 +11,7 @@ __all__ = ["decode_lzf"]
 
 @kernel
 def decode_lzf(data, out):
-    """Decode `data` into `out`; return the number of bytes, or -1 if `data` is corrupt or `out` is too small.
-
-    Parameters
-    ----------
-    data
-        Stored bytes, uint8.
-    out
-        Output, uint8; bytes after the result are not changed.
-    """
+    """Decode `data` into `out`, both uint8; return the number of bytes, or -1 if it is corrupt or does not fit."""
     # Indices are unsigned, so that numba need not handle negative ones and can vectorize the copies.
     at = to = np.int64(0)
     while at < len(data):

@@ -33,13 +33,9 @@ FRACTIONS, NEGATIVE, NOT_A_NUMBER = 1, 2, 4
 
 @kernel
 def add_moments(indptr, columns, values, groups, order, moments):
-    """Add nonzero values to `moments`, shape (n_groups, n_vars, 4), float64.
-
-    The four entries of a group and a column are the number of nonzeros, the first nonzero, the sum of the differences
-    from the first nonzero, and the sum of the squared differences. These differences keep precision if the mean is
-    large. If the first nonzero is not finite, 0 replaces it, so that a sum of infinite values is infinite. Rows are
-    added in `order`, shape (n_rows,), int64; the caches are used best if the rows of a group are adjacent.
-    """
+    """Add nonzero values to `moments`, shape (n_groups, n_vars, 4), float64, row by row in `order`."""
+    # The four entries are the number of nonzeros, the first nonzero (0 if it is not finite), the sum of the differences
+    # from it, and the sum of the squared differences. The differences keep precision if the mean is large.
     n_vars = moments.shape[1]
     flat = moments.reshape(-1)
     for place in range(len(order)):
@@ -60,12 +56,8 @@ def add_moments(indptr, columns, values, groups, order, moments):
 
 @kernel
 def finish_moments(moments, n_rows, counts, sums, means, squares):
-    """Write counts of nonzeros, sums, means and sums of squared differences from the mean.
-
-    All outputs have shape (n_groups, n_vars). `moments` is the output of `add_moments`, and `n_rows`, shape
-    (n_groups,), int64, is the number of rows in each group. The squared differences of nonzeros and of zeros are
-    combined by the formula of Chan, Golub and LeVeque (1983). The mean of a group without rows is NaN.
-    """
+    """Write counts of nonzeros, sums, means and sums of squared differences from the mean, (n_groups, n_vars)."""
+    # The squared differences of nonzeros and of zeros are combined by the formula of Chan, Golub and LeVeque (1983).
     for i in range(len(n_rows)):
         n = np.float64(n_rows[i])
         for j in range(moments.shape[1]):
@@ -95,11 +87,7 @@ def kinds_of(values):
 
 @kernel
 def add_rows(indptr, columns, values, masks, totals, counts):
-    """Write the total of each row into `totals`, and its number of nonzeros into `counts`.
-
-    Each row of `masks`, shape (n_masks, n_vars), bool, selects columns for a further total. `totals` has shape
-    (n_rows, 1 + n_masks), float64, and `counts` shape (n_rows,), int64.
-    """
+    """Write the total of each row, and those of the columns in each of `masks`, into `totals`; count its nonzeros."""
     for i in range(len(counts)):
         total = 0.0
         count = 0

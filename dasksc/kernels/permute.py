@@ -90,11 +90,9 @@ def _below_any(key, counter, size):
 
 @kernel
 def below(key, counter, n):
-    """Return an integer in [0, n), exactly uniform, for 0 < n < 2**63.
-
-    Below 2**32, a draw tries the two halves of a 64-bit word in turn and, if both are rejected, words of a separate
-    stream (Lemire: Fast random integer generation in an interval, 2019).
-    """
+    """Return an integer in [0, n), exactly uniform, for 0 < n < 2**63."""
+    # Below 2**32, the two halves of a word are tried in turn, then words of a separate stream (Lemire: Fast random
+    # integer generation in an interval, 2019).
     size = np.uint64(n)
     if size > _LOW_32:
         return _below_any(key, counter, size)
@@ -128,19 +126,7 @@ def shuffle(key, out):
 
 @kernel
 def permuted(position, n, half_bits, round_keys):
-    """Return the image of `position` under a keyed permutation of ``range(n)``.
-
-    Parameters
-    ----------
-    position
-        Position in [0, n).
-    n
-        Size of the domain, at most ``4**half_bits``.
-    half_bits
-        Number of bits in each half of the network.
-    round_keys
-        Round keys, shape (N_ROUNDS,), uint64.
-    """
+    """Return the image of `position` under a keyed permutation of ``range(n)``, for ``n <= 4**half_bits``."""
     shift = np.uint64(half_bits)
     mask = (_U1 << shift) - _U1
     end = np.uint64(n)
@@ -174,29 +160,9 @@ def permuted_many(positions, n_blocks, table, half_bits, round_keys, out):
 
 @kernel
 def deal(start, block_size, rank, world_size, first, piece_round, piece, n_blocks, table, half_bits, round_keys, out):
-    """Write the range ``[start, start + len(out))`` of one rank's sequence of rows into `out`.
-
-    The sequence consists of the rank's full blocks, one per round (positions ``first + rank + k * world_size`` in the
-    block order), with `piece` inserted before round `piece_round`.
-
-    Parameters
-    ----------
-    start
-        First position in the rank's sequence.
-    block_size
-        Number of rows in a full block.
-    rank, world_size
-        Rank of the sequence, and number of ranks.
-    first
-        Position in the block order of the first full block to deal.
-    piece_round, piece
-        Round before which the piece is inserted, and storage positions of the piece, shape (n_piece,), int64. The piece
-        is the rank's share of the leftover rows, which do not fill a round (`dasksc.plan.epoch_plan`).
-    n_blocks, table, half_bits, round_keys
-        Order of the blocks, see `permuted` and `shuffle`.
-    out
-        Output: storage positions in the order of the sequence, shape (n,), int64.
-    """
+    """Write the range ``[start, start + len(out))`` of one rank's sequence of rows into `out`."""
+    # The sequence consists of the rank's full blocks, one per round (positions first + rank + k * world_size in the
+    # block order), with `piece`, the rank's share of the leftover rows, inserted before round `piece_round`.
     before = piece_round * block_size
     n_piece = piece.shape[0]
     last_round = np.int64(-1)

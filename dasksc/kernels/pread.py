@@ -20,10 +20,7 @@ __all__ = ["read_ranges"]
 
 @intrinsic
 def call_pread(typingctx: Any, function: Any, descriptor: Any, address: Any, size: Any, offset: Any) -> Any:
-    """Call the function ``ssize_t pread(int, void*, size_t, off_t)`` at an address.
-
-    `ssize_t`, `size_t` and `off_t` must have 64 bits.
-    """
+    """Call the function ``ssize_t pread(int, void*, size_t, off_t)``, all of 64 bits, at an address."""
     signature = types.int64(types.uint64, types.int64, types.uint64, types.int64, types.int64)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -38,21 +35,7 @@ def call_pread(typingctx: Any, function: Any, descriptor: Any, address: Any, siz
 
 @kernel
 def read_ranges(function, descriptor, offsets, sizes, enough, addresses):
-    """Read ranges of a file into memory; return the first range that failed or met the end of the file, or -1.
-
-    Parameters
-    ----------
-    function
-        Address of ``pread``, uint64.
-    descriptor
-        File descriptor.
-    offsets, sizes
-        Offset and size of each range in bytes, shape (n_ranges,), int64.
-    enough
-        Minimum number of bytes to read from each range, shape (n_ranges,), int64.
-    addresses
-        Destination address of each range, shape (n_ranges,), uint64.
-    """
+    """Read at least `enough` bytes of each range to its address; return the first range that failed, or -1."""
     for i in range(len(offsets)):
         done = 0
         while done < enough[i]:

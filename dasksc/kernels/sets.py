@@ -27,19 +27,7 @@ __all__ = [
 
 @kernel
 def combine_codes(codes, lookup, radix, out):
-    """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either code is missing.
-
-    Parameters
-    ----------
-    codes
-        Codes in [0, radix), negative for a missing label; integers.
-    lookup
-        Position in `codes` of each entry of `out`, int64; empty if the positions are the same.
-    radix
-        Number of codes of the column.
-    out
-        Combined codes, shape (n,), int32 or int64, modified in place.
-    """
+    """Append a column to mixed-radix codes: ``out = out * radix + codes``, or -1 if either code is negative."""
     n_lookup = lookup.shape[0]
     for i in range(out.shape[0]):
         code = np.int64(codes[lookup[i]] if n_lookup > 0 else codes[i])
@@ -49,22 +37,8 @@ def combine_codes(codes, lookup, radix, out):
 
 @kernel
 def count_groups(codes, counts, firsts):
-    """Count the rows of each code; return the number of rows with negative codes and the number of runs of equal codes.
-
-    Parameters
-    ----------
-    codes
-        Code of each row, shape (n,), integers; negative codes belong to no group.
-    counts
-        Output: number of rows of each code, shape (n_codes,), int64; zeros on entry.
-    firsts
-        Output: first row of the last run of each code, shape (n_codes,), int64.
-
-    Returns
-    -------
-    n_missing, n_runs
-        Number of rows with negative codes, and number of runs of equal codes.
-    """
+    """Count the rows of each code; return the number of rows without code and the number of runs of equal codes."""
+    # `firsts` receives the first row of the last run of each code.
     n_missing = 0
     n_runs = 0
     last = np.int64(-1)
@@ -83,18 +57,7 @@ def count_groups(codes, counts, firsts):
 
 @kernel
 def list_members(codes, cursors, out):
-    """List the rows of each code, in ascending order within a code, by a counting sort.
-
-    Parameters
-    ----------
-    codes
-        Code of each row, shape (n,), integers; rows with negative codes are skipped.
-    cursors
-        Position in `out` of the first row of each code, shape (n_codes,), int64. The call advances it
-        past the last row.
-    out
-        Output: rows grouped by code, shape (n_members,), int32 or int64.
-    """
+    """List the rows of each code in ascending order, from its cursor on; the cursors advance past the last rows."""
     for i in range(codes.shape[0]):
         code = np.int64(codes[i])
         if code >= 0:
@@ -104,19 +67,7 @@ def list_members(codes, cursors, out):
 
 @kernel
 def draw_groups(key, positions, cumulative, out):
-    """Draw a group for each set independently, with probabilities proportional to weights.
-
-    Parameters
-    ----------
-    key
-        Key of the epoch, uint64.
-    positions
-        Position of each set in the epoch, shape (n,), int64.
-    cumulative
-        Cumulative sums of the weights, shape (n_groups,), float64.
-    out
-        Output: group of each set, shape (n,), int64.
-    """
+    """Draw a group for the set at each position of the epoch, with probabilities proportional to weights."""
     n_groups = cumulative.shape[0]
     total = cumulative[n_groups - 1]
     for i in range(positions.shape[0]):
@@ -127,31 +78,15 @@ def draw_groups(key, positions, cumulative, out):
 
 @kernel
 def set_keys(key, numbers, out):
-    """Write the key derived from `key` and each number into `out`; `numbers` and `out` have shape (n,)."""
+    """Write the key derived from `key` and each number into `out`."""
     for i in range(numbers.shape[0]):
         out[i] = stream(key, numbers[i])
 
 
 @kernel
 def fill_from_group(key, n, block_size, first, table, out):
-    """Write entries ``[first, first + len(out))`` of a keyed order of ``range(n)``, which repeats periodically.
-
-    Parameters
-    ----------
-    key
-        Key of the order, uint64.
-    n
-        Number of cells in the group, above 0.
-    block_size
-        Number of neighboring cells that stay together.
-    first
-        First position in the order.
-    table
-        Scratch memory, shape (n_table,), int64. Up to n_table blocks are permuted by Fisher-Yates, more
-        blocks by a Feistel network.
-    out
-        Output: cells in [0, n), shape (k,), int64.
-    """
+    """Write entries ``[first, first + len(out))`` of a keyed order of ``range(n)``, which repeats periodically."""
+    # Up to len(table) blocks are permuted by Fisher-Yates in `table`, more blocks by a Feistel network.
     size = out.shape[0]
     block = min(block_size, n)
     n_full = n // block
@@ -196,27 +131,7 @@ def fill_from_group(key, n, block_size, first, table, out):
 
 @kernel
 def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table, out):
-    """Write the members of each set, in random order.
-
-    Each set takes consecutive cells from a random order of its group, given by `keys`.
-
-    Parameters
-    ----------
-    groups
-        Group of each set, shape (n_sets,), int64.
-    keys
-        Key of the order for each set, shape (n_sets,), uint64.
-    firsts
-        First position of each set in its order, shape (n_sets,), int64.
-    starts, counts
-        First member and number of members of each group, shape (n_groups,), int64.
-    block_size, table
-        See `fill_from_group`.
-    set_size
-        Number of cells in a set.
-    out
-        Output: indices of the drawn members, shape (n_sets * set_size,), int64.
-    """
+    """Write the members of each set, in random order, from the order of its group that its key gives."""
     drawn = np.empty(set_size, dtype=np.int64)
     order = np.empty(set_size, dtype=np.int64)
     for s in range(groups.shape[0]):
@@ -229,27 +144,9 @@ def fill_sets(groups, keys, firsts, starts, counts, block_size, set_size, table,
 
 @kernel
 def fill_controls(keys, pools, starts, counts, block_size, n_controls, set_size, table, out):
-    """Draw `n_controls` control cells for each row of each set from the pool of the row.
-
-    Rows of a set that share a pool draw from the same order of the pool. A control is repeated in a set
-    only if the pool is smaller than the number of draws from it.
-
-    Parameters
-    ----------
-    keys
-        Key of each set, shape (n_sets,), uint64.
-    pools
-        Pool of each row, shape (n_sets * set_size,), int64.
-    starts, counts
-        First member and number of members of each pool, shape (n_pools,), int64.
-    block_size, table
-        See `fill_from_group`.
-    n_controls, set_size
-        Number of controls per row, and number of rows in a set.
-    out
-        Output: indices of the drawn members, shape (n_sets * set_size * n_controls,), int64. The controls of row i
-        begin at ``i * n_controls``.
-    """
+    """Draw `n_controls` control cells for each row of each set from the pool of the row."""
+    # Rows of a set that share a pool draw from the same order of the pool. A control is repeated in a set only if the
+    # pool is smaller than the number of draws from it.
     drawn = np.empty(set_size * n_controls, dtype=np.int64)
     order = np.empty(set_size * n_controls, dtype=np.int64)
     is_done = np.empty(set_size, dtype=np.bool_)

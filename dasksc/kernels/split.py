@@ -19,17 +19,7 @@ def count_pairs(rows, columns, out):
 
 @kernel
 def put_by_code(rows, codes, places, out):
-    """Write each row to the next free place of its code in `out`.
-
-    Parameters
-    ----------
-    rows, codes
-        Rows and their codes, shape (n,); -1 stands for the last code.
-    places
-        Position in `out` of the next row of each code, shape (n_codes,), int64. The call advances it.
-    out
-        Output: rows grouped by code, int64.
-    """
+    """Write each row to the next free place of its code in `out`; code -1 stands for the last one."""
     for i in range(rows.shape[0]):
         c = codes[i] if codes[i] >= 0 else places.shape[0] - 1
         out[places[c]] = rows[i]
@@ -38,24 +28,9 @@ def put_by_code(rows, codes, places, out):
 
 @kernel
 def deal_by_quota(codes, quotas, key, out):
-    """Draw the part of each row; every assignment that fills the quotas is equally likely.
-
-    The draw takes one pass, without a permutation. The probability of a part is its remaining quota divided by the
-    number of remaining rows of the class (selection sampling; Knuth, The Art of Computer Programming 2, 3.4.2,
-    algorithm S).
-
-    Parameters
-    ----------
-    codes
-        Class of each row, shape (n,).
-    quotas
-        Number of rows of each class for each part, shape (n_classes, n_parts), int64. The sums over the parts are the
-        sizes of the classes. The call decrements the quotas.
-    key
-        Key of the draw, uint64.
-    out
-        Output: part of each row, shape (n,).
-    """
+    """Draw the part of each row; every assignment that fills `quotas`, (n_classes, n_parts), is equally likely."""
+    # The probability of a part is its remaining quota divided by the number of remaining rows of the class (selection
+    # sampling; Knuth, The Art of Computer Programming 2, 3.4.2, algorithm S).
     left = quotas.sum(axis=1)
     for i in range(codes.shape[0]):
         c = codes[i]
@@ -71,29 +46,10 @@ def deal_by_quota(codes, quotas, key, out):
 
 @kernel
 def assign_units(counts, order, shares, out):
-    """Assign units (rows that stay together) to parts one by one; return the deviation of the parts from their shares.
-
-    A unit goes to a part that has less than its share of the total. Among several such parts, it goes to the one whose
-    contribution to Pearson's chi-square grows least. Once the number of remaining units is at most the number of empty
-    parts, units go to empty parts only.
-
-    Parameters
-    ----------
-    counts
-        Number of rows of each class in each unit, shape (n_units, n_classes), int64.
-    order
-        Units in the order of assignment, shape (n,), int64.
-    shares
-        Share of each part, shape (n_parts,), float64, summing to 1.
-    out
-        Output: part of each unit, shape (n_units,).
-
-    Returns
-    -------
-    float
-        Pearson's chi-square: the sum, over parts and classes, of the squared deviation from the expected number of
-        rows, divided by that number.
-    """
+    """Assign units (rows that stay together) to parts one by one; return Pearson's chi-square of the parts."""
+    # A unit goes to a part that has less than its share of the total. Among several such parts, it goes to the one
+    # whose contribution to the chi-square grows least. Once the number of remaining units is at most the number of
+    # empty parts, units go to empty parts only. `counts` has shape (n_units, n_classes).
     n_classes, n_parts = counts.shape[1], shares.shape[0]
     expected = np.zeros((n_parts, n_classes))
     for u in order:

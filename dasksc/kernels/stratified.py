@@ -87,32 +87,9 @@ def drawn_of_class(first, n_rows, run_rows, key, out):
 
 @kernel
 def stratified_rows(groups, group_units, n_units, quotas, starts, members, run_rows, stride, shift, keys, out):
-    """Write the rows of all batches of some groups of neighboring batches.
-
-    Parameters
-    ----------
-    groups
-        Numbers of the groups, shape (n_groups,), int64.
-    group_units
-        Number of batches in a group, among which the draws of each class are distributed at random.
-    n_units
-        Number of batches in the epoch.
-    quotas
-        Number of rows of each class in the epoch, shape (n_classes,), int64; the sum is a multiple of `n_units`.
-    starts
-        First position of each class in `members`, shape (n_classes + 1,), int64.
-    members
-        Rows by class, integers.
-    run_rows
-        Number of neighboring rows of a class that are drawn together.
-    stride, shift
-        Parameters of the place of each batch on the circle, see the module.
-    keys
-        Keys of draws, groups and batches, shape (3,), uint64.
-    out
-        Output: rows, shape (n_groups, group_units, batch_rows), int64. Entries of batches beyond the last are not
-        written.
-    """
+    """Write the rows of all batches of some groups of `group_units` neighboring batches."""
+    # The draws of each class are distributed at random among the batches of a group. `out` has shape (n_groups,
+    # group_units, batch_rows); entries of batches beyond the last are not written.
     batch_rows = out.shape[2]
     order = np.empty(batch_rows, dtype=np.int64)
     filled = np.empty(group_units, dtype=np.int64)

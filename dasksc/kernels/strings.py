@@ -23,20 +23,7 @@ def _number(data, at, n_bytes):
 
 @kernel
 def locate_strings(references, data, starts, sizes):
-    """Locate each string in a file; return the first one that cannot be found, or -1.
-
-    The search in a global heap collection begins after the preceding string, because strings are written in order.
-
-    Parameters
-    ----------
-    references
-        Stored references, shape (n, 16), uint8. Each holds the length of the string, the address of its heap
-        collection, and the number of its object in the collection.
-    data
-        Bytes of the file, uint8.
-    starts, sizes
-        Output: first byte of each string, and its length up to the first NUL, shape (n,), int64.
-    """
+    """Write the place of each string in a file; return the first one that cannot be found, or -1."""
     last_collection = np.int64(-1)
     end = position = np.int64(0)
     for i in range(len(references)):

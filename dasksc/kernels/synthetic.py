@@ -16,27 +16,11 @@ _ALWAYS = np.uint32(0xFFFFFFFF)
 
 @kernel
 def fill_alias_table(share, keep, other):
-    """Fill Walker's alias table [1]_ of a distribution by Vose's method [2]_, in O(n).
-
-    A draw from the table takes one random word of 64 bits. Its high half selects a uniform index i. If its low half
-    exceeds ``keep[i]``, the result is ``other[i]`` instead of i.
-
-    Parameters
-    ----------
-    share
-        Probabilities times n, shape (n,), float64. The call overwrites them.
-    keep
-        Output: thresholds, shape (n,), uint32.
-    other
-        Output: aliases, shape (n,), int32.
-
-    References
-    ----------
-    .. [1] Walker: An efficient method for generating discrete random variables with general distributions,
-       ACM Transactions on Mathematical Software 3 (1977).
-    .. [2] Vose: A linear algorithm for generating random numbers with a given distribution, IEEE Transactions on
-       Software Engineering 17 (1991).
-    """
+    """Fill the alias table of a distribution; `share`, the probabilities times n, is overwritten."""
+    # A draw takes one random word. Its high half selects a uniform index i. If its low half exceeds keep[i], the result
+    # is other[i] instead of i. (Walker: An efficient method for generating discrete random variables with general
+    # distributions, ACM Trans. Math. Softw. 3, 1977; Vose: A linear algorithm for generating random numbers with a
+    # given distribution, IEEE Trans. Softw. Eng. 17, 1991.)
     n = share.shape[0]
     stack = np.empty(n, dtype=np.int32)  # indices with share < 1 from the left, the others from the right
     n_poor, n_rich = 0, 0
@@ -65,28 +49,9 @@ def fill_alias_table(share, keep, other):
 
 @kernel
 def draw_cells(key, first_cell, groups, depths, keep, other, indices, data, total):
-    """Draw the molecules of a run of cells as CSR rows with sorted indices.
-
-    A cell is complete when `depths` different genes have been seen. Each cell has a random stream of its own, so its
-    counts depend only on the key, the alias tables, and the cell's number, group and entry in `depths`.
-
-    Parameters
-    ----------
-    key
-        Key of all draws, uint64.
-    first_cell
-        Number of the first cell.
-    groups
-        Row of the alias tables for each cell, shape (n_cells,), integers.
-    depths
-        Number of distinct genes (not molecules) to draw in each cell, shape (n_cells,), int32, in [1, n_genes].
-    keep, other
-        Alias tables, shape (n_groups, n_genes).
-    indices, data
-        Output: genes (int32) and counts (float32), shape (depths.sum() + 1,). The last element is scratch space.
-    total
-        Output: number of molecules of each cell, shape (n_cells,), float32.
-    """
+    """Draw molecules of each cell until it has `depths` different genes, as CSR rows with sorted indices."""
+    # Each cell has a random stream of its own, so its counts depend only on the key, the alias tables, and the cell's
+    # number, group and depth. `indices` and `data` have one element more than is used.
     n_genes = keep.shape[1]
     counts = np.zeros(n_genes, dtype=np.int32)
     end = 0

@@ -44,11 +44,7 @@ HIDDEN, REPLACED, SHOWN = 1, 2, 3
 
 @kernel
 def row_keys(key, rows, out):
-    """Write a key for each row of a batch into `out`, shape (n_rows,), uint64.
-
-    Each key depends on `key`, on the numbers of all rows of the batch (`rows`, shape (n_rows,), int64) and their order,
-    and on the position of its own row. A row that occurs twice in a batch gets two different keys.
-    """
+    """Write a key for each row of a batch into `out`; it depends on all rows, their order, and its own position."""
     batch = np.uint64(key)
     for i in range(len(rows)):
         batch = mix(batch ^ mix(np.uint64(rows[i])))
@@ -113,10 +109,7 @@ def _sort_descending(order, spare, sort_keys, n):
 
 @kernel
 def rank_tokens(indptr, columns, values, ids, counts, first, out_ids, out_values):
-    """Write the tokens of each row in descending order of value; ties are in the order of their columns.
-
-    Tokens that do not fit are dropped. `counts` is the output of `count_tokens`.
-    """
+    """Write the tokens of each row in descending order of value, ties in the order of columns, as many as fit."""
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)
     row_values = np.empty(longest, np.float32)
@@ -136,10 +129,8 @@ def rank_tokens(indptr, columns, values, ids, counts, first, out_ids, out_values
 
 @kernel
 def choose(key, n, n_chosen, out):
-    """Write a random subset of ``range(n)`` of size `n_chosen`, ascending, into `out`.
-
-    Every subset is equally likely (selection sampling; Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S).
-    """
+    """Write a random subset of ``range(n)`` of size `n_chosen`, ascending; every subset is equally likely."""
+    # Selection sampling (Knuth, The Art of Computer Programming 2, algorithm 3.4.2 S).
     taken = 0
     for i in range(n):
         if uniform(key, i) * (n - i) < n_chosen - taken:
@@ -151,14 +142,11 @@ def choose(key, n, n_chosen, out):
 
 @kernel
 def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_ids, out_values):
-    """Write the tokens of each row in the order of their columns, with the bins of their values.
-
-    The edges of a row are ``n_bins - 1`` quantiles of its values, from the smallest to the largest value, equal to
-    ``numpy.quantile`` bit for bit. `n_bins` includes bin 0, which is not used for tokens. The other bins and the edges
-    are numbered from 1, and bin i begins at edge i, so the last bin, ``n_bins - 1``, holds only the largest value. If
-    several edges are equal, a value on them is assigned at random to one of the bins that begin there. If there are
-    more tokens than fit, a random sample is written.
-    """
+    """Write the tokens of each row in the order of their columns, with the bins of their values."""
+    # The edges of a row are n_bins - 1 quantiles of its values, equal to numpy.quantile bit for bit. Bin 0 is not used
+    # for tokens. The other bins and the edges are numbered from 1, and bin i begins at edge i, so the last bin holds
+    # only the largest value. If several edges are equal, a value on them goes at random to one of the bins that begin
+    # there. If there are more tokens than fit, a random sample is written.
     longest = max(1, counts.max()) if len(counts) else 1
     row_ids = np.empty(longest, np.int64)
     row_values = np.empty(longest, np.float32)
@@ -191,12 +179,8 @@ def bin_tokens(indptr, columns, values, ids, counts, keys, n_bins, first, out_id
 
 @kernel
 def mask_tokens(lengths, keys, ratio, replaced, kept, first, out, draws):
-    """Choose a fraction `ratio` of the tokens of each row, but at least one, and draw the fate of each chosen token.
-
-    The fates are written into `out`, shape (n_rows, length), uint8, which holds zeros on entry. A fate is `REPLACED`
-    with probability `replaced`, `SHOWN` with probability `kept`, and otherwise `HIDDEN`. For replaced tokens a random
-    number in [0, 1) is written into `draws`, float64 of the same shape.
-    """
+    """Choose a fraction `ratio` of the tokens of each row, but at least one, and draw the fate of each chosen token."""
+    # `out` holds zeros on entry. A replaced token gets a random number in [0, 1) in `draws`.
     chosen = np.empty(out.shape[1], np.int64)
     for i in range(len(lengths)):
         n = lengths[i]

@@ -1,6 +1,6 @@
-"""The data set `scDataset` and its components."""
+"""The data set `scDataset` and its parts."""
 
-from dasksc.loader.dataset import LoaderParts, components_of, scDataset, titled
+from dasksc.loader.dataset import scDataset
 from dasksc.loader.source import IndexedSource, MatrixSource
 
-__all__ = ["IndexedSource", "LoaderParts", "MatrixSource", "components_of", "scDataset", "titled"]
+__all__ = ["IndexedSource", "MatrixSource", "scDataset"]

@@ -5,57 +5,29 @@ from __future__ import annotations
 from dasksc.atlas import filtering
 from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.binding import bind, restricted
 from dasksc.plan.cell_sets import CellSets
-from dasksc.plan.samplers import Sampler
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.samplers import RowSampler, Sampler
 from dasksc.plan.strategies import SamplingStrategy
 from dasksc.plan.stratified import StratifiedSampler
 
-__all__ = ["bound", "columns_of_expressions"]
+__all__ = ["bound", "is_empty", "reason_for_no_batches"]
 
 
-def columns_of_expressions(strategy: SamplingStrategy, filter: str | None) -> list[str]:
-    """Return the obs columns that the filter and the control expression of `CellSets` use."""
-    return [*([] if filter is None else filtering.columns_of(filter)), *_control_columns(strategy)]
-
-
-def bound(
-    strategy: SamplingStrategy, source: MatrixSource | IndexedSource, *, filter: str | None, batch_size: int
-) -> tuple[SamplingStrategy, Sampler]:
-    """Bind a strategy to the rows of a source.
-
-    Parameters
-    ----------
-    strategy
-        Strategy as given by the user.
-    source
-        Source that provides the number of rows and the obs table.
-    filter
-        Expression over obs that rows must satisfy.
-    batch_size
-        Number of rows in a batch, per rank.
-
-    Returns
-    -------
-    SamplingStrategy
-        Strategy with expressions over obs replaced by row numbers and masks.
-    Sampler
-        Strategy bound to the rows.
-
-    Raises
-    ------
-    InputError
-        If the strategy or the filter does not fit the source.
-    """
-    if filter is not None:
-        strategy = restricted(strategy, source.rows_where(filter), repr(filter))
-    if isinstance(strategy, CellSets) and isinstance(strategy.control, str):
-        with filtering.explaining_control(strategy.control):
-            control = source.rows_where(strategy.control)
-        strategy = strategy.with_control(control, _control_columns(strategy))
+def bound(spec: LoaderSpec, source: MatrixSource | IndexedSource) -> tuple[SamplingStrategy, Sampler]:
+    """Return the strategy with row numbers and masks in place of expressions over obs, and bound to the rows."""
+    strategy = spec.strategy
+    if spec.filter is not None:
+        strategy = restricted(strategy, source.rows_where(spec.filter), repr(spec.filter))
+    if spec.control is not None and isinstance(strategy, CellSets):
+        with filtering.explaining_control(spec.control):
+            control = source.rows_where(spec.control)
+        strategy = strategy.with_control(control, list(filtering.columns_of(spec.control)))
     sampler = bind(strategy, source.collection, source.n_obs, source.labels_of)
     if isinstance(sampler, StratifiedSampler):
-        sampler = sampler.of_batches(batch_size)
+        sampler = sampler.of_batches(spec.batch_size)
     if sampler.n_controls and isinstance(source, IndexedSource):
         raise InputError(
             "CellSets(control=) needs an atlas and cannot be combined with fetch or batch hooks, because batches "
@@ -64,6 +36,21 @@ def bound(
     return strategy, sampler
 
 
-def _control_columns(strategy: SamplingStrategy) -> list[str]:
-    control = strategy.control if isinstance(strategy, CellSets) else None
-    return list(filtering.columns_of(control)) if isinstance(control, str) else []
+def is_empty(plan: EpochPlan) -> bool:
+    """Return True if no rank yields a batch."""
+    return plan.n_dropped == plan.n_rows
+
+
+def reason_for_no_batches(plan: EpochPlan) -> str:
+    """Return why no rank yields a batch, with a remedy, for messages."""
+    if plan.n_rows:
+        return (
+            f"{plan.n_rows:,} rows over all ranks (world size {plan.world_size}) leave each rank less than a batch of "
+            f"{plan.batch_size}, and drop_last=True. Lower batch_size, or use drop_last=False"
+        )
+    if isinstance(plan.sampler, RowSampler) and plan.sampler.candidates.n:
+        return (
+            f"the strategy has drop_last=True, and its rows do not fill a block of {plan.block_size:,}. Lower "
+            "block_size, or give the strategy drop_last=False"
+        )
+    return "the strategy draws no rows: the collection is empty, or the strategy (indices=) selects none of its rows"

@@ -6,74 +6,58 @@ import copy
 import functools
 import hashlib
 import logging
+import operator
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import cloudpickle
 import dask.array as da
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dasksc import checks, config
+from dasksc import checks
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
-from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
+from dasksc.batches.wrappers import refuse_sharding
 from dasksc.displays import brief, changed_arguments, html_table
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
 from dasksc.executor.progress import EPOCH_TITLE, EpochStats, epoch_line, merged
 from dasksc.executor.schedulers import FetchScheduler, SchedulerChoice
 from dasksc.executor.tasks import fetch_name
-from dasksc.loader.binding import bound, columns_of_expressions
-from dasksc.loader.display import display_rows
-from dasksc.loader.empty_epochs import is_empty, reason_for_no_batches
-from dasksc.loader.epoch_run import DeviceTransfer, EpochRun
-from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.loader.parts import LoaderParts
-from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, state_of
+from dasksc.loader.binding import bound, is_empty, reason_for_no_batches
+from dasksc.loader.epoch import Epoch
+from dasksc.loader.genes import Missing, Repeated
+from dasksc.loader.position import EpochPosition, EpochTracker, parse_state, settings_of, settings_of_batches, state_of
 from dasksc.loader.projection import MemoryProjection
 from dasksc.loader.rank_session import RankSession
-from dasksc.loader.request import BatchRequest
-from dasksc.loader.settings import settings_of, settings_of_batches
-from dasksc.loader.source import Hooks, MatrixSource, source_of
+from dasksc.loader.source import MatrixSource, source_of
+from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.binding import is_random
-from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.epochs import EpochCounter
 from dasksc.plan.named import StrategyName, as_strategy
 from dasksc.plan.ranks import World
 from dasksc.plan.sets import SetSampler
-from dasksc.plan.strategies import SamplingStrategy
+from dasksc.plan.strategies import SamplingStrategy, Streaming
 from dasksc.storage import Layout, UseMmap
-from dasksc.transforms.composed import as_transforms
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from distributed import Client
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LoaderParts", "components_of", "scDataset", "titled"]
+__all__ = ["scDataset"]
 
 logger = logging.getLogger("dasksc.dataset")
 
-_HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform")
-_CALLED = (*_HOOKS, "transform")
 
-
-def titled(dataset: scDataset, title: str) -> scDataset:
-    """Set the title of a data set's log lines, and return the data set; see `epoch_line`."""
-    dataset._title = title
-    return dataset
-
-
-def components_of(dataset: scDataset) -> LoaderParts:
-    """Return the components of a data set."""
-    return LoaderParts(dataset._source, dataset._projection, dataset._counter, dataset._plan_of)
+def _argument(name: str) -> Any:
+    """Return a read-only attribute with the value of an argument."""
+    return property(operator.attrgetter(f"spec.{name}"), doc=f"Argument `{name}`, which cannot be changed.")
 
 
 class scDataset(IterableDataset[Any]):
@@ -208,6 +192,8 @@ class scDataset(IterableDataset[Any]):
     gene_match
         `GeneMatch` of the names in `genes`; its ``names`` are the columns of a batch. For several modalities, a dict of
         `GeneMatch`. None if `genes` contains no names.
+    spec, source, ranks, memory
+        Checked arguments, data to read, rank and seed, and memory of an epoch, for other parts of dasksc.
 
     Raises
     ------
@@ -275,69 +261,42 @@ class scDataset(IterableDataset[Any]):
         label_key: str | None = None,
         return_index: bool = False,
     ) -> None:
+        given = locals()
         super().__init__()
-        self._arguments = changed_arguments(scDataset.__init__, locals())
-        self.strategy = self._given_strategy = strategy = as_strategy(strategy, label_key=label_key)
-        self._arguments["strategy"] = brief(strategy)
-        del self._arguments["data_collection"]
-        self.batch_size = checks.whole_number("batch_size", batch_size)
-        self.drop_last = checks.true_or_false("drop_last", drop_last)
-        self.equal_ranks = checks.true_or_false("equal_ranks", equal_ranks)
-        checks.check_flags(pin_memory=pin_memory, progress=progress)
-        self.fetch_callback = fetch_callback
-        self.fetch_transform = fetch_transform
-        self.batch_callback = batch_callback
-        self.batch_transform = batch_transform
-        self.transform = transform
-        prefetch = config.get("prefetch") if prefetch is None else prefetch
-        prefetch = None if prefetch is None else checks.whole_number("prefetch", prefetch)
-        limit = config.memory_limit(memory_limit)
-        self._placement = DeviceTransfer(device, pin_memory)
-        self._progress = progress
+        given["strategy"] = as_strategy(strategy, label_key=label_key)
+        self.spec = spec = LoaderSpec(**{one.name: given[one.name] for one in fields(LoaderSpec) if one.init})
         self._scheduler = SchedulerChoice(scheduler)
-        chosen = GeneRequest(genes, genes_missing, genes_key, genes_repeated)
-        in_sets = isinstance(strategy, CellSets)
-        request = BatchRequest(
-            *(obs, layers, obsm, chosen, layout, dtype, as_transforms(transform), pin_memory, in_sets),
-            return_index=checks.true_or_false("return_index", return_index),
+        with explaining_control(spec.control):
+            self.source = source_of(data_collection, spec)
+        self.collection = self.source.collection
+        self.categories = self.source.categories
+        self.gene_match: Any = self.source.gene_match
+        self.strategy, self._sampler = bound(spec, self.source)
+        self.ranks = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
+        self.memory = MemoryProjection(
+            *(spec, self.source, self.ranks, self._scheduler),
+            batch_size=spec.batch_size * (1 + self._sampler.n_controls),
+            run_rows=_run_rows(self.strategy, self._sampler),
         )
-        with explaining_control(strategy.control if isinstance(strategy, CellSets) else None):
-            self._source = source_of(
-                data_collection,
-                request,
-                self._hooks,
-                strategy=strategy,
-                filtered_by=columns_of_expressions(strategy, filter),
-                mmap=mmap,
-            )
-        self.collection = self._source.collection
-        self.categories = self._source.categories
-        self.gene_match = getattr(self._source, "gene_match", None)
-        self.strategy, self._sampler = bound(strategy, self._source, filter=filter, batch_size=self.batch_size)
-        self._session = RankSession(rank, world_size, group, seed=seed, is_random=is_random(self._sampler))
-        self._projection = MemoryProjection(
-            self._source,
-            self._session,
-            self._scheduler,
-            batch_size=self.batch_size * (1 + self._sampler.n_controls),
-            fetch_factor=fetch_factor,
-            run_rows=float(getattr(self._sampler, "run_rows", getattr(strategy, "block_size", 1))),
-            prefetch=prefetch,
-            limit=limit,
-        )
-        self.fetch_factor = self._projection.fetch_factor
+        self.fetch_factor = self.memory.fetch_factor
+        self._arguments = _shown(given | {"fetch_factor": self.fetch_factor})
         self._counter = EpochCounter()
         self._iteration = 0
         self._tracker = EpochTracker()
         self._stats = EpochStats()
         self._token = secrets.token_hex(4)  # distinguishes data sets with the same name
-        self._title = EPOCH_TITLE
-        self._plan_of(self._session.detect(), epoch=0)  # raises an error for inconsistent sizes
-        self._session.fix_world_if_distributed()
+        self._plan_of(self.ranks.detect(), epoch=0)  # raises an error for inconsistent sizes
+        self.ranks.fix_world_if_distributed()
 
-    @property
-    def _hooks(self) -> Hooks:
-        return Hooks(**{name: getattr(self, name) for name in _HOOKS})
+    _title = EPOCH_TITLE
+    batch_size: int = _argument("batch_size")
+    drop_last: bool = _argument("drop_last")
+    equal_ranks: bool = _argument("equal_ranks")
+    fetch_callback = _argument("fetch_callback")
+    fetch_transform = _argument("fetch_transform")
+    batch_callback = _argument("batch_callback")
+    batch_transform = _argument("batch_transform")
+    transform = _argument("transform")
 
     # --- Sizes ----------------------------------------------------------------------------------------
 
@@ -354,17 +313,17 @@ class scDataset(IterableDataset[Any]):
     @property
     def rank(self) -> int:
         """Rank of this process."""
-        return self._session.current_world().rank
+        return self.ranks.current_world().rank
 
     @property
     def world_size(self) -> int:
         """Number of processes that share every epoch."""
-        return self._session.current_world().world_size
+        return self.ranks.current_world().world_size
 
     @property
     def seed(self) -> int:
         """Seed of all random draws."""
-        return self._session.seed
+        return self.ranks.seed
 
     @property
     def projected_bytes(self) -> int | None:
@@ -376,7 +335,7 @@ class scDataset(IterableDataset[Any]):
         strategy that favors rows with many nonzeros, memory may exceed the projection. On a cluster the value increases
         with the number of workers, up to ``memory_limit``.
         """
-        return self._projection.reading_mode().demand.anonymous if isinstance(self._source, MatrixSource) else None
+        return self.memory.reading_mode().demand.anonymous if isinstance(self.source, MatrixSource) else None
 
     @property
     def projected_pages(self) -> int | None:
@@ -386,7 +345,7 @@ class scDataset(IterableDataset[Any]):
         files that are read instead of mapped, it covers only the pages of the fetch tasks in progress. Pages do not
         count towards `memory_limit` or `projected_bytes`, but the cgroup of a Slurm job or a container counts them.
         """
-        return self._projection.reading_mode().demand.pages if isinstance(self._source, MatrixSource) else None
+        return self.memory.reading_mode().demand.pages if isinstance(self.source, MatrixSource) else None
 
     def __getitem__(self, index: Any) -> NoReturn:
         # The message of the base class does not say what to do instead.
@@ -396,13 +355,13 @@ class scDataset(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a whole epoch."""
-        return self._plan_of(self._session.fix_world(), epoch=0).n_batches
+        return self._plan_of(self.ranks.fix_world(), epoch=0).n_batches
 
     @property
     def n_batches_left(self) -> int:
         """Number of batches of this rank in the next iteration; for a resumed epoch, the remaining ones."""
         epoch = self._counter.peek()
-        world = self._session.current_world()
+        world = self.ranks.current_world()
         consumed, n_done = self._tracker.resuming(epoch).split_consumed(self._sizes(world))
         return self._plan_of(world, epoch, consumed).n_batches - n_done
 
@@ -416,11 +375,11 @@ class scDataset(IterableDataset[Any]):
     def _plan_of(self, world: World, epoch: int, consumed: tuple[ConsumedSegment, ...] = ()) -> EpochPlan:
         return EpochPlan(
             sampler=self._sampler,
-            batch_size=self.batch_size,
+            batch_size=self.spec.batch_size,
             fetch_factor=self.fetch_factor,
-            drop_last=self.drop_last,
-            equal_ranks=self.equal_ranks,
-            seed=self._session.own_seed,
+            drop_last=self.spec.drop_last,
+            equal_ranks=self.spec.equal_ranks,
+            seed=self.ranks.own_seed,
             epoch=epoch,
             rank=world.rank,
             world_size=world.world_size,
@@ -430,7 +389,7 @@ class scDataset(IterableDataset[Any]):
     def plan(self, epoch: int | None = None) -> EpochPlan:
         """Return the plan of this rank for an epoch; default: the next one to be read."""
         _ = self.seed  # makes the ranks agree on a seed
-        return self._plan_of(self._session.current_world(), self._counter.peek() if epoch is None else epoch)
+        return self._plan_of(self.ranks.current_world(), self._counter.peek() if epoch is None else epoch)
 
     @property
     def fingerprint(self) -> str:
@@ -439,37 +398,26 @@ class scDataset(IterableDataset[Any]):
         These are shapes and data types, the strategy and its arrays, batch size, fetch factor, `drop_last`,
         `equal_ranks`, seed, and the layout, data type and columns of batches.
         """
-        sizes = (self.batch_size, self.fetch_factor, self.seed, self._source.yielded)
+        sizes = (self.batch_size, self.fetch_factor, self.seed, self.source.yielded)
         return hashlib.blake2b(repr((self._identity, sizes)).encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
-        """Properties that must be equal in a state and in the data set that resumes from it.
-
-        File paths and times are not included.
-        """
-        identity = {
-            "n_obs": self._source.n_obs,
-            "matrices": self._source.identity,
+        """Properties that must be equal in a state and in the data set that resumes from it, whatever its files."""
+        return {
+            "n_obs": self.source.n_obs,
+            "matrices": self.source.identity,
             "strategy": f"{type(self.strategy).__name__} {self._sampler.digest()}",
             "drop_last": self.drop_last,
             "equal_ranks": self.equal_ranks,
         }
-        if (self.drop_last and self._sampler.shuffle_blocks) or getattr(self.strategy, "drop_last", False):
-            # Absent in states saved by older versions of dasksc, which had another rule for drop_last.
-            identity["left_out"] = "evenly"
-        return identity
-
-    @functools.cached_property
-    def _settings(self) -> dict[str, str]:
-        """Strategy and filter that the user passed, as text; see `state_dict`."""
-        return settings_of(self._given_strategy, self._arguments.get("filter"))
 
     @property
     def _settings_of_ranks(self) -> dict[str, str]:
         """Settings that ranks compare, as text; see `fingerprint`."""
         sizes = ("batch_size", "fetch_factor", "drop_last", "equal_ranks", "seed")
-        return settings_of_batches(self._source) | self._settings | {name: str(getattr(self, name)) for name in sizes}
+        own = {name: str(getattr(self, name)) for name in sizes}
+        return settings_of_batches(self.source) | settings_of(self.spec) | own
 
     def _sizes(self, world: World) -> ConsumedSegment:
         return ConsumedSegment(
@@ -494,7 +442,9 @@ class scDataset(IterableDataset[Any]):
             with them.
         """
         position = self._tracker.current or EpochPosition(self._counter.peek())
-        return state_of(position, self._identity, self._settings, seed=self.seed, unfinished=self._counter.unfinished)
+        return state_of(
+            position, self._identity, settings_of(self.spec), seed=self.seed, unfinished=self._counter.unfinished
+        )
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from the position that `state` records.
@@ -512,26 +462,22 @@ class scDataset(IterableDataset[Any]):
             or the reverse; or if it was saved in another worker, or with another `num_workers`. In a DataLoader worker,
             also if the state was saved in the middle of an epoch and with another world size, batch size or fetch size.
         """
-        given_seed = self._session.own_seed if self._session.seed_is_given else None
-        position, seed = parse_state(state, self._identity, self._settings, drop_last=self.drop_last, seed=given_seed)
+        given_seed = self.ranks.own_seed if self.ranks.seed_is_given else None
+        position, seed = parse_state(state, self._identity, settings_of(self.spec), seed=given_seed)
         worker = get_worker_info()
         if tuple(state.get("worker", ())) != (() if worker is None else (worker.id, worker.num_workers)):
             raise InputError(
                 "a DataLoader worker resumes only from a state that the same worker saved, and the main process only "
                 "from its own. Use the same num_workers as before"
             )
-        last = position.consumed[-1] if position.consumed else None
-        if (
-            worker is not None
-            and last is not None
-            and len(position.split_consumed(self._sizes(self._session.current_world()))[0])
-        ):
+        if worker is not None and position.split_consumed(self._sizes(self.ranks.current_world()))[0]:
+            last = position.consumed[-1]
             raise InputError(
                 "in DataLoader workers, an epoch can be resumed only with the same world size, batch_size and "
                 f"fetch_factor as before ({last.world_size}, {last.batch_size} and {last.fetch_factor}). Restore them, "
                 "or resume from a state saved at the end of an epoch"
             )
-        self._session.seed = seed
+        self.ranks.seed = seed
         self._tracker.load(position)
         if worker is None:
             self._counter.set(position.epoch)
@@ -541,72 +487,60 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_sharding(sys._getframe(1))
-        n_hook_rows = self.batch_size if self._hooks else None
-        batches = refuse_stacking(self._iterate(), sys._getframe(1), n_hook_rows=n_hook_rows)
+        self._refuse_sharding()
         self._tracker.begin()
-        return batches
+        return self._iterate()
 
-    def _refuse_sharding(self, requested_in: FrameType) -> None:
+    def _refuse_sharding(self) -> None:
         worker = get_worker_info()
         n_workers = 1 if worker is None else worker.num_workers
-        refuse_sharding(requested_in, n_ranks=self._session.current_world().world_size, n_workers=n_workers)
+        refuse_sharding(sys._getframe(2), n_ranks=self.ranks.current_world().world_size, n_workers=n_workers)
 
     def _iterate(self) -> Iterator[Any]:
         # This is a generator function, so `world` is determined, and the epoch begins, only when the first batch is
         # requested.
-        session = self._session
-        world = session.require_same_world()
+        world = self.ranks.require_same_world()
         worker = get_worker_info()
+        first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if worker is None:
-            epoch = self._counter.advance()
+            number = self._counter.advance()
         else:
-            epoch = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
-        sizes = self._sizes(world)
-        consumed, n_done = self._tracker.resume(epoch).split_consumed(sizes)
-        plan = self._plan_of(world, epoch, consumed)
-        if not consumed and is_empty(plan) and plan.rank == 0 and (worker is None or worker.id == 0):
-            logger.warning("epoch %d has no batches: %s", epoch, reason_for_no_batches(plan))
-        agreement = session.agreement if worker is None else None
-        iteration = self._iteration
+            number = self._counter.join(worker.seed - worker.id, worker.id, worker.num_workers)
+        consumed, n_done = self._tracker.resume(number).split_consumed(self._sizes(world))
+        plan = self._plan_of(world, number, consumed)
+        if not plan.n_batches and not consumed and is_empty(plan) and plan.rank == 0 and first == 0:
+            logger.warning("epoch %d has no batches: %s", number, reason_for_no_batches(plan))
+        agreement = self.ranks.agreement if worker is None else None
+        iteration, after_first = self._iteration, None
         self._iteration += 1
         if agreement is not None:
-            agreement.begin(iteration, epoch, self.fingerprint, self._settings_of_ranks)
-        first, n_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        run = EpochRun(
-            self._source,
-            plan,
-            range(first, plan.n_fetches, n_workers),
-            n_done,
+            agreement.begin(iteration, number, self.fingerprint, self._settings_of_ranks)
+            after_first = functools.partial(agreement.require_not_abandoned, iteration, 1)
+        epoch = Epoch(
+            *(self.spec, self.source, plan, range(first, plan.n_fetches, n_workers), n_done),
+            memory=self.memory,
             scheduler=self._scheduler(),
-            projection=self._projection,
-            hooks=self._hooks,
-            transform=as_transforms(self.transform),
-            placement=self._placement,
             key=self._token,
         )
-        self._stats = run.stats
-        # The position is set before reading, so that an epoch that fails before its first batch can also be resumed.
-        self._tracker.move(run.position if n_done or worker is not None else EpochPosition(epoch, consumed))
+        self._stats = epoch.stats
+        self._tracker.move(epoch.position)  # before reading, so that an epoch that fails can also be resumed
+        batches = epoch.batches(shown=self.spec.progress and first == 0, after_first=after_first)
         try:
-            yield from run.batches(
-                moved=self._tracker.move,
-                after_first=None
-                if agreement is None
-                else functools.partial(agreement.require_not_abandoned, iteration, 1),
-                shown=self._progress and first == 0,
-            )
-            self._tracker.finish(epoch)
+            for batch in batches:
+                self._tracker.move(epoch.position)
+                yield batch
+            self._tracker.finish(number)
         finally:
+            batches.close()
             if worker is not None:
-                self._report(worker, epoch, run.stats.report())
-            elif run.is_whole:
-                logger.info("%s", epoch_line(run.stats.report(), self._title))
+                self._report(worker, number, epoch.stats.report())
+            elif epoch.is_whole:
+                logger.info("%s", epoch_line(epoch.stats.report(), self._title))
             if agreement is not None:
-                if run.is_whole:
+                if epoch.is_whole:
                     agreement.finish(iteration)
                 else:
-                    agreement.record_abandoned(iteration, run.stats.n_batches)
+                    agreement.record_abandoned(iteration, epoch.stats.n_batches)
 
     # --- Statistics -----------------------------------------------------------------------------------
 
@@ -615,8 +549,7 @@ class scDataset(IterableDataset[Any]):
 
         The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
         last worker to finish writes the log line, and this method combines the statistics of the workers that have
-        finished so far: batches, rows, fetch tasks, bytes and work times are added, while ``wait_s``, ``elapsed_s`` and
-        ``wait_share`` are each the maximum over the workers.
+        finished so far: times of the loop are the maximum over the workers, and other figures are added.
 
         Returns
         -------
@@ -628,38 +561,29 @@ class scDataset(IterableDataset[Any]):
             - ``epoch``, ``rank``, ``world_size``
             - ``n_batches``, ``n_rows``: batches and rows yielded
             - ``n_control_rows``: control rows yielded in addition (`CellSets`)
-            - ``n_batches_before``: batches yielded before the epoch was resumed; 0 if the world size, batch size or
-              fetch size has changed
+            - ``n_batches_before``: batches yielded before the epoch was resumed with the same sizes
             - ``n_batches_left``: remaining batches
 
-            Sizes of the epoch; if it was resumed with another world size, batch size or fetch size, those of its
-            remainder:
+            Sizes of the epoch, or of its remainder if it was resumed with other sizes:
 
-            - ``n_rank_batches``: batches of this rank
+            - ``n_rank_batches``, ``n_rank_fetches``: batches and fetches of this rank
             - ``n_rank_padded``, ``n_rank_dropped``: repeated and omitted rows of this rank
             - ``n_padded``, ``n_dropped``: repeated and omitted rows over all ranks; omitted rows include those assigned
-              to no rank.
-              At the end of an epoch that was not resumed, the sum of ``n_rows`` over all ranks is the number of rows of
-              the epoch + ``n_padded`` - ``n_dropped``.
+              to no rank. The ranks together yield the rows of the epoch + ``n_padded`` - ``n_dropped``.
 
-            - ``n_rank_fetches``: fetches of this rank
+            Speed of the loop, in seconds:
 
-            Speed of the loop:
-
-            - ``compile_s``: time that the loop waited while kernels were compiled, in seconds; no other figure contains
-              it
-            - ``wait_s``: time that the loop waited for batches, in seconds
-            - ``elapsed_s``: time from the request of the first batch until the latest batch, in seconds
-            - ``wait_share``: ``wait_s / elapsed_s``
-            - ``rows_per_s``: rows yielded per second
+            - ``compile_s``: time that the loop waited while kernels were compiled; no other figure contains it
+            - ``wait_s``: time that the loop waited for batches
+            - ``elapsed_s``: time from the request of the first batch until the latest batch
+            - ``wait_share``: ``wait_s / elapsed_s``; ``rows_per_s``: rows yielded per second
 
             Fetch tasks (a large fetch consists of several):
 
             - ``n_fetching``, ``n_ready``, ``n_fetched``: tasks in progress, tasks finished but not yet received, and
               tasks received
             - ``in_flight_bytes``: size of the results not yet received, plus an estimate for the tasks in progress (for
-              each, the size of the largest result so far)
-            - ``limit_bytes``: limit of ``in_flight_bytes``
+              each, the size of the largest result so far); ``limit_bytes``: its limit
 
             Work times in seconds, summed over threads:
 
@@ -699,16 +623,16 @@ class scDataset(IterableDataset[Any]):
         InputError
             If the collection has several modalities, or is read by indexing or through hooks.
         """
-        if not isinstance(self._source, MatrixSource) or self._source.maker.modalities:
+        if not isinstance(self.source, MatrixSource) or self.source.maker.modalities:
             raise InputError(
                 "to_dask needs an AnnData or a Dask array, and a data set without fetch and batch hooks; use plan() "
                 "for other collections"
             )
-        plan, maker = self.plan(epoch), self._source.maker
+        plan, maker = self.plan(epoch), self.source.maker
         return epoch_array(
-            self._source.matrices["X"],
+            self.source.matrices["X"],
             plan,
-            name=fetch_name(self._source.name, plan),
+            name=fetch_name(self.source.name, plan),
             layout=maker.layout,
             dtype=maker.dtype,
             columns=maker.columns.get("X"),
@@ -717,40 +641,41 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_sharding(sys._getframe(1))
+        self._refuse_sharding()
         state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
-        if isinstance(self._source, MatrixSource):
+        if isinstance(self.source, MatrixSource):
             state["collection"] = None  # pickled sources have no collection either
-        # Plain pickle, which DataLoader uses for workers, fails on lambdas.
-        state["_called"] = cloudpickle.dumps({name: state.pop(name) for name in _CALLED})
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        called = cloudpickle.loads(state.pop("_called"))
         self.__dict__.update(state)
-        self.__dict__.update(called)
         self._stats = EpochStats()
 
     # --- Displays -------------------------------------------------------------------------------------
 
-    def _changed(self) -> dict[str, str]:
-        """Return the strategy, the batch size, and other arguments that differ from their defaults, as text."""
-        current = ("fetch_factor", "drop_last", "equal_ranks", *_CALLED)
-        hidden = ("label_key", "batch_size", *current)
-        return {
-            "strategy": self._arguments["strategy"],
-            "batch_size": str(self.batch_size),
-            **changed_arguments(scDataset.__init__, {name: getattr(self, name) for name in current}),
-            **{name: text for name, text in self._arguments.items() if name not in hidden},
-        }
-
     def __repr__(self) -> str:
-        strategy, *others = self._changed().items()
+        strategy, *others = self._arguments.items()
         arguments = [strategy[1], *(f"{name}={text}" for name, text in others)]
-        return f"scDataset({self._source.name}, {self._source.n_obs} rows, {', '.join(arguments)})"
+        return f"scDataset({self.source.name}, {self.source.n_obs} rows, {', '.join(arguments)})"
 
     def _repr_html_(self) -> str:
-        return html_table(
-            "scDataset", display_rows(components_of(self), self._session.current_world(), self._changed())
-        )
+        plan = self._plan_of(self.ranks.current_world(), epoch=0)
+        rows = {"data": self.source.name, **settings_of_batches(self.source), **self._arguments}
+        rows["epoch"] = f"{plan.n_rows:,} rows, {plan.n_padded:,} repeated, {plan.n_dropped:,} left out"
+        rows[f"rank {plan.rank} of {plan.world_size}"] = f"{plan.n_rank_rows:,} rows, {plan.n_batches:,} batches"
+        return html_table("scDataset", rows.items())
+
+
+def _shown(given: dict[str, Any]) -> dict[str, str]:
+    """Return the strategy, the batch size, and other arguments that differ from their defaults, as text."""
+    first = {"strategy": brief(given["strategy"]), "batch_size": str(given["batch_size"])}
+    others = changed_arguments(scDataset.__init__, given)
+    return first | {name: others[name] for name in others if name not in (*first, "data_collection", "label_key")}
+
+
+def _run_rows(strategy: SamplingStrategy, sampler: Any) -> float:
+    """Return the mean number of neighboring rows that a fetch reads together."""
+    if isinstance(strategy, Streaming) and (strategy.indices is None or isinstance(strategy.indices, slice)):
+        return float("inf")
+    return float(getattr(sampler, "run_rows", getattr(strategy, "block_size", 1)))

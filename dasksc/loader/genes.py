@@ -14,7 +14,7 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc.atlas.lookup import require_key, some, with_advice
-from dasksc.checks import name_or_none
+from dasksc.checks import check_one_of, name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import Columns
@@ -90,13 +90,7 @@ class GeneMatch:
 
 @dataclass(frozen=True, slots=True)
 class GeneRequest:
-    """Columns of X and the layers in a batch, as requested by the arguments of `scDataset`.
-
-    Raises
-    ------
-    InputError
-        If the value of an argument is invalid.
-    """
+    """Columns of X and the layers in a batch, as requested by the arguments of `scDataset`."""
 
     genes: Any = None
     missing: Missing = "error"
@@ -104,12 +98,8 @@ class GeneRequest:
     repeated: Repeated = "error"
 
     def __post_init__(self) -> None:
-        for option, value, allowed in (
-            ("genes_missing", self.missing, get_args(Missing)),
-            ("genes_repeated", self.repeated, get_args(Repeated)),
-        ):
-            if value not in allowed:
-                raise InputError(f"{option} must be {' or '.join(map(repr, allowed))}; got {value!r}")
+        check_one_of("genes_missing", self.missing, get_args(Missing))
+        check_one_of("genes_repeated", self.repeated, get_args(Repeated))
         name_or_none("genes_key", self.key)
         if self.genes is None and self._names_only:
             raise InputError(f"{self._names_only} cannot be used without genes=")
@@ -125,10 +115,7 @@ class GeneRequest:
         return ", ".join(name for name, is_given in given.items() if is_given)
 
     def of(self, modality: str) -> GeneRequest:
-        """Return the request for one modality.
-
-        The `genes` of this request must be a dict by modality, or None.
-        """
+        """Return the request for one modality, of a request whose `genes` are a dict by modality, or None."""
         if self.genes is None or modality not in self.genes:
             return GeneRequest()
         return GeneRequest(self.genes[modality], self.missing, self.key, self.repeated)
@@ -138,14 +125,7 @@ class GeneRequest:
     ) -> tuple[Columns | None, GeneMatch | None]:
         """Return the requested columns (None for all) and the match of names (None without names).
 
-        Parameters
-        ----------
-        var
-            Table of genes of an atlas; None for an array, whose columns have no names.
-        n_vars
-            Number of columns of the matrix.
-        of
-            Atlas; error messages contain its path.
+        `var` is None for an array, whose columns have no names. Errors contain the path of the atlas `of`.
         """
         genes = self.genes
         if genes is None:
@@ -188,12 +168,10 @@ class GeneRequest:
                 f"{self._names_only} cannot be used here: genes= contains positions or a mask, not names. Omit the "
                 "option, or give gene names"
             )
-        if wanted.max() >= n_vars:  # before the conversion, since int64 may not represent it
-            raise InputError(f"genes contains position {wanted.max()}; positions must lie in [0, {n_vars})")
-        wanted = wanted.astype(np.int64)
-        if wanted.min() < 0:
-            raise InputError(f"genes contains position {wanted.min()}; positions must lie in [0, {n_vars})")
-        return Columns(wanted, n_vars), None
+        wrong = [one for one in (wanted.max(), wanted.min()) if not 0 <= one < n_vars]
+        if wrong:
+            raise InputError(f"genes contains position {wrong[0]}; positions must lie in [0, {n_vars})")
+        return Columns(wanted.astype(np.int64), n_vars), None
 
     def _matched(
         self, wanted: list[Any], var: pd.DataFrame | None, n_vars: int, of: AnnData | None

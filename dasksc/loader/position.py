@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
 from dasksc import checks
 from dasksc.displays import brief
 from dasksc.errors import InputError
-from dasksc.loader.settings import differences
+from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
 
-__all__ = ["EpochPosition", "EpochTracker", "parse_state", "state_of"]
+__all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
 logger = logging.getLogger("dasksc.dataset")
 
+T = TypeVar("T")
+
 STATE_VERSION = 1
+
+_SAME_TEXT = (
+    "{strategy} draws different rows than before, although its arguments look the same: array values, labels in obs, "
+    "or the version of dasksc differ"
+)
 
 
 @dataclass(frozen=True)
@@ -30,35 +38,18 @@ class EpochPosition:
     epoch: int
     consumed: tuple[ConsumedSegment, ...] = ()
 
-    @property
-    def consumed_numbers(self) -> list[tuple[int, ...]]:
-        """Segments as tuples of integers."""
-        return [dataclasses.astuple(segment) for segment in self.consumed]
-
     def split_consumed(self, sizes: ConsumedSegment) -> tuple[tuple[ConsumedSegment, ...], int]:
-        """Split off the last segment if it was read with `sizes`.
-
-        Return the other segments and the number of batches in the one split off. If none is split off, return all
-        segments and 0.
-        """
+        """Return all segments but the last and its number of batches, or all and 0 if the last has other sizes."""
         if self.consumed and dataclasses.replace(self.consumed[-1], n_batches=0) == sizes:
             return self.consumed[:-1], self.consumed[-1].n_batches
         return self.consumed, 0
-
-
-class _Reading(Protocol):
-    """Epoch that is being read."""
-
-    @property
-    def position(self) -> EpochPosition:
-        """Position after the batches yielded so far."""
 
 
 class EpochTracker:
     """Current position of a process in its epochs, and the position to resume from."""
 
     def __init__(self) -> None:
-        self._current: EpochPosition | _Reading | None = None
+        self._current: EpochPosition | Callable[[], EpochPosition] | None = None
         self._resume: EpochPosition | None = None
         # Epoch that this DataLoader worker has finished, though other workers may still be reading it.
         self._ended: int | None = None
@@ -67,14 +58,14 @@ class EpochTracker:
     def current(self) -> EpochPosition | None:
         """Current position; None before the first epoch."""
         current = self._current
-        return current if current is None or isinstance(current, EpochPosition) else current.position
+        return current() if callable(current) else current
 
     def load(self, position: EpochPosition) -> None:
         """Set the position from which the next iteration resumes."""
         self._current = self._resume = position
 
-    def move(self, to: EpochPosition | _Reading) -> None:
-        """Set the current position, which may be that of an epoch that is being read."""
+    def move(self, to: Callable[[], EpochPosition]) -> None:
+        """Set the current position to that of an epoch that is being read, which a function returns."""
         self._current = to
 
     def forget(self) -> None:
@@ -116,6 +107,62 @@ class EpochTracker:
         return self.__dict__ | {"_current": self.current}
 
 
+# --- Settings as text, for errors that list differences from a state or between ranks -----------------------
+
+
+def settings_of(spec: LoaderSpec) -> dict[str, str]:
+    """Return the strategy, its arguments (of arrays, the shape and the data type) and the filter as text."""
+    strategy: Any = spec.strategy  # strategy classes defined by users need not be dataclasses
+    names = [field.name for field in dataclasses.fields(strategy)] if dataclasses.is_dataclass(strategy) else []
+    # An argument of `scDataset` has the same name.
+    arguments = {
+        "drop_last of the strategy" if name == "drop_last" else name: brief(getattr(strategy, name)) for name in names
+    }
+    filter = {} if spec.filter is None else {"filter": brief(spec.filter)}
+    return {"strategy": type(strategy).__name__, **arguments, **filter}
+
+
+def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
+    """Return the number of rows, the matrices, and the content of batches as text."""
+    settings = {"n_obs": str(source.n_obs)}
+    if isinstance(source, MatrixSource):
+        settings |= {name: _matrix(shape) for name, shape in source.identity.items()}
+        settings |= {"layout": source.maker.layout, "dtype": str(source.maker.dtype)}
+        settings |= {f"genes of {name}": str(len(one)) for name, one in source.maker.columns.items()}
+    return settings
+
+
+def _differences(
+    identity: Mapping[str, Any], was: Mapping[str, Any], settings: Mapping[str, str], then: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a clause for each difference from a state, such as "block_size is 16 and was 8"."""
+    for name, value in identity.items():
+        before = was.get(name)
+        if value == before:
+            continue
+        if name == "strategy":
+            changed = [name for name in {**settings, **then} if settings.get(name) != then.get(name)]
+            if not changed and identity["n_obs"] == was.get("n_obs"):  # another number of rows explains the difference
+                yield _SAME_TEXT.format(strategy=settings["strategy"])
+            for one in ["strategy"] if "strategy" in changed else changed:
+                yield f"{one} is {settings.get(one, 'not set')} and was {then.get(one, 'not set')}"
+        elif name == "matrices" and isinstance(before, Mapping):
+            for matrix in {**value, **before}:
+                if value.get(matrix) != before.get(matrix):
+                    yield f"{matrix} is {_matrix(value.get(matrix))} and was {_matrix(before.get(matrix))}"
+        else:
+            yield f"{name} is {value!r} and was {before!r}"
+
+
+def _matrix(shape: Any) -> str:
+    if not isinstance(shape, list | tuple) or len(shape) != 3:
+        return "not requested" if shape is None else repr(shape)
+    return f"{shape[0]} x {shape[1]} {shape[2]}"
+
+
+# --- States -------------------------------------------------------------------------------------------------
+
+
 def state_of(
     position: EpochPosition,
     identity: Mapping[str, Any],
@@ -124,29 +171,14 @@ def state_of(
     seed: int,
     unfinished: Callable[[], int | None],
 ) -> dict[str, Any]:
-    """Return the state at a position, in the format that `parse_state` reads.
-
-    Parameters
-    ----------
-    position
-        Position of this process.
-    identity
-        Properties that must be equal when the state is loaded.
-    settings
-        Settings of the strategy as text, for the error message if the properties differ.
-    seed
-        Seed of the data set.
-    unfinished
-        Function that returns the epoch that DataLoader workers of this process are reading, if any. The state does not
-        contain the positions of these workers.
-    """
+    """Return the state at a position; `unfinished` returns the epoch that DataLoader workers are reading, if any."""
     state: dict[str, Any] = {
         "version": STATE_VERSION,
         "seed": seed,
         "epoch": position.epoch,
         "fingerprint": dict(identity),
         "settings": dict(settings),
-        "consumed": position.consumed_numbers,
+        "consumed": [dataclasses.astuple(segment) for segment in position.consumed],
     }
     worker = get_worker_info()
     if worker is not None:
@@ -162,29 +194,9 @@ def state_of(
 
 
 def parse_state(
-    state: Any, identity: Mapping[str, Any], settings: Mapping[str, str], *, drop_last: bool, seed: int | None
+    state: Any, identity: Mapping[str, Any], settings: Mapping[str, str], *, seed: int | None
 ) -> tuple[EpochPosition, int]:
-    """Parse a state into a position and a seed.
-
-    Parameters
-    ----------
-    state
-        Return value of `scDataset.state_dict`.
-    identity
-        Properties that must be equal; see `scDataset.fingerprint`.
-    settings
-        Settings of the strategy as text, which an error message compares with those of the state.
-    drop_last
-        `drop_last` of the data set.
-    seed
-        Seed of the data set, if it was given.
-
-    Raises
-    ------
-    InputError
-        If a part of the state is missing or invalid, or the state belongs to other data or another strategy. The
-        message lists the differences.
-    """
+    """Return the position and the seed in a state; raise an error that lists differences from the data set."""
     if not isinstance(state, dict) or "version" not in state:
         raise InputError(f"{brief(state)} is not a state of a data set; give the result of dataset.state_dict()")
     if state["version"] != STATE_VERSION:
@@ -192,18 +204,23 @@ def parse_state(
             f"the state has version {state['version']!r}, but this version of dasksc reads states of version "
             f"{STATE_VERSION}. Load another checkpoint, or resume with the version of dasksc that saved this one"
         )
-    position, its_seed = _parsed(state)
-    was = dict(state["fingerprint"])
-    if "left_out" not in was and "left_out" in identity:
-        if position.consumed and was.get("drop_last") == drop_last:
-            raise InputError(
-                f"the state was taken in the middle of epoch {position.epoch} by a version of dasksc whose drop_last "
-                "dropped different rows, so the remaining rows of the epoch are unknown. To start the epoch from its "
-                "beginning, set state['consumed'] = [] and load it again"
+    sizes = [field.name for field in dataclasses.fields(ConsumedSegment)]
+    was = _part(state, "fingerprint", "a dict", dict[str, Any])
+    epoch = _part(state, "epoch", "a whole number", lambda value: _whole("epoch", value, 0, 2**32))
+    its_seed = _part(state, "seed", "a whole number", lambda value: _whole("seed", value, 0, 2**64))
+    consumed = _part(
+        state,
+        "consumed",
+        f"a list of lists of whole numbers ({', '.join(sizes)})",
+        lambda value: tuple(
+            ConsumedSegment(
+                **{name: _whole(name, n, int(name != "n_batches")) for name, n in zip(sizes, one, strict=True)}
             )
-        was["left_out"] = identity["left_out"]
+            for one in value
+        ),
+    )
     then = state.get("settings")
-    differing = list(differences(identity, was, settings, then if isinstance(then, Mapping) else {}))
+    differing = list(_differences(identity, was, settings, then if isinstance(then, Mapping) else {}))
     if seed is not None and seed != its_seed:
         differing.append(f"seed is {seed} and was {its_seed}")
     if differing:
@@ -211,42 +228,23 @@ def parse_state(
             f"the state does not fit this data set: {'; '.join(differing)}. Create the data set with the same "
             "arguments as when the state was taken; rank, world size, batch_size and fetch_factor may differ"
         )
-    return position, its_seed
+    return EpochPosition(epoch, consumed), its_seed
 
 
-def _whole(value: Any) -> int:
-    """Convert a number of a state, possibly a tensor, to int. Raise a ValueError if it is not whole."""
+def _part(state: Mapping[str, Any], name: str, expected: str, parse: Callable[[Any], T]) -> T:
+    try:
+        return parse(state[name])
+    except (KeyError, TypeError, ValueError) as error:
+        found = f"{name}={state[name]!r:.100}" if name in state else f"only {', '.join(map(repr, state))}"
+        raise InputError(
+            f"the state did not come from scDataset.state_dict(): it must contain {name!r}, {expected}, but "
+            f"contains {found}. Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
+        ) from error
+
+
+def _whole(name: str, value: Any, low: int, end: int = 2**63) -> int:
+    """Return a number of a state, which may be a tensor, as an int; raise a ValueError if it is not whole."""
     number = int(value)
     if number != value:
         raise ValueError(f"{value!r} is not a whole number")
-    return number
-
-
-def _parsed(state: Mapping[str, Any]) -> tuple[EpochPosition, int]:
-    names = [field.name for field in dataclasses.fields(ConsumedSegment)]
-    part, expected = "", ""
-    try:
-        part, expected = "fingerprint", "a dict"
-        if not hasattr(state["fingerprint"], "keys"):
-            raise TypeError("it is not a dict")
-        part, expected = "epoch", "a whole number"
-        epoch = checks.whole_number(part, _whole(state[part]), 0, 2**32)
-        part, expected = "seed", "a whole number"
-        seed = checks.whole_number(part, _whole(state[part]), 0, 2**64)
-        part, expected = "consumed", f"a list of lists of whole numbers ({', '.join(names)})"
-        segments = tuple(
-            ConsumedSegment(
-                **{
-                    name: checks.whole_number(name, _whole(number), low=name != "n_batches")
-                    for name, number in zip(names, segment, strict=True)
-                }
-            )
-            for segment in state[part]
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        found = f"{part}={state[part]!r:.100}" if part in state else f"only {', '.join(map(repr, state))}"
-        raise InputError(
-            f"the state did not come from scDataset.state_dict(): it must contain {part!r}, {expected}, but "
-            f"contains {found}. Load another checkpoint, or call set_epoch(n) to start an epoch from its beginning"
-        ) from error
-    return EpochPosition(epoch, segments), seed
+    return checks.whole_number(name, number, low, end)

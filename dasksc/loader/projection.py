@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -18,6 +17,7 @@ from dasksc.errors import InputError
 from dasksc.executor.schedulers import FetchScheduler, default_threads
 from dasksc.loader.rank_session import RankSession
 from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.loader.spec import LoaderSpec
 from dasksc.memory import limits as process_memory
 from dasksc.memory.model import NOMINAL_THREADS, Demand, MemoryModel, ReadingMode
 from dasksc.storage import buffers
@@ -34,49 +34,47 @@ _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 class MemoryProjection:
     """Memory of fetches and batches of a source, compared with the memory that this process may use.
 
-    `limit` is the anonymous memory that the rank may use, in bytes. A `fetch_factor` of None chooses the largest that
-    fits it; `InputError` is raised if fetches do not fit. `run_rows` is the mean number of neighboring rows that a
-    fetch reads together, and `prefetch` the number of fetches in flight in addition to the one being yielded.
+    `run_rows` is the mean number of neighboring rows that a fetch reads together. An error is raised if fetches do not
+    fit; without a fetch factor, the largest that fits is chosen.
     """
 
     def __init__(
         self,
+        spec: LoaderSpec,
         source: MatrixSource | IndexedSource,
-        session: RankSession,
+        ranks: RankSession,
         scheduler: Callable[[], FetchScheduler],
         *,
         batch_size: int,
-        fetch_factor: int | None,
         run_rows: float,
-        prefetch: int | None,
-        limit: int,
     ) -> None:
         self._source = source
-        self.session = session
+        self._ranks = ranks
         self._scheduler = scheduler
-        self._batch_size = batch_size
-        self._run_rows = run_rows
-        self.prefetch = prefetch
-        self.limit = limit
+        self._batch_size = batch_size  # with controls
+        self.run_rows = run_rows
+        self.prefetch = spec.prefetch
+        self.limit: int = spec.memory_limit
+        fetch_factor = spec.fetch_factor
         if fetch_factor is None:
             if isinstance(source, IndexedSource):
                 raise InputError("fetch_factor=None needs an AnnData or a Dask array; give a number for other inputs")
-            fetch_factor = self._model(1).fitting_fetch_factor(limit, prefetch=prefetch)
+            fetch_factor = self._model(1).fitting_fetch_factor(self.limit, prefetch=self.prefetch)
         self.fetch_factor = checks.whole_number("fetch_factor", fetch_factor)
         if isinstance(source, MatrixSource):
             self._refuse_too_large()
 
-    def in_storage_order(self, session: RankSession) -> MemoryProjection:
-        """Return the projection of a pass in storage order, where small fetches suffice, by the ranks of `session`."""
-        one = copy.copy(self)
-        one.session = session
-        if isinstance(self._source, MatrixSource):
-            costs = self._source.costs["read"].values()
-            row_bytes = max(1.0, sum(max(cost.row, cost.held) for cost in costs))
-            rows = max(_ORDERED_BYTES / row_bytes, _ORDERED_CHUNKS * max(cost.chunk_rows for cost in costs))
-            one.fetch_factor = max(1, min(self.fetch_factor, math.ceil(rows / self._batch_size)))
-            one._run_rows = one._batch_size * one.fetch_factor
-        return one
+    @property
+    def ordered_fetch_factor(self) -> int:
+        """Fetch factor of a pass in storage order, where small fetches suffice."""
+        if not isinstance(self._source, MatrixSource):
+            return self.fetch_factor
+        costs = self._source.costs["read"].values()
+        row_bytes = max(1.0, sum(max(cost.row, cost.held) for cost in costs))
+        rows = max(_ORDERED_BYTES / row_bytes, _ORDERED_CHUNKS * max(cost.chunk_rows for cost in costs))
+        factor = max(1, min(self.fetch_factor, math.ceil(rows / self._batch_size)))
+        # A fetch may be divided into fewer parts than a larger one, and then need more memory.
+        return factor if self._least_demand(factor).anonymous <= self.limit else self.fetch_factor
 
     @property
     def is_interprocess(self) -> bool:
@@ -96,7 +94,7 @@ class MemoryProjection:
     @property
     def n_threads(self) -> int:
         """Number of fetching threads of the rank, limited by memory; on a Dask cluster, its share of their threads."""
-        world = self.session.detect()
+        world = self._ranks.detect()
         n_of_cluster = self._scheduler().n_threads
         if n_of_cluster is not None:
             return max(1, n_of_cluster // world.world_size)
@@ -114,7 +112,7 @@ class MemoryProjection:
         """Number of fetching threads in this process, which may be a DataLoader worker."""
         worker = get_worker_info()
         n_threads = default_threads(
-            local_world_size=self.session.current_world().local_world_size,
+            local_world_size=self._ranks.current_world().local_world_size,
             n_workers=1 if worker is None else worker.num_workers,
         )
         return min(n_threads, self.n_threads) if isinstance(self._source, MatrixSource) else n_threads
@@ -138,7 +136,7 @@ class MemoryProjection:
 
     def depth_on(self, scheduler: FetchScheduler) -> Callable[[], int]:
         """Return a function that returns the depth on a cluster, where the number of workers changes."""
-        n_ranks = self.session.fix_world().world_size
+        n_ranks = self._ranks.fix_world().world_size
         depth = functools.cache(lambda n_threads: self.reading_mode(n_threads).depth)  # called for every result
         return lambda: int(depth(max(1, (scheduler.n_threads or 0) // n_ranks)))
 
@@ -146,7 +144,7 @@ class MemoryProjection:
         """Return the current reading mode for `n_threads` threads."""
         limit = process_memory.memory_limit()
         worker = get_worker_info()
-        n_processes = self.session.detect().local_world_size * (1 if worker is None else worker.num_workers)
+        n_processes = self._ranks.detect().local_world_size * (1 if worker is None else worker.num_workers)
         available = process_memory.share_of(
             limit, n_processes=n_processes, own=process_memory.own_bytes(), reused=buffers.kept_bytes()
         )
@@ -180,7 +178,7 @@ class MemoryProjection:
             )
         return mode
 
-    def least_demand(self, fetch_factor: int) -> Demand:
+    def _least_demand(self, fetch_factor: int) -> Demand:
         """Return the minimum memory of iteration with fetches of `fetch_factor` batches."""
         model = self._model(fetch_factor)
         depth = self.prefetch * model.n_parts(()) if self.prefetch else 1
@@ -200,18 +198,19 @@ class MemoryProjection:
             fetch_factor=fetch_factor,
             batch_bytes=self.batch_bytes,
             n_batches=3 + self.n_batches_ahead,
-            run_rows=self._run_rows,
+            run_rows=self.run_rows,
             is_interprocess=self.is_interprocess,
         )
 
     def _refuse_too_large(self) -> None:
         """Raise an error for sizes whose projection exceeds the limit; the message suggests sizes that fit."""
-        given, least = self.least_demand(self.fetch_factor).anonymous, self.least_demand(1).anonymous
+        factor = self.fetch_factor
+        given = least = self._least_demand(factor).anonymous
         if given <= self.limit:
             return
-        factor = self.fetch_factor
-        while factor > 1 and self.least_demand(factor).anonymous > self.limit:
+        while factor > 1 and least > self.limit:
             factor //= 2
+            least = self._least_demand(factor).anonymous
         n = self.prefetch or 1
         remedy = f"Use fetch_factor={factor}, which fits, lower batch_size or prefetch"
         if least > self.limit:

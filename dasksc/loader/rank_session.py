@@ -23,14 +23,7 @@ __all__ = ["RankSession"]
 class RankSession:
     """Rank, world size and seed of a data set, fixed when the first epoch begins or earlier.
 
-    Parameters
-    ----------
-    rank, world_size, group
-        As given to `scDataset`; None uses `World.detect`.
-    seed
-        Seed as given. None draws one, on which the ranks agree later.
-    is_random
-        True if any result depends on the seed.
+    `is_random` is True if any result depends on the seed. Without a seed, one is drawn, on which the ranks agree later.
     """
 
     def __init__(
@@ -79,26 +72,18 @@ class RankSession:
         return self._seed
 
     def fix_world_if_distributed(self) -> None:
-        """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet.
-
-        A world of one rank is not fixed, because a process group may be created later.
-        """
+        """Fix rank, world size and seed if there are several ranks, unless they cannot agree on a seed yet."""
+        # A world of one rank is not fixed, because a process group may be created later.
         if self.detect().world_size > 1 and (self.seed_is_given or not self._is_random or Agreement.is_possible()):
             self.fix_world()
 
     def fix_world(self) -> World:
-        """Fix rank, world size and seed, unless they are already fixed.
-
-        Raises
-        ------
-        InputError
-            If a DataLoader worker would have to agree on a seed with other ranks.
-        """
+        """Fix rank, world size and seed, unless they are already fixed."""
         world = self._world
         if world is None:
             world = self.detect()
-            agreement = Agreement(world)
-            if world.world_size > 1 and not self.seed_is_given and self._is_random:
+            agreement = Agreement(world) if world.world_size > 1 else None
+            if agreement is not None and not self.seed_is_given and self._is_random:
                 if get_worker_info() is not None:
                     raise InputError(
                         "a DataLoader worker cannot agree on a seed with other ranks: pass seed=, or call "

@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import dask.array as da
@@ -29,40 +30,28 @@ from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneMatch
-from dasksc.loader.request import BatchRequest
+from dasksc.loader.spec import LoaderSpec
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
-from dasksc.plan.strategies import SamplingStrategy
 from dasksc.storage import (
     Columns,
     ConcatenatedMatrix,
     FetchCost,
     Matrix,
     ReorderedMatrix,
-    UseMmap,
     buffers,
     mapping,
     part_costs,
 )
 
-__all__ = ["Hooks", "IndexedSource", "MatrixSource", "Source", "source_of"]
+__all__ = ["IndexedSource", "MatrixSource", "source_of"]
 
 logger = logging.getLogger("dasksc.dataset")
 
 
 class Source:
-    """Collection of rows.
-
-    Parameters
-    ----------
-    name
-        Name in logs and tasks.
-    collection
-        Collection that hooks receive and users inspect.
-    n_obs
-        Number of rows.
-    """
+    """Collection of rows, which hooks receive and users inspect; `name` stands in logs and tasks."""
 
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
         self.name = name
@@ -70,81 +59,77 @@ class Source:
         self.n_obs = n_obs
 
     def labels_of(self, key: str) -> Any:
-        """Return a column of obs.
-
-        Raises
-        ------
-        InputError
-            If there is no obs, or it has no such column.
-        """
-        table = self._table()
-        if table is None:
-            raise InputError(
-                f"{key!r} names an obs column, but this collection has no obs. Give an AnnData, or labels= if the "
-                "strategy accepts it"
-            )
+        """Return a column of obs."""
+        table = self._obs_for(f"the column {key!r}")
         if isinstance(self.collection, AnnDataView):
             return self.collection.column(key)
         return table[require_key("obs", key, table, of=self.collection)]
 
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return a boolean mask of the rows for which an expression over obs holds."""
-        table = self._table()
-        if table is None:
-            raise InputError(
-                f"filter={expression!r} needs obs, which this collection does not have; give indices= to the strategy "
-                "instead"
-            )
+        table = self._obs_for(f"the filter {expression!r}")
         for name in filtering.columns_of(expression):
             self.labels_of(name)  # raises an error that names the atlas if the column is missing
         return filtering.holds(expression, table)
 
-    def _table(self) -> Any:
+    def _obs_for(self, what: str) -> Any:
         is_view = isinstance(self.collection, AnnDataView)
-        return getattr(self.collection, "table" if is_view else "obs", None)
+        table = getattr(self.collection, "table" if is_view else "obs", None)
+        if table is None:
+            raise InputError(
+                f"{what} needs obs, which this collection does not have. Give an AnnData, or the strategy labels= or "
+                "indices="
+            )
+        return table
 
 
 class MatrixSource(Source):
-    """Matrices of an atlas whose rows become tensors.
-
-    Parameters
-    ----------
-    name, collection, n_obs
-        See `Source`.
-    matrices
-        Matrices by name: ``"X"``, ``"layers/counts"``.
-    maker
-        Object that gathers batches from fetched rows.
-    categories
-        Labels of encoded obs columns.
-    gene_match
-        Match of gene names; for several modalities, a dict by modality. None if no names were given.
-    """
+    """Matrices of an atlas, by names such as ``"layers/counts"``, whose rows a `BatchMaker` makes into tensors."""
 
     def __init__(
         self,
+        spec: LoaderSpec,
         name: str,
         collection: Any,
         n_obs: int,
-        *,
-        matrices: dict[str, Matrix],
-        maker: BatchMaker,
-        categories: dict[str, list[Any]],
-        gene_match: GeneMatch | dict[str, GeneMatch] | None = None,
+        arrays: Mapping[str, Any],
+        columns: dict[str, Columns],
+        gene_match: GeneMatch | dict[str, GeneMatch] | None,
+        obs: Mapping[str, pd.Series[Any]] = MappingProxyType({}),
+        modalities: tuple[str, ...] = (),
     ) -> None:
         super().__init__(name, collection, n_obs)
         self.gene_match = gene_match
-        self.matrices = matrices
-        self.maker = maker
-        self.categories = categories
-        for key, matrix in matrices.items():
-            columns = maker.columns.get(key)
-            n_missing = matrix.n_missing(columns) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
+        self.categories: dict[str, list[Any]] = Categories()
+        encoded: dict[str, NDArray[Any]] = {}
+        for key, column in obs.items():
+            encoded[key], labels = encode_column(column, narrow=True)  # codes in the smallest data type
+            if labels is not None:
+                self.categories[key] = labels
+        for key, array in arrays.items():
+            if not isinstance(array, da.Array):
+                raise InputError(
+                    f"{key} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it"
+                )
+        self.matrices: dict[str, Matrix] = {key: lazy.matrix_of(array) for key, array in arrays.items()}
+        self.maker = BatchMaker(
+            obs=encoded,
+            n_classes={key: len(labels) for key, labels in self.categories.items()},
+            layout=spec.layout,
+            dtype=spec.value_dtype,
+            columns=columns,
+            only_x=spec.only_x and not modalities,
+            pinned=spec.pin_memory,
+            modalities=modalities,
+        )
+        for key, matrix in self.matrices.items():
+            kept = columns.get(key)
+            n_missing = matrix.n_missing(kept) if isinstance(matrix, ConcatenatedMatrix | ReorderedMatrix) else 0
             if n_missing:
                 logger.warning(
                     "batches have NaN in %d of %d columns of %s, for cells of atlases without these columns. For "
                     "zeros instead, open the atlases with dasksc.open(..., join='outer', fill_value=0)",
-                    *(n_missing, matrix.shape[1] if columns is None else len(columns), matrix.label),
+                    *(n_missing, matrix.shape[1] if kept is None else len(kept), matrix.label),
                 )
 
     @functools.cached_property
@@ -221,38 +206,13 @@ class MatrixSource(Source):
         return state
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """Functions given to `scDataset` that replace indexing or follow it."""
-
-    fetch_callback: Callable[[Any, Any], Any] | None = None
-    fetch_transform: Callable[[Any], Any] | None = None
-    batch_callback: Callable[[Any, Any], Any] | None = None
-    batch_transform: Callable[[Any], Any] | None = None
-
-    def __post_init__(self) -> None:
-        for name, hook in vars(self).items():
-            if hook is not None and not callable(hook):
-                raise WrongTypeError(f"{name} must be callable; got {hook!r}")
-            if hasattr(hook, "at_epoch"):
-                raise WrongTypeError(f"{name}={hook!r} is a transform of batches; give it as transform=")
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
-
 class IndexedSource(Source):
-    """Collection that is indexed, or read through hooks; hooks are called one at a time.
-
-    Parameters
-    ----------
-    name, collection, n_obs
-        See `Source`.
-    """
+    """Collection that is indexed, or read through hooks; hooks are called one at a time."""
 
     def __init__(self, name: str, collection: Any, n_obs: int) -> None:
         super().__init__(name, collection, n_obs)
         self.categories: dict[str, list[Any]] = Categories()
+        self.gene_match = None
         # Held during calls of hooks and while the collection is indexed.
         self.lock = threading.Lock()
 
@@ -263,7 +223,7 @@ class IndexedSource(Source):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Empty dict: users may freely change an indexed collection between runs, so no properties are compared."""
+        """Empty, because users may freely change an indexed collection between runs."""
         return {}
 
     @property
@@ -271,20 +231,18 @@ class IndexedSource(Source):
         """None, since ranks have nothing to compare."""
         return
 
-    def read(self, hooks: Hooks, rows: NDArray[np.int64]) -> Any:
+    def read(self, spec: LoaderSpec, rows: NDArray[np.int64]) -> Any:
         """Read ascending rows and apply `fetch_transform`."""
         # Fetches of an AnnData or a Dask array run concurrently. Hooks are called, and other collections are indexed,
         # one at a time.
         ours = isinstance(self.collection, AnnDataView | lazy.MatrixRows)
-        data = None
-        if hooks.fetch_callback is None and ours:
-            data = self.collection[rows]
+        data = self.collection[rows] if ours and spec.fetch_callback is None else None
         with self.lock:
-            if hooks.fetch_callback is not None:
-                data = hooks.fetch_callback(self.collection, rows)
+            if spec.fetch_callback is not None:
+                data = spec.fetch_callback(self.collection, rows)
             elif not ours:
                 data = take_rows(self.collection, rows)
-            return data if hooks.fetch_transform is None else hooks.fetch_transform(data)
+            return data if spec.fetch_transform is None else spec.fetch_transform(data)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -296,42 +254,15 @@ class IndexedSource(Source):
         self.lock = threading.Lock()
 
 
-def source_of(
-    data: Any,
-    request: BatchRequest,
-    hooks: Hooks,
-    *,
-    strategy: SamplingStrategy,
-    filtered_by: Sequence[str],
-    mmap: UseMmap,
-) -> MatrixSource | IndexedSource:
-    """Return the source for `data`; open it if it is a path.
-
-    Parameters
-    ----------
-    data
-        Data collection of `scDataset`.
-    request
-        Content of batches.
-    hooks
-        Functions that replace indexing or follow it.
-    strategy
-        Strategy. Its labels may be an obs column. If the collection has no length, only a `fetch_callback` can read it,
-        and the indices of the strategy determine the number of rows.
-    filtered_by
-        Columns of obs that a filter uses.
-    mmap
-        Setting for memory-mapping files.
-
-    Raises
-    ------
-    InputError
-        If the arguments do not fit the collection or each other.
-    """
+def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
+    """Return the source for the first argument of `scDataset`; open it if it is a path."""
+    hooks, mmap = spec.has_hooks, spec.mmap
+    if isinstance(data, MatrixSource | IndexedSource):
+        return data
     if isinstance(data, list | tuple | Mapping) and not data and not hooks:
         raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
     if is_modalities(data):
-        return _of_modalities(data, request, hooks, mmap)
+        return _of_modalities(data, spec)
     name = "data"
     with_names: Callable[[], AnnData] | None = None
     opening: Callable[..., AnnData] | None = None
@@ -341,7 +272,7 @@ def source_of(
         name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
         if isinstance(data, str | os.PathLike) and several_of(data) is None:
             path = os.fspath(data)
-        wanted = [*request.obs, *filtered_by, *getattr(strategy, "obs_columns", ())]
+        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
         # Hooks receive every column. Without hooks, only requested columns are read; cell names are read when obs is
         # accessed.
         if hooks:
@@ -355,7 +286,7 @@ def source_of(
             name = Path(data.filename).stem
         with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
         names = data.obs_names
-        data = open_atlas(data, mmap=mmap, names=bool(hooks))
+        data = open_atlas(data, mmap=mmap, names=hooks)
     is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = (
@@ -364,7 +295,7 @@ def source_of(
             else "the data must be an AnnData or a two-dimensional Dask array (obs=, layers= and obsm= need an "
             f"AnnData); got {type(data).__name__}"
         )
-        request.refuse_matrix_options(why)
+        spec.refuse_matrix_options(why)
     if isinstance(data, AnnData):
         collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
@@ -373,28 +304,24 @@ def source_of(
             raise InputError(
                 f"{name} has no X, which every batch needs. Set it from a layer: adata.X = adata.layers['counts']"
             )
-        return _of_atlas(name, collection, data, request)
+        return _of_atlas(name, collection, data, spec)
     if not is_ours:
-        return IndexedSource(name, data, _count(data, hooks, strategy))
+        return IndexedSource(name, data, _count(data, spec))
     if hooks:
         rows = lazy.MatrixRows(matrix=lazy.matrix_of(data))
         return IndexedSource(name, rows, int(data.shape[0]))
-    if request.obs or request.layers or request.obsm:
+    if spec.obs or spec.layers or spec.obsm:
         raise InputError("obs=, layers= and obsm= need an AnnData; a Dask array has no such elements")
-    columns, match = request.genes.columns_of(None, data.shape[1])
-    maker = _maker(request, {}, Categories(), _for_each(columns, ["X"]))
-    matrices = _matrices({"X": data})
-    return MatrixSource(
-        *(name, data, int(data.shape[0])), matrices=matrices, maker=maker, categories=Categories(), gene_match=match
-    )
+    columns, match = spec.gene_request.columns_of(None, data.shape[1])
+    return MatrixSource(spec, name, data, int(data.shape[0]), {"X": data}, _for_each(columns, ["X"]), match)
 
 
-def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
+def _count(data: Any, spec: LoaderSpec) -> int:
     try:
         return count_rows(data)
     except TypeError as error:
         # Only the callback reads the collection, so the indices of the strategy determine the number of rows.
-        n_obs = None if hooks.fetch_callback is None else n_rows_from_indices(strategy)
+        n_obs = None if spec.fetch_callback is None else n_rows_from_indices(spec.strategy)
         if n_obs is None:
             given = f"an object of type {type(data).__name__}"
             raise WrongTypeError(
@@ -405,33 +332,25 @@ def _count(data: Any, hooks: Hooks, strategy: SamplingStrategy) -> int:
         return n_obs
 
 
-def _of_atlas(name: str, collection: Any, adata: AnnData, request: BatchRequest) -> MatrixSource:
+def _of_atlas(name: str, collection: Any, adata: AnnData, spec: LoaderSpec) -> MatrixSource:
     arrays = {"X": adata.X}
     for group in ("layers", "obsm"):
         held = getattr(adata, group)
-        arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(request, group)}
-    columns, match = request.genes.columns_of(adata.var, adata.n_vars, of=adata)
-    encoded, categories = _encoded(adata.obs, request.obs, of=adata)
-    matrices = _matrices(arrays)
-    maker = _maker(request, encoded, categories, _for_each(columns, arrays))
-    return MatrixSource(
-        *(name, collection, int(adata.n_obs)),
-        matrices=matrices,
-        maker=maker,
-        categories=categories,
-        gene_match=match,
-    )
+        arrays |= {f"{group}/{key}": held[require_key(group, key, held, of=adata)] for key in getattr(spec, group)}
+    columns, match = spec.gene_request.columns_of(adata.var, adata.n_vars, of=adata)
+    obs = {key: adata.obs[require_key("obs", key, adata.obs, of=adata)] for key in spec.obs}
+    return MatrixSource(spec, name, collection, int(adata.n_obs), arrays, _for_each(columns, arrays), match, obs)
 
 
-def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap) -> MatrixSource:
+def _of_modalities(data: Any, spec: LoaderSpec) -> MatrixSource:
     """Return the source of several modalities, whose matrices share row numbers."""
-    name, genes = "data", request.genes.genes
-    if hooks:
+    name, genes = "data", spec.genes
+    if spec.has_hooks:
         raise InputError("hooks cannot be used with several modalities; give scDataset one of them: data['rna']")
     if not isinstance(data, Modalities):
         if isinstance(data, str | os.PathLike):
             name = stem_of(data)
-        data = Modalities(data, mmap=mmap)
+        data = Modalities(data, mmap=spec.mmap)
     if genes is not None and not isinstance(genes, Mapping):
         raise InputError(f"genes= of several modalities must be a dict, such as {{{next(iter(data))!r}: [...]}}")
     for modality in genes or {}:
@@ -442,7 +361,7 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
     for modality, adata in data.mod.items():
         own = {f"{modality}:X": adata.X}
         for group in ("layers", "obsm"):
-            for key in getattr(request, group):
+            for key in getattr(spec, group):
                 of, colon, rest = key.partition(":")
                 if not colon or of not in data.mod:
                     raise InputError(f"{group}={key!r} must name the modality, as in '{modality}:{key}'")
@@ -450,56 +369,12 @@ def _of_modalities(data: Any, request: BatchRequest, hooks: Hooks, mmap: UseMmap
                     held = getattr(adata, group)
                     own[f"{modality}:{group}/{rest}"] = held[require_key(f"{group} of {of}", rest, held)]
         arrays |= own
-        kept, match = request.genes.of(modality).columns_of(adata.var, adata.n_vars)
+        kept, match = spec.gene_request.of(modality).columns_of(adata.var, adata.n_vars)
         columns |= _for_each(kept, own)
         if match is not None:
             matches[modality] = match
-    encoded, categories = _encoded(data.obs, request.obs)
-    matrices = _matrices(arrays)
-    maker = _maker(request, encoded, categories, columns, modalities=tuple(data.mod))
-    return MatrixSource(
-        *(name, data, data.n_obs), matrices=matrices, maker=maker, categories=categories, gene_match=matches or None
-    )
-
-
-def _maker(
-    request: BatchRequest,
-    encoded: dict[str, NDArray[Any]],
-    categories: Mapping[str, Any],
-    columns: dict[str, Columns],
-    modalities: tuple[str, ...] = (),
-) -> BatchMaker:
-    return BatchMaker(
-        obs=encoded,
-        n_classes={name: len(labels) for name, labels in categories.items()},
-        layout=request.layout,
-        dtype=request.value_dtype,
-        columns=columns,
-        only_x=request.only_x and not modalities,
-        pinned=request.pin_memory,
-        modalities=modalities,
-    )
-
-
-def _encoded(
-    obs: Any, names: Sequence[str], *, of: AnnData | None = None
-) -> tuple[dict[str, NDArray[Any]], dict[str, list[Any]]]:
-    """Return obs columns as numbers, with codes in the smallest data type, and the labels of the codes."""
-    encoded: dict[str, NDArray[Any]] = {}
-    categories: dict[str, list[Any]] = Categories()
-    for name in names:
-        column = obs[require_key("obs", name, obs, of=of)]
-        encoded[name], labels = encode_column(column, narrow=True)
-        if labels is not None:
-            categories[name] = labels
-    return encoded, categories
-
-
-def _matrices(arrays: Mapping[str, Any]) -> dict[str, Matrix]:
-    for name, array in arrays.items():
-        if not isinstance(array, da.Array):
-            raise InputError(f"{name} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it")
-    return {name: lazy.matrix_of(array) for name, array in arrays.items()}
+    obs = {key: data.obs[require_key("obs", key, data.obs)] for key in spec.obs}
+    return MatrixSource(spec, name, data, data.n_obs, arrays, columns, matches or None, obs, modalities=tuple(data.mod))
 
 
 def _for_each(columns: Columns | None, keys: Iterable[str]) -> dict[str, Columns]:

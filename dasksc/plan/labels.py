@@ -6,13 +6,16 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.arrays import EMPTY_INTS, array_of
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["CodedColumn", "check_categories", "encode_labels", "listed"]
 
@@ -42,6 +45,25 @@ class CodedColumn:
         if len(codes) != n_obs:
             raise InputError(f"the column {name!r} has {len(codes)} labels for {n_obs} rows; give one per row")
         return cls(name, codes, labels)
+
+    @classmethod
+    def in_order(cls, column: pd.Series[Any], order: Literal["occurrence", "value", "text"]) -> CodedColumn:
+        """Encode every distinct value of a column; categories keep their order, unless it is to be that of text."""
+        # Codes have the smallest type. The order of text depends neither on that of categories nor on that of rows.
+        import pandas as pd
+
+        if isinstance(column.dtype, pd.CategoricalDtype):
+            codes, labels = np.asarray(column.array.codes), column.array.categories
+        else:
+            codes, labels = pd.factorize(column, sort=order == "value")
+            codes = codes.astype(np.min_scalar_type(-max(len(labels), 1)), copy=False)
+        check_categories(labels, f"obs column {column.name!r}")
+        if order == "text":
+            by_text = np.argsort(labels.map(str).to_numpy(object), kind="stable")
+            places = np.full(len(labels) + 1, -1, dtype=np.int32)  # code -1 of missing values selects the last entry
+            places[by_text] = np.arange(len(labels))
+            codes, labels = places[codes], labels.take(by_text)
+        return cls(str(column.name), codes, labels)
 
     def codes_of(self, argument: str, wanted: Iterable[Any]) -> list[int]:
         """Return the code of each label in `wanted`, which the user gave in `argument`."""

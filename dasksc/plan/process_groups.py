@@ -6,8 +6,6 @@ import sys
 import time
 from typing import Any
 
-from dasksc._compat.jax import distributed_state
-
 __all__ = ["jax_state", "leave_group", "torch_distributed"]
 
 _SETTLE_S = 0.2
@@ -24,7 +22,11 @@ def torch_distributed() -> Any:
 def jax_state() -> Any:
     """Return the state of ``jax.distributed`` if it is initialized, otherwise None; never import JAX."""
     module = sys.modules.get("jax.distributed")
-    return distributed_state() if module is not None and module.is_initialized() else None
+    if module is None or not module.is_initialized():
+        return None
+    # The public functions of JAX would initialize its devices, and so wait for all other processes. The ``client`` of
+    # this private state is the key-value store.
+    return sys.modules["jax._src.distributed"].global_state
 
 
 def leave_group() -> None:

@@ -1,11 +1,9 @@
 """Conversion of a `Matrix` to a Dask array, and of a Dask array to a `Matrix`.
 
-The Dask array that `to_dask` makes is for metadata, lazy inspection and computations on the whole array. It has one
-task per row chunk, with `csr_matrix` or `ndarray` chunks. Minibatches never index that array. `matrix_of` instead finds
-the `Matrix` behind an array that `to_dask` made, and each fetch reads its rows directly from that matrix. Dask
-operations on such an array are called array code. They run on the fetched rows alone if they treat every row
-independently (`RowLocalMatrix`). Any other Dask array becomes a `DaskMatrix`, which computes whole row chunks and
-therefore costs more.
+The Dask array that `to_dask` makes, with one task and one `csr_matrix` or `ndarray` per row chunk, is for inspection
+and computations on the whole array. Batches never index it: `matrix_of` finds the `Matrix` behind it, from which each
+fetch reads its rows. Dask operations on such an array are called array code. They run on the fetched rows alone if they
+treat every row independently (`RowLocalMatrix`). Other Dask arrays become a `DaskMatrix`, which computes whole chunks.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ import numpy as np
 from dask.utils import format_bytes
 
 from dasksc.errors import InputError
-from dasksc.pushdown.computed_chunks import DaskMatrix
+from dasksc.pushdown.compiler import NotRowLocalError
 from dasksc.pushdown.dask_leaf import MatrixRows, chunk_rows_for, gather_block, leaf_matrix, leaves_of, to_dask
-from dasksc.pushdown.rowlocal.graph import NotRowLocalError
-from dasksc.pushdown.rowlocal.matrix import RowLocalMatrix
-from dasksc.pushdown.trust import is_strict, row_local
+from dasksc.pushdown.dask_matrix import DaskMatrix
+from dasksc.pushdown.functions import row_local
+from dasksc.pushdown.row_matrix import RowLocalMatrix
 from dasksc.storage import Matrix
 
 __all__ = [
@@ -51,14 +49,15 @@ def matrix_of(array: da.Array) -> Matrix:
             f"the Dask array {array.name!r} has unknown chunk sizes ({array.chunks}), so its rows cannot be "
             "numbered. Call its method compute_chunk_sizes() first."
         )
-    leaf = leaf_matrix(array)
-    if leaf is not None:
+    if (leaf := leaf_matrix(array)) is not None:
         return leaf
     try:
-        return RowLocalMatrix(array, strict=is_strict())
+        return RowLocalMatrix(array)
     except NotRowLocalError as reason:
         matrix = DaskMatrix(array)
-        _warn_of_cost(matrix, str(reason))
+        if array.name not in _warned:
+            _warned.add(array.name)
+            _warn_of_cost(matrix, str(reason))
         return matrix
 
 
@@ -67,9 +66,6 @@ _warned: set[str] = set()
 
 def _warn_of_cost(matrix: DaskMatrix, reason: str) -> None:
     array = matrix.array
-    if array.name in _warned:
-        return
-    _warned.add(array.name)
     row_chunks = array.chunks[0]
     chunk_bytes = max(row_chunks, default=0) * array.shape[1] * array.dtype.itemsize
     logger.warning(

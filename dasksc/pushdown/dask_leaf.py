@@ -9,19 +9,20 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
+from dask.array import chunk
 from dask.base import normalize_token, tokenize
 from numpy.typing import NDArray
 
 from dasksc import config
-from dasksc._compat.dask import MATRIX_KEY_PREFIX, chunk
-from dasksc._compat.scipy import mark_canonical
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import add_reductions
 from dasksc.storage import Columns, Matrix, RowBuffer
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.matrix import Layout
 
 __all__ = ["MatrixRows", "chunk_rows_for", "gather_block", "leaf_matrix", "leaves_of", "to_dask"]
+
+# `da.from_array` puts this before the name of an array to form the key of its source.
+_SOURCE = "original-"
 
 
 def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None = None) -> da.Array:
@@ -42,7 +43,7 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
         # not convert sparse blocks to ndarray.
         getitem=chunk.getitem,
         asarray=False,
-        meta=_empty_block(matrix.layout, matrix.dtype),
+        meta=(sp.csr_matrix if matrix.layout == "csr" else np.empty)((0, 0), dtype=matrix.dtype),
     )
     return add_reductions(array)
 
@@ -76,11 +77,9 @@ class MatrixRows:
         n_obs, n_vars = self.matrix.shape
         if isinstance(rows, Integral) or isinstance(columns, Integral):
             # NumPy and SciPy represent a single row or column differently, so the block itself is indexed.
-            whole = self[_as_range(rows), _as_range(columns)]
-            return whole[
-                0 if isinstance(rows, Integral) else slice(None),
-                0 if isinstance(columns, Integral) else slice(None),
-            ]
+            single = [isinstance(one, Integral) for one in (rows, columns)]
+            ranges = [slice(i, i + 1 or None) if one else i for i, one in zip((rows, columns), single, strict=True)]
+            return self[tuple(ranges)][tuple(0 if one else slice(None) for one in single)]
         wanted = np.arange(n_obs, dtype=np.int64)[rows]
         kept = np.arange(n_vars, dtype=np.int64)[columns]
         order, positions = np.unique(wanted, return_inverse=True)
@@ -97,7 +96,7 @@ class MatrixRows:
 
 def leaf_matrix(array: da.Array) -> Matrix | None:
     """Return the matrix that an array wraps if the array is a direct result of `to_dask`, otherwise None."""
-    key = MATRIX_KEY_PREFIX + array.name
+    key = _SOURCE + array.name
     layer = array.dask.layers.get(key)
     if layer is None or array.name not in array.dask.layers:
         return None
@@ -111,7 +110,7 @@ def leaves_of(array: da.Array) -> list[Matrix]:
     return [
         leaf.matrix
         for key, layer in array.dask.layers.items()
-        if key.startswith(MATRIX_KEY_PREFIX)
+        if key.startswith(_SOURCE)
         for node in layer.values()
         if isinstance(leaf := getattr(node, "value", node), MatrixRows)
     ]
@@ -121,27 +120,30 @@ def gather_block(
     fetched: RowBuffer, positions: NDArray[np.int64], *, columns: Columns | None = None
 ) -> NDArray[Any] | sp.csr_matrix:
     """Copy rows of a fetch into a new block, in the data type used for computation."""
-    n_columns = fetched.shape[1] if columns is None else len(columns)
-    shape = (len(positions), n_columns)
+    shape = (len(positions), fetched.shape[1] if columns is None else len(columns))
     if fetched.layout == "dense":
         out = np.empty(shape, dtype=fetched.dtype)
         fetched.gather(positions, out=out, columns=columns)
         return out
     indptr, indices, data = fetched.gather_csr(positions, columns=columns)
-    return _csr(data, indices, indptr, shape)
+    # SciPy widens both index arrays to the wider of the two; most blocks fit the narrow type.
+    if indptr[-1] <= np.iinfo(np.int32).max:
+        indptr = indptr.astype(np.int32)
+    block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
+    # Gathered rows are canonical. Checking that again would take a pass over the column indices.
+    block.has_canonical_format = True
+    return block
 
 
 def chunk_rows_for(*matrices: Matrix) -> int:
     """Return the rows per chunk for which a chunk of the widest matrix takes about ``dasksc.chunk-bytes``."""
-    budget = config.get_bytes("chunk-bytes")
-    return max(1, int(budget / max(map(_block_row_bytes, matrices))))
 
+    def row_bytes(matrix: Matrix) -> float:  # values may be wider in memory than in the file
+        columns = 4 if matrix.layout == "csr" else 0
+        stored = memory_dtype(matrix.stored_dtype).itemsize
+        return matrix.cost.row * (matrix.dtype.itemsize + columns) / (stored + columns)
 
-def _block_row_bytes(matrix: Matrix) -> float:
-    """Return the bytes per row of a block, whose values may be wider in memory than in the file."""
-    columns = 4 if matrix.layout == "csr" else 0
-    stored = memory_dtype(matrix.stored_dtype).itemsize
-    return matrix.cost.row * (matrix.dtype.itemsize + columns) / (stored + columns)
+    return max(1, int(config.get_bytes("chunk-bytes") / max(map(row_bytes, matrices))))
 
 
 def _short(label: str) -> str:
@@ -152,25 +154,3 @@ def _short(label: str) -> str:
     name = path.replace("\\", "/").rstrip("/").rpartition("/")[2]
     key = key.strip("/").replace("/", ".").replace(" ", "_")
     return f"{name}:{key}" if name else key
-
-
-def _empty_block(layout: Layout, dtype: np.dtype[Any]) -> NDArray[Any] | sp.csr_matrix:
-    if layout == "csr":
-        return sp.csr_matrix((0, 0), dtype=dtype)
-    return np.empty((0, 0), dtype=dtype)
-
-
-def _csr(
-    data: NDArray[Any], indices: NDArray[np.int32], indptr: NDArray[np.int64], shape: tuple[int, int]
-) -> sp.csr_matrix:
-    # SciPy widens both index arrays to the wider of the two; most blocks fit the narrow type.
-    if indptr[-1] <= np.iinfo(np.int32).max:
-        indptr = indptr.astype(np.int32)
-    block = sp.csr_matrix((data, indices, indptr), shape=shape, copy=False)
-    # Gathered rows are canonical. Checking that again would take a pass over the column indices.
-    mark_canonical(block)
-    return block
-
-
-def _as_range(index: Any) -> Any:
-    return slice(index, index + 1 or None) if isinstance(index, Integral) else index

@@ -17,11 +17,12 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 __all__ = ["add_reductions", "chunk_moments", "chunk_sum", "combine_moments", "variance_of"]
 
 Axis = int | tuple[int, ...] | None
+Reduction = Callable[..., NDArray[Any]]
 
 # Partial moments of a chunk: number of values, mean, and sum of squared deviations from the mean.
 MOMENTS = np.dtype([("n", "i8"), ("mean", "f8"), ("squares", "f8")])
@@ -32,21 +33,15 @@ _PIECE_VALUES = 2**18
 
 def add_reductions(array: da.Array) -> da.Array:
     """Replace the ``sum``, ``mean``, ``var`` and ``std`` methods of an array by ones for dense and sparse chunks."""
-    functions: dict[str, Callable[..., da.Array]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
     # Methods that refer to `array` itself would form a cycle, which keeps files open until the garbage collector runs.
     plain = copy.copy(array)
+    functions: dict[str, Callable[..., Any]] = {"sum": _sum, "mean": _mean, "var": _var, "std": _std}
     for name, function in functions.items():
         setattr(array, name, wraps(getattr(da.Array, name))(partial(function, plain)))
     return array
 
 
-def _sum(
-    array: da.Array,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    split_every: Any = None,
-) -> da.Array:
+def _sum(array: da.Array, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None) -> Any:
     result = np.dtype(np.empty(0, array.dtype).sum().dtype if dtype is None else dtype)
     wide = np.result_type(result, np.float64) if result.kind == "f" else result
     total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
@@ -54,12 +49,8 @@ def _sum(
 
 
 def _mean(
-    array: da.Array,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    split_every: Any = None,
-) -> da.Array:
+    array: da.Array, axis: Axis = None, dtype: Any = None, keepdims: bool = False, split_every: Any = None
+) -> Any:
     result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
     wide = np.result_type(result, np.float64)
     total = _reduce(array, partial(chunk_sum, dtype=wide), np.sum, axis, split_every, wide)
@@ -71,51 +62,30 @@ def _mean(
 def _var(
     array: da.Array,
     axis: Axis = None,
-    dtype: DTypeLike | None = None,
+    dtype: Any = None,
     keepdims: bool = False,
     ddof: int = 0,
     split_every: Any = None,
-) -> da.Array:
+) -> Any:
     result = np.dtype(np.ones(1, array.dtype).mean().dtype if dtype is None else dtype)
     moments = _reduce(array, chunk_moments, combine_moments, axis, split_every, MOMENTS)
     finished = moments.map_blocks(partial(variance_of, ddof=ddof), dtype=np.float64, meta=np.empty((0, 0)))
     return _shaped(finished.astype(result), axis, keepdims=keepdims)
 
 
-def _std(
-    array: da.Array,
-    axis: Axis = None,
-    dtype: DTypeLike | None = None,
-    keepdims: bool = False,
-    ddof: int = 0,
-    split_every: Any = None,
-) -> da.Array:
-    return da.sqrt(_var(array, axis, dtype, keepdims, ddof, split_every))
+def _std(array: da.Array, *args: Any, **kwargs: Any) -> Any:
+    return da.sqrt(_var(array, *args, **kwargs))
 
 
-def _reduce(
-    array: da.Array,
-    chunk: Callable[..., NDArray[Any]],
-    aggregate: Callable[..., NDArray[Any]],
-    axis: Axis,
-    split_every: Any,
-    dtype: np.dtype[Any],
-) -> da.Array:
+def _reduce(array: da.Array, chunk: Reduction, aggregate: Reduction, axis: Axis, split_every: Any, dtype: Any) -> Any:
     # Without keepdims=True, Dask before 2026 sums an empty array of type `dtype`, which fails for a structured type.
-    reduced: da.Array = da.reduction(
-        array,
-        chunk,
-        aggregate,
-        axis=axis,
-        keepdims=True,
-        split_every=split_every,
-        dtype=dtype,
-        meta=np.empty((0, 0), dtype),
+    meta = np.empty((0, 0), dtype)
+    return da.reduction(
+        array, chunk, aggregate, axis=axis, keepdims=True, split_every=split_every, dtype=dtype, meta=meta
     )
-    return reduced
 
 
-def _shaped(reduced: da.Array, axis: Axis, *, keepdims: bool) -> da.Array:
+def _shaped(reduced: da.Array, axis: Axis, *, keepdims: bool) -> Any:
     """Remove the reduced axes, unless `keepdims` is True."""
     return reduced if keepdims else da.squeeze(reduced, axis=(0, 1) if axis is None else axis)
 
@@ -130,9 +100,7 @@ def chunk_moments(block: Any, axis: tuple[int, ...], keepdims: bool) -> NDArray[
     return _in_pieces(block, axis, _moments_of_piece, combine_moments)
 
 
-def _in_pieces(
-    block: Any, axis: tuple[int, ...], reduce: Callable[..., NDArray[Any]], combine: Callable[..., NDArray[Any]]
-) -> NDArray[Any]:
+def _in_pieces(block: Any, axis: tuple[int, ...], reduce: Reduction, combine: Reduction) -> NDArray[Any]:
     """Reduce a few rows of a chunk at a time, so that their conversion to wide types takes little memory."""
     n_rows = block.shape[0]
     n_values = block.nnz if sp.issparse(block) else block.size

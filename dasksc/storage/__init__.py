@@ -7,7 +7,7 @@ from dasksc.storage.concatenated import AbsentMatrix, ConcatenatedMatrix
 from dasksc.storage.files import UseMmap, mapping, mapping_of
 from dasksc.storage.joining import join
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
-from dasksc.storage.opening import as_matrix, open_location, open_matrix
+from dasksc.storage.opening import as_matrix, open_matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import SCHEMES, redact_url
 from dasksc.storage.remote.urls import HDF5_ENDINGS, RemoteLocation, is_url
@@ -38,6 +38,5 @@ __all__ = [
     "mapping_of",
     "part_costs",
     "open_matrix",
-    "open_location",
     "redact_url",
 ]

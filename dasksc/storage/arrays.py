@@ -32,29 +32,14 @@ _PLAIN_DATA = (
 
 
 def caused_by_data(error: BaseException) -> bool:
-    """Return True if a library raised an error because of the data that it read.
-
-    Other causes are a lack of memory, a missing module, and errors in the library's code. An `AttributeError` is caused
-    by the data if the object that lacks the attribute comes from the file: a group, an array, or a metadata value, such
-    as a number in place of a dict.
-    """
+    """Return True if a library raised an error because of the data that it read, not for a lack of memory or a bug."""
     if isinstance(error, AttributeError):
         return isinstance(error.obj, _PLAIN_DATA)
     return not isinstance(error, MemoryError | ImportError | NameError | AssertionError)
 
 
 class BrokenRunError(Exception):
-    """Internal error for a run that cannot be read; the matrix converts it to a `StorageError` that names the rows.
-
-    Parameters
-    ----------
-    label
-        Name of the array.
-    start, stop
-        Run that cannot be read, along the first axis.
-    reason
-        Description of the error.
-    """
+    """Internal error for a run that cannot be read; the matrix converts it to a `StorageError` that names the rows."""
 
     def __init__(self, label: str, start: int, stop: int, reason: str) -> None:
         super().__init__(label, start, stop, reason)
@@ -84,10 +69,7 @@ class StoredArray(Protocol):
         """Data type of the elements as stored, in native byte order."""
 
     def held_share(self, run: float) -> float:
-        """Return the anonymous memory that a fetch holds, as a fraction of the total size of the fetched runs.
-
-        `run` is the mean length of the runs.
-        """
+        """Return the anonymous memory that a fetch holds, as a fraction of its runs of mean length `run`."""
 
     @property
     def working_bytes(self) -> int:
@@ -109,35 +91,22 @@ class StoredArray(Protocol):
 
 
 def memory_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the data type of elements in memory: `dtype` in native byte order, but float32 for float16.
-
-    Numba does not support float16.
-    """
+    """Return the data type of elements in memory: native `dtype`, but float32 for float16, which numba lacks."""
     return np.dtype(np.float32) if dtype == np.float16 else dtype.newbyteorder("=")
 
 
 def logical_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the data type for computation on values of a stored type.
-
-    It is always floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which
-    SciPy does not support. It represents values of up to 32 bits exactly. Gathering a row raises an error if it has a
-    64-bit integer that float64 rounds.
-    """
+    """Return the data type for computation on values of a stored type."""
+    # It is floating-point, since arithmetic in integers and booleans overflows or fails, and never float16, which SciPy
+    # does not support. It represents values of up to 32 bits exactly. Gathering a row raises an error if it has a
+    # 64-bit integer that float64 rounds.
     if stored.kind == "f":
         return memory_dtype(stored)
     return np.dtype(np.float32 if stored.itemsize <= 2 else np.float64)
 
 
 class MemoryArray:
-    """Stored array backed by a NumPy array; reading rows does not copy them.
-
-    Parameters
-    ----------
-    array
-        Array of one or two dimensions. It is copied if its rows are not contiguous or its type must be converted.
-    label
-        Name of the array in error messages.
-    """
+    """NumPy array as a stored array, copied only if its rows are not contiguous or its type must be converted."""
 
     working_bytes = 0
 

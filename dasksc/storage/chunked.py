@@ -1,4 +1,4 @@
-"""Chunked arrays: a fetch decodes each chunk once and keeps the requested rows, or uses mapped chunks in place."""
+"""Chunked arrays: a fetch decodes each chunk once and keeps the requested rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage import read_timing as clock
 from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
 from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
 from dasksc.storage.files import LocalFile, UseMmap, should_map
+from dasksc.storage.read_timing import reading, thread_times
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
@@ -27,9 +27,6 @@ from dasksc.storage.runs import cut, locate, merge
 __all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
-# Maximum number of files that one fetch keeps mapped; Linux allows 65,530 maps per process.
-_MOST_MAPS = 2**12
-_NO_CHUNKS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +144,7 @@ class ChunkedArray:
         # Its elements are column indices below `n_columns`. The conversion costs nothing for large chunks. These are
         # rarely requested whole, so their rows are copied in any case, and the copy converts them.
         stored = self._chain.dtype
-        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES and not self._is_used_in_place
+        large = math.prod(self._chunk_shape) * stored.itemsize >= _LARGE_CHUNK_BYTES
         if not (large and stored.isnative and stored.itemsize > 2 and n_columns <= 2**16 and 0 <= self._fill < 2**16):
             return self
         result = copy.copy(self)
@@ -155,17 +152,9 @@ class ChunkedArray:
         result._is_narrowed = True
         return result
 
-    @property
-    def _is_used_in_place(self) -> bool:
-        """True if elements are used directly from a memory map, without decoding or conversion."""
-        stored = self._chain.dtype
-        plain = not self._chain.codecs and stored == memory_dtype(stored)
-        return plain and self._chunk_shape[1:] == self.shape[1:] and self._source.mapped(_NO_CHUNKS) is not None
-
     def held_share(self, run: float) -> float:
-        """Return 1 if chunks are decoded; if they are mapped, the share of runs that cross a chunk boundary."""
-        # Such runs are copied.
-        return min(1.0, (run - 1) / self._chunk_shape[0]) if self._is_used_in_place else 1.0
+        """Return 1, since the requested runs are copied."""
+        return 1.0
 
     @property
     def chunk_length(self) -> int:
@@ -184,58 +173,9 @@ class ChunkedArray:
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""
         self._source.require_unchanged()
-        mapped = self._locate_mapped(starts, stops) if self._is_used_in_place else None
-        return self._locate_decoded(starts, stops) if mapped is None else mapped
-
-    def _locate_mapped(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers | None:
-        """Return the addresses of runs in mapped chunks, after copying runs that cross chunks; None if not possible."""
-        length, stride = self._chunk_shape[0], row_bytes(self)
-        first = starts // length
-        inside = (stops > starts) & (stops <= (first + 1) * length)
-        if not inside.any():
-            return None
-        numbers, chunk_of = np.unique(first[inside], return_inverse=True)
-        fill = np.full(0, self._fill, dtype=self.dtype)
-        buffers = [fill]
-        which, begins = np.zeros((2, len(numbers)), dtype=np.int64)
-        n = 0
-        try:
-            for group in clock.read_from(self._source.mapped(numbers) or iter(())):
-                written = group.at != 0
-                if len(buffers) > _MOST_MAPS or (group.sizes[written] < length * stride).any():
-                    return None
-                here = slice(n, n := n + len(written))
-                if written.any():
-                    which[here] = np.where(written, len(buffers), 0)
-                    begins[here] = np.where(written, group.at - np.uint64(group.owner.ctypes.data), 0)
-                    buffers.append(group.owner)
-        # `_fill_block` reads chunk by chunk, so it meets the error again and reports the chunk.
-        except (CorruptDataError, OSError):
-            return None
-        if (which == 0).any():
-            buffers[0] = fill = np.full(length * stride // self.dtype.itemsize, self._fill, dtype=self.dtype)
-        crossing = self._locate_decoded(starts[~inside], stops[~inside])
-        in_place = RowPointers.inside(
-            buffers,
-            dtype=crossing.dtype,
-            which=which[chunk_of],
-            offsets=begins[chunk_of] + (starts[inside] - first[inside] * length) * stride,
-            sizes=(stops - starts)[inside] * stride,
-            held_bytes=fill.nbytes,
-        )
-        at = np.empty(len(starts), dtype=np.uint64)
-        at[inside], at[~inside] = in_place.at, crossing.at
-        return RowPointers(
-            at=at,
-            dtype=crossing.dtype,
-            held_bytes=in_place.held_bytes + crossing.held_bytes,
-            owners=in_place.owners + crossing.owners,
-        )
-
-    def _locate_decoded(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         length = self._chunk_shape[0]
         stride = row_bytes(self)
-        run_starts, run_stops = merge(starts, stops, gap=0, chunk=1)
+        run_starts, run_stops = merge(starts, stops)
         n_columns = self.shape[1] if len(self.shape) == 2 else 1
         width = self._chunk_shape[1] if len(self.shape) == 2 else 1
         block = buffers.empty((int((run_stops - run_starts).sum()), n_columns), memory_dtype(self.dtype))
@@ -266,10 +206,6 @@ class ChunkedArray:
         if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
             return False
         numbers, chunk_of = np.unique(rows, return_inverse=True)
-        with clock.reading():
-            groups = self._source.mapped(numbers)
-        if groups is None:
-            return False
         stride = block.strides[0]
         starts = (piece_starts - rows * self._chunk_shape[0]) * stride
         sizes = (piece_stops - piece_starts) * stride
@@ -277,38 +213,35 @@ class ChunkedArray:
         chunk_bytes = self._chunk_shape[0] * stride
         out = block.reshape(-1).view(np.uint8)
         scratch = np.empty(chunk_bytes, dtype=np.uint8)
+        spent = thread_times()
         before = 0
-        reading = clock.read_from(groups)
-        while True:
-            try:
-                group = next(reading, None)
-            # `_fill_block` reads chunk by chunk, so it meets the error again and reports the chunk.
-            except (CorruptDataError, OSError):
+        try:
+            with reading():
+                groups = self._source.mapped(numbers)
+                group = None if groups is None else next(groups, None)
+            if groups is None:
                 return False
-            if group is None:
-                return True
-            after = before + len(group.at)
-            here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
-            chunks = chunk_of[here] - before
-            written = group.at[chunks] != 0
-            for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
-                block[begin // stride : (begin + size) // stride] = self._fill
-            with clock.decoding():
-                bad = blosc.getitems(
-                    function,
-                    group.at,
-                    group.sizes,
-                    chunk_bytes,
-                    chunks[written],
-                    starts[here][written],
-                    (starts + sizes)[here][written],
-                    to[here][written],
-                    scratch,
-                    out,
-                )
-            if bad >= 0:
-                return False
-            before = after
+            while group is not None:
+                after = before + len(group.at)
+                here = slice(*np.searchsorted(chunk_of, [before, after]).tolist())
+                chunks = chunk_of[here] - before
+                written = group.at[chunks] != 0
+                for begin, size in zip(to[here][~written].tolist(), sizes[here][~written].tolist(), strict=True):
+                    block[begin // stride : (begin + size) // stride] = self._fill
+                pieces = chunks, starts[here], (starts + sizes)[here], to[here]
+                given = (piece[written] for piece in pieces)
+                begun = perf_counter()
+                bad = blosc.getitems(function, group.at, group.sizes, chunk_bytes, *given, scratch, out)
+                spent.decode_s += perf_counter() - begun
+                if bad >= 0:
+                    return False
+                before = after
+                with reading():
+                    group = next(groups, None)
+        # `_fill_block` reads chunk by chunk, so it meets the error again and reports the chunk.
+        except (CorruptDataError, OSError):
+            return False
+        return True
 
     def _in_place(self, block: NDArray[Any], width: int) -> bool:
         """Return True if rows of a chunk have the width and data type of rows of `block`."""
@@ -336,7 +269,7 @@ class ChunkedArray:
         # A chunk that is requested whole is decoded directly into the block.
         in_place = self._in_place(block, width)
         stored = self._source.read(numbers)
-        spent = clock.thread_times()
+        spent = thread_times()
         for i in range(len(numbers)):
             row, across = divmod(i, n_across)
             wanted = pieces[groups[row] : groups[row + 1]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import lzma
 import math
 import sys
 import threading
@@ -34,7 +32,6 @@ __all__ = [
     "Codec",
     "Crc32c",
     "Deflate",
-    "H5Lz4",
     "H5Lzf",
     "Numcodec",
     "Zstd",
@@ -44,11 +41,10 @@ __all__ = [
 
 # Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
-_CHECKED_BYTES = 2**18
 # Maximum number of bytes to decompress per call. Larger results would be allocated from new memory pages each time.
 _PIECE_BYTES = 2**17
 # Codecs of numcodecs that map bytes to bytes, or numbers to numbers of the same type.
-_KNOWN = frozenset({"lz4", "bz2", "lzma", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
+_KNOWN = frozenset({"lz4", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
 
 class Codec(Protocol):
@@ -111,9 +107,8 @@ class Zstd:
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Decompress `data`, and verify the checksum if there is one."""
-        size = _zstd_size(memoryview(data).cast("B"))
-        if size is None:
-            # The size is not in the header.
+        size = zstd.get_frame_info(data).decompressed_size
+        if not size:  # not in the header
             return _all_members(data, n_bytes + _SLACK_BYTES, zstd.ZstdDecompressor)
         if size > n_bytes + _SLACK_BYTES:
             raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
@@ -123,7 +118,8 @@ class Zstd:
         """Return bytes [start, stop) of the decompressed frame."""
         view = memoryview(data).cast("B")
         # A checksum can be verified only for the whole frame.
-        if stop == n_bytes or _zstd_size(view) != n_bytes or view[4] & _HAS_CHECKSUM:
+        size = zstd.get_frame_info(view).decompressed_size
+        if stop == n_bytes or size != n_bytes or view[4] & _HAS_CHECKSUM:
             return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
         frame, done = zstd.ZstdDecompressor(), 0
         while done < stop:
@@ -138,18 +134,6 @@ class Zstd:
 
 _HAS_CHECKSUM = 0x04  # in the byte after the magic number of a Zstandard frame
 _ZSTD = numcodecs.Zstd()
-
-
-def _zstd_size(frame: memoryview) -> int | None:
-    """Return the content size in the header of a Zstandard frame (RFC 8878, 3.1.1.1), or None if it has none."""
-    if len(frame) < 18 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
-        return None
-    descriptor = frame[4]
-    is_single = bool(descriptor & 0x20)
-    start = 5 + (not is_single) + (0, 1, 2, 4)[descriptor & 3]
-    n_bytes = (1 if is_single else 0, 2, 4, 8)[descriptor >> 6]
-    size = int.from_bytes(frame[start : start + n_bytes], "little")
-    return None if n_bytes == 0 else size + 256 if n_bytes == 2 else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +157,7 @@ class Blosc:
 _BLOSC = numcodecs.Blosc()
 
 
-@cache
-def blosc_getitem() -> int | None:
-    """Return the address of C-Blosc's ``blosc_getitem``, which decodes a part of a chunk; None if it is unavailable."""
-    return blosc_getitem_address()
+blosc_getitem = cache(blosc_getitem_address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,25 +171,13 @@ class Numcodec:
         object.__setattr__(self, "_codec", numcodecs.get_codec(dict(self.config)))
 
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decode `data`; raise an error if the result is larger than the chunk."""
-        limit, config = n_bytes + _SLACK_BYTES, dict(self.config)
-        match config["id"]:
-            case "bz2":
-                decoded = bz2.BZ2Decompressor().decompress(bytes(data), limit)
-            case "lzma":
-                format, filters = config.get("format", lzma.FORMAT_XZ), config.get("filters")
-                raw = filters if format == lzma.FORMAT_RAW else None
-                decoded = lzma.LZMADecompressor(format=format, filters=raw).decompress(bytes(data), limit)
-            case "lz4":
-                size = int.from_bytes(memoryview(data).cast("B")[:4], "little")
-                if size > limit:
-                    raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
-                decoded = self._codec.decode(data)
-            case _:
-                return self._codec.decode(data)
-        if len(decoded) >= limit:
-            raise ValueError(f"the chunk decodes to more than the expected {n_bytes} bytes")
-        return decoded
+        """Decode `data`."""
+        # LZ4 allocates the size that the data state.
+        if dict(self.config)["id"] == "lz4":
+            size = int.from_bytes(memoryview(data).cast("B")[:4], "little")
+            if size > n_bytes + _SLACK_BYTES:
+                raise ValueError(f"the chunk decodes to {size} bytes instead of {n_bytes}")
+        return self._codec.decode(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,43 +187,9 @@ class Crc32c:
     def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
         """Verify the checksum, and return `data` without it."""
         view = memoryview(data).cast("B")
-        checksum = 0
-        # The library accepts only bytes. Copying in pieces avoids a copy of the whole chunk.
-        for at in range(0, len(view) - 4, _CHECKED_BYTES):
-            checksum = google_crc32c.extend(checksum, bytes(view[at : min(at + _CHECKED_BYTES, len(view) - 4)]))
-        if len(view) < 4 or checksum != int.from_bytes(view[-4:], "little"):
+        if len(view) < 4 or google_crc32c.value(bytes(view[:-4])) != int.from_bytes(view[-4:], "little"):
             raise ValueError("the CRC32C checksum does not match")
         return view[:-4]
-
-
-@dataclass(frozen=True, slots=True)
-class H5Lz4:
-    """LZ4 filter of HDF5: a header, followed by blocks, each preceded by its length."""
-
-    def decode(self, data: Any, n_bytes: int, into: NDArray[np.uint8] | None = None) -> Any:
-        """Decompress `data`."""
-        view = memoryview(data).cast("B")
-        total = int.from_bytes(view[:8], "big")
-        block = int.from_bytes(view[8:12], "big")
-        if total != n_bytes or block <= 0:
-            raise ValueError(f"the LZ4 header states {total} bytes (expected {n_bytes}), in blocks of {block} bytes")
-        out = np.empty(total, dtype=np.uint8) if into is None else into
-        at = 12
-        for start in range(0, total, block):
-            n = min(block, total - start)
-            size = int.from_bytes(view[at : at + 4], "big")
-            stored = view[at + 4 : at + 4 + size]
-            at += 4 + size
-            if size == n:  # stored without compression
-                out[start : start + n] = np.frombuffer(stored, dtype=np.uint8)
-            else:
-                # numcodecs expects the decompressed length at the start, where its own encoder writes it.
-                framed = n.to_bytes(4, "little") + bytes(stored)
-                out[start : start + n] = np.frombuffer(_LZ4.decode(framed), dtype=np.uint8)
-        return out
-
-
-_LZ4 = numcodecs.LZ4()
 
 
 def codec_of_config(config: dict[str, Any]) -> Codec:

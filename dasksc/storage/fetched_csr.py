@@ -19,10 +19,6 @@ from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
 
-# Maximum number of columns in a lookup table for sorting the columns of each row. For a wider matrix, the few columns
-# that occur in the batch are renumbered, so that the table has only these columns.
-_MOST_NUMBERED = 2**22
-
 
 class CSRRowBuffer(RowBufferBase):
     """Fetched CSR rows, at arbitrary addresses in memory."""
@@ -55,9 +51,6 @@ class CSRRowBuffer(RowBufferBase):
         """Anonymous memory held, in bytes."""
         return self.data.held_bytes + self.indices.held_bytes
 
-    def __sizeof__(self) -> int:
-        return object.__sizeof__(self) + self.nbytes
-
     def gather(
         self,
         positions: NDArray[np.int64],
@@ -70,9 +63,8 @@ class CSRRowBuffer(RowBufferBase):
         # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
         # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
         # common type (`np.result_type`) of the held values and the data type for computation.
-        narrow = out.dtype.kind in "iu"
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
-        if not narrow and not may_round(held, out.dtype):
+        if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
             held = np.result_type(held, memory_dtype(self.dtype))
         target = kernel_target(out, held)
         if not self._scatter(positions, target, columns):
@@ -95,11 +87,7 @@ class CSRRowBuffer(RowBufferBase):
         if mapped is None:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
         else:
-            maps, lookups = mapped
-            if lookups.renumbered is None:
-                bad = kernels.scatter_columns(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
-            else:
-                bad = kernels.renumber_rows(positions, *self._where, maps, lookups.renumbered, *to)
+            bad = kernels.scatter_columns(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
         return self._is_ordered(bad)
 
     def gather_csr(
@@ -108,31 +96,22 @@ class CSRRowBuffer(RowBufferBase):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
-        return self._gather_csr(positions, self.dtype if dtype is None else np.dtype(dtype), columns)
-
-    def _gather_csr(
-        self,
-        positions: NDArray[np.int64],
-        dtype: np.dtype[Any],
-        columns: Columns | None = None,
-        *,
         any_order: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
+        """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
+        # With `any_order`, columns are left as stored, and repeated ones are not summed.
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
         positions = np.ascontiguousarray(positions, dtype=np.int64)
         indptr = np.empty(len(positions) + 1, dtype=np.int64)
         n_values = kernels.row_starts(positions, self.lengths, indptr)
         if n_values < 0:
             check_positions(self.shape[0], positions)
         mapped = self._mapped(columns)
-        if mapped is not None and mapped[1].renumbered is None:
+        if mapped is not None and mapped[1].drops:
             counts = np.empty(len(positions), dtype=np.int64)
-            maps, lookups = mapped
+            tables = mapped[0], mapped[1].to
             self._refuse(
-                kernels.count_columns(
-                    positions, self.lengths, self.indices.at, maps, lookups.kinds, counts, self.indices.like
-                )
+                kernels.count_columns(positions, self.lengths, self.indices.at, *tables, counts, self.indices.like)
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
@@ -183,7 +162,7 @@ class CSRRowBuffer(RowBufferBase):
         # columns are not summed, since their sums may not fit into `data`.
         positions = np.arange(self.shape[0], dtype=np.int64)
         if self.column_maps is not None:
-            indptr, columns, values = self._gather_csr(positions, data, any_order=True)
+            indptr, columns, values = self.gather_csr(positions, dtype=data, any_order=True)
             columns = columns.astype(indices, copy=False)
         else:
             indptr = indptr_of(self.lengths)
@@ -264,12 +243,7 @@ class CSRRowBuffer(RowBufferBase):
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
-            maps, lookups = mapped
-            if lookups.renumbered is None:
-                bad = kernels.copy_columns_csr(positions, *self._where, maps, lookups.to, lookups.kinds, *to)
-            else:
-                n_kept = self.shape[1] if columns is None else len(columns)
-                bad = kernels.renumber_rows_csr(positions, *self._where, maps, lookups.renumbered, n_kept, *to)
+            bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
         return self._is_ordered(bad)
 
     def _merge(
@@ -282,27 +256,15 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Copy rows, sorting their columns and summing repeated ones; write the offsets of the rows into `indptr`."""
         mapped = self._mapped(columns)
-        if mapped is None and self._n_columns > _MOST_NUMBERED:
-            # The columns that occur are renumbered, which avoids tables as wide as the matrix.
-            values = np.empty(len(data), dtype=self.data.dtype)
-            self._copy(positions, indptr, indices, values, any_order=True)
-            present, numbers = np.unique(indices, return_inverse=True)
-            block = indptr.copy(), numbers.astype(np.int32), values
-            numbered = self.of_block(self.label, self.rows[positions], len(present), self.dtype, block)
-            numbered._merge(np.arange(len(positions), dtype=np.int64), indptr, indices, data, None)
-            indices[: indptr[-1]] = present[indices[: indptr[-1]]]
-            return
-        maps, lookups = (self._maps, self._identity_lookups) if mapped is None else mapped
+        tables = (self._maps, self._identity) if mapped is None else (mapped[0], mapped[1].to)
         sums = np.empty(self.shape[1] if columns is None else len(columns), dtype=self._sum_dtype)
         likes = self.data.like, self.indices.like
-        bad = kernels.merge_columns_csr(
-            positions, *self._where, maps, lookups.to, lookups.kinds, indptr, indices, data, sums, *likes
-        )
+        bad = kernels.merge_columns_csr(positions, *self._where, *tables, indptr, indices, data, sums, *likes)
         self._refuse(bad)
 
     @cached_property
-    def _identity_lookups(self) -> Lookups:
-        return Lookups.of(np.arange(self._n_columns, dtype=np.int32)[None])
+    def _identity(self) -> NDArray[np.int32]:
+        return np.arange(self._n_columns, dtype=np.int32)[None]
 
     def _is_ordered(self, bad_row: int) -> bool:
         if bad_row == kernels.UNORDERED:

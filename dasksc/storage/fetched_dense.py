@@ -44,9 +44,6 @@ class DenseRowBuffer(RowBufferBase):
         """Anonymous memory held, in bytes."""
         return self.values.held_bytes
 
-    def __sizeof__(self) -> int:
-        return object.__sizeof__(self) + self.nbytes
-
     def gather(
         self,
         positions: NDArray[np.int64],

@@ -28,13 +28,9 @@ class Origins:
     # Maps from the columns of the matrices to common columns; None if all matrices have the same columns.
     maps: ColumnMaps | None
 
-    def without_maps(self) -> Origins:
-        """Return the same origins for rows whose columns are already the common ones."""
-        return replace(self, maps=None)
-
 
 class RowBufferBase:
-    """Base class of fetched CSR and dense rows; parameters as for `CSRRowBuffer`."""
+    """Base class of fetched CSR and dense rows."""
 
     def __init__(
         self, label: str, rows: NDArray[np.int64], n_vars: int, dtype: np.dtype[Any], origins: Origins | None
@@ -46,6 +42,14 @@ class RowBufferBase:
         self.origins = origins
         self.column_maps = None if origins is None else origins.maps
         self._kept_maps: NDArray[np.int32] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Anonymous memory held, in bytes."""
+        raise NotImplementedError
+
+    def __sizeof__(self) -> int:
+        return object.__sizeof__(self) + self.nbytes
 
     def reordered(self, order: NDArray[np.int64]) -> Self:
         """Return the same rows in another order, without copying their values."""
@@ -80,11 +84,9 @@ class RowBufferBase:
         fits = representable(values, out.dtype)
         element = int(np.argmin(fits))
         row = rows_of(element)
-        label = self._label_of(row)
-        near = [int(self.rows[i]) for i in range(self.shape[0]) if self._label_of(i) == label]
         raise InputError(
-            f"{label}: row {self.rows[row]} (of rows {min(near)} to {max(near)}, which were read together) holds "
-            f"{values.flat[element]}, which dtype={out.dtype.name!r} cannot hold: it would become {out.flat[element]}. "
+            f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which dtype={out.dtype.name!r} "
+            f"cannot hold: it would become {out.flat[element]}. "
             f"Request dtype={(values if may_round(values.dtype, self.dtype) else self).dtype.name!r}."
         )
 

@@ -137,7 +137,7 @@ class LocalFile:
             return
         descriptor = self._descriptor()
         number = descriptor.number
-        starts, stops = merge(offsets, offsets + sizes, gap=_ADVICE_GAP_BYTES, chunk=1)
+        starts, stops = merge(offsets, offsets + sizes, gap=_ADVICE_GAP_BYTES)
         if _seem_cached(number, starts):
             return
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -188,7 +188,7 @@ class LocalFile:
             return None
         if _seem_cached(self._descriptor().number, offsets):
             return None
-        starts, stops = merge(offsets, offsets + sizes, gap=_PAGE_BYTES, chunk=1)
+        starts, stops = merge(offsets, offsets + sizes, gap=_PAGE_BYTES)
         starts, stops = starts // _PAGE_BYTES * _PAGE_BYTES, -(-stops // _PAGE_BYTES) * _PAGE_BYTES
         ends = np.cumsum(stops - starts)
         block = buffers.empty(int(ends[-1]) + _PAGE_BYTES, np.uint8)

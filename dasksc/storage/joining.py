@@ -33,7 +33,7 @@ def join(parts: Sequence[RowBuffer]) -> RowBuffer:
         label=first.label,
         dtype=first.dtype,
         layout=first.layout,
-        origins=None if joined is None else joined.without_maps(),
+        origins=None if joined is None else replace(joined, maps=None),  # columns are the common ones by then
     )
 
 

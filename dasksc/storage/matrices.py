@@ -21,7 +21,7 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.files import mapping
 from dasksc.storage.matrix import FetchCost, Layout
 
-__all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_csr"]
+__all__ = ["CSCMatrix", "CSRMatrix", "DenseMatrix", "check_rows", "csr_in_memory"]
 
 logger = logging.getLogger("dasksc.storage")
 
@@ -31,6 +31,7 @@ logger = logging.getLogger("dasksc.storage")
 _INDPTR_KEPT_BYTES = 32 * 2**20
 # Bytes for the row number, the length and the two addresses of a fetched row.
 _ROW_BYTES = 32
+_REWRITE = "The file is corrupt; write it again from its source."
 
 
 class CSRMatrix:
@@ -48,62 +49,49 @@ class CSRMatrix:
         data: StoredArray,
         dtype: np.dtype[Any] | None = None,
     ) -> None:
-        check_csr(label, shape, indptr=indptr, indices=indices, data=data)
+        _check_csr(label, shape, indptr=indptr, indices=indices, data=data)
         self.label = label
         self.shape = shape
-        self._indptr = indptr
-        self._indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
-        self._data = data
+        self.stored_dtype: np.dtype[Any] = data.dtype
         self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
+        indices = indices.narrowed(shape[1]) if isinstance(indices, ChunkedArray) else indices
+        self.arrays: tuple[StoredArray, StoredArray, StoredArray] = indptr, indices, data
         self._kept_indptr: MemoryArray | None = None
-
-    @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """Data type of the values as stored."""
-        return self._data.dtype
-
-    @property
-    def arrays(self) -> tuple[StoredArray, ...]:
-        """Stored arrays of the matrix."""
-        return self._indptr, self._indices, self._data
-
-    @property
-    def nnz(self) -> int:
-        """Number of stored values."""
-        return self._data.shape[0]
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes."""
-        mean = self.nnz / max(1, self.shape[0])
-        values, columns = (mean * memory_dtype(array.dtype).itemsize for array in (self._data, self._indices))
-        offsets = self._indptr.shape[0] * self._indptr.dtype.itemsize
+        indptr, *of_values = self.arrays
+        mean = of_values[0].shape[0] / max(1, self.shape[0])
+        sizes = [mean * memory_dtype(array.dtype).itemsize for array in of_values]
+        held = (size * array.held_share(mean) for size, array in zip(sizes, of_values, strict=True))
+        offsets = indptr.shape[0] * indptr.dtype.itemsize
         return FetchCost(
-            row=_ROW_BYTES + values + columns,
-            held=_ROW_BYTES + values * self._data.held_share(mean) + columns * self._indices.held_share(mean),
+            row=_ROW_BYTES + sum(sizes),
+            held=_ROW_BYTES + sum(held),
             working=2 * _ROW_BYTES,
-            fixed=max(array.working_bytes for array in (self._indptr, self._data, self._indices)),
+            fixed=max(array.working_bytes for array in self.arrays),
             kept=offsets if offsets <= _INDPTR_KEPT_BYTES else 0,
-            chunk_rows=max(chunk_length(array) for array in (self._data, self._indices)) / max(1.0, mean),
+            chunk_rows=max(map(chunk_length, of_values)) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         starts, stops = self._bounds(rows)
+        _, indices, data = self.arrays
         try:
-            data = self._data.locate(starts, stops)
-            indices = self._indices.locate(starts, stops)
+            data_runs, index_runs = data.locate(starts, stops), indices.locate(starts, stops)
         except BrokenRunError as error:
-            raise unreadable_error(error, rows[(stops > error.start) & (starts < error.stop)]) from error
+            raise _unreadable(error, rows[(stops > error.start) & (starts < error.stop)]) from error
         return CSRRowBuffer(
             label=self.label,
             rows=rows,
             n_vars=self.shape[1],
             dtype=self.dtype,
             lengths=stops - starts,
-            data=data,
-            indices=indices,
+            data=data_runs,
+            indices=index_runs,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,29 +102,29 @@ class CSRMatrix:
 
     def _bounds(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the validated start and stop of each row in `data` and `indices`."""
-        indptr = self._kept_indptr or self._indptr
+        stored, _, data = self.arrays
+        indptr: StoredArray = self._kept_indptr or stored
         try:
-            if indptr is self._indptr and not isinstance(indptr, MemoryArray):
-                n_pointers = self._indptr.shape[0]
-                if n_pointers * self._indptr.dtype.itemsize <= _INDPTR_KEPT_BYTES:
-                    indptr = self._kept_indptr = _read_whole(self._indptr)
+            n_bytes = stored.shape[0] * stored.dtype.itemsize
+            if not isinstance(indptr, MemoryArray) and n_bytes <= _INDPTR_KEPT_BYTES:
+                indptr = self._kept_indptr = _read_whole(stored)
             pairs = np.empty((len(rows), 2), dtype=np.int64)
             # The indptr has only eight bytes per row, so it is mapped even if the rows themselves are not.
             with mapping(True):
                 reached = indptr.locate(rows, rows + 2)
         except BrokenRunError as error:
-            raise unreadable_error(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
+            raise _unreadable(error, rows[(rows + 2 > error.start) & (rows < error.stop)]) from error
         kernels.copy_rows(np.arange(len(rows), dtype=np.int64), reached.at, pairs, reached.like)
         starts = np.ascontiguousarray(pairs[:, 0])
         stops = np.ascontiguousarray(pairs[:, 1])
-        wrong = (starts < 0) | (stops < starts) | (stops > self.nnz)
+        n_values = data.shape[0]
+        wrong = (starts < 0) | (stops < starts) | (stops > n_values)
         wrong[1:] |= (starts[1:] < stops[:-1]) & (rows[1:] > rows[:-1])
         if wrong.any():
             i = int(np.argmax(wrong))
             raise CorruptDataError(
-                f"{self._indptr.label}: row {rows[i]} lies at [{starts[i]}, {stops[i]}), but offsets must not "
-                f"decrease and must lie between 0 and the number of stored values, {self.nnz}. The file is corrupt; "
-                "write it again from its source."
+                f"{stored.label}: row {rows[i]} lies at [{starts[i]}, {stops[i]}), but offsets must not decrease and "
+                f"must lie between 0 and the number of stored values, {n_values}. {_REWRITE}"
             )
         return starts, stops
 
@@ -150,43 +138,30 @@ class DenseMatrix:
         if len(values.shape) != 2:
             raise InputError(f"{label} has shape {values.shape}; a matrix of cells by columns is needed")
         self.label = label
-        self._values = values
+        self.shape: tuple[int, int] = (values.shape[0], values.shape[1])
+        self.stored_dtype: np.dtype[Any] = values.dtype
         self.dtype: np.dtype[Any] = values.dtype if dtype is None else dtype
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of cells and of columns."""
-        n_obs, n_vars = self._values.shape
-        return n_obs, n_vars
-
-    @property
-    def arrays(self) -> tuple[StoredArray, ...]:
-        """Stored array of the matrix."""
-        return (self._values,)
-
-    @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """Data type of the values as stored."""
-        return self._values.dtype
+        self.arrays = (values,)
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes."""
-        stride = row_bytes(self._values)
+        values = self.arrays[0]
+        stride = row_bytes(values)
         return FetchCost(
             row=max(1, stride),
-            held=_ROW_BYTES + stride * self._values.held_share(1),
-            fixed=self._values.working_bytes,
-            chunk_rows=chunk_length(self._values),
+            held=_ROW_BYTES + stride * values.held_share(1),
+            fixed=values.working_bytes,
+            chunk_rows=chunk_length(values),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         try:
-            values = self._values.locate(rows, rows + 1)
+            values = self.arrays[0].locate(rows, rows + 1)
         except BrokenRunError as error:
-            raise unreadable_error(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
+            raise _unreadable(error, rows[(rows >= error.start) & (rows < error.stop)]) from error
         return DenseRowBuffer(label=self.label, rows=rows, n_vars=self.shape[1], dtype=self.dtype, values=values)
 
     def __repr__(self) -> str:
@@ -198,23 +173,13 @@ class CSCMatrix:
 
     layout: Layout = "csr"
 
-    def __init__(
-        self,
-        *,
-        label: str,
-        shape: tuple[int, int],
-        indptr: StoredArray,
-        indices: StoredArray,
-        data: StoredArray,
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:
-        check_csr(label, shape[::-1], indptr=indptr, indices=indices, data=data)
+    def __init__(self, *, label: str, shape: tuple[int, int], **arrays: Any) -> None:
+        self._by_columns = CSRMatrix(label=label, shape=shape[::-1], **arrays)
         self.label = label
         self.shape = shape
-        self._indptr = indptr
-        self._indices = indices
-        self._data = data
-        self.dtype: np.dtype[Any] = data.dtype if dtype is None else dtype
+        self.stored_dtype = self._by_columns.stored_dtype
+        self.dtype = self._by_columns.dtype
+        self.arrays = self._by_columns.arrays
         self._rows: CSRMatrix | None = None
         self._locks: dict[int, threading.Lock] = {}
         logger.warning(
@@ -222,24 +187,18 @@ class CSCMatrix:
             "process reads all of it and keeps it as CSR, which takes %s of memory (three times as much "
             "during the conversion). Store it by rows once: dasksc convert %s NEW.zarr",
             label,
-            format_bytes(data.shape[0] * (data.dtype.itemsize + indices.dtype.itemsize)),
+            format_bytes(self._n_bytes),
             label.rpartition(":/")[0] or "OLD.h5ad",
         )
 
     @property
-    def arrays(self) -> tuple[StoredArray, ...]:
-        """Stored arrays of the matrix."""
-        return self._indptr, self._indices, self._data
-
-    @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """Data type of the values as stored."""
-        return self._data.dtype
+    def _n_bytes(self) -> int:
+        return self.arrays[2].shape[0] * (self.stored_dtype.itemsize + np.dtype(np.int32).itemsize)
 
     @property
     def cost(self) -> FetchCost:
         """Memory that a fetch takes: the size of the whole matrix, or three times that size during the conversion."""
-        n_bytes = self._data.shape[0] * (self._data.dtype.itemsize + self._indices.dtype.itemsize)
+        n_bytes = self._n_bytes
         row = _ROW_BYTES + n_bytes / max(1, self.shape[0])
         return FetchCost(row=row, held=_ROW_BYTES, working=2 * _ROW_BYTES, fixed=2 * n_bytes, kept=n_bytes)
 
@@ -258,15 +217,7 @@ class CSCMatrix:
         return f"<CSCMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype}>"
 
     def _by_rows(self) -> CSRMatrix:
-        by_columns = CSRMatrix(
-            label=self.label,
-            shape=self.shape[::-1],
-            indptr=self._indptr,
-            indices=self._indices,
-            data=self._data,
-        )
-        n_columns = self.shape[1]
-        fetched = by_columns.fetch(np.arange(n_columns, dtype=np.int64))
+        fetched = self._by_columns.fetch(np.arange(self.shape[1], dtype=np.int64))
         # Values keep their narrow stored type. Repeated columns are summed when rows are gathered, as for any matrix.
         indptr, indices, data = fetched.converted(memory_dtype(self.stored_dtype), np.dtype(np.int32)).block
         by_rows = sp.csc_array((data, indices, indptr), shape=self.shape).tocsr()
@@ -286,31 +237,22 @@ def csr_in_memory(array: Any, label: str, *, dtype: np.dtype[Any] | None = None)
     )
 
 
-def check_csr(
-    label: str,
-    shape: tuple[int, int],
-    *,
-    indptr: StoredArray,
-    indices: StoredArray,
-    data: StoredArray,
+def _check_csr(
+    label: str, shape: tuple[int, int], *, indptr: StoredArray, indices: StoredArray, data: StoredArray
 ) -> None:
     """Raise an error if the shapes or data types of the arrays do not fit a CSR matrix of this shape."""
     if indptr.shape != (shape[0] + 1,):
         raise CorruptDataError(
-            f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},). "
-            "The file is corrupt; write it again from its source."
+            f"{indptr.label} has shape {indptr.shape}; a matrix of {shape[0]} rows needs ({shape[0] + 1},). {_REWRITE}"
         )
     if len(data.shape) != 1 or data.shape != indices.shape:
         raise CorruptDataError(
             f"{label}: data has shape {data.shape} but indices has shape {indices.shape}; both must have the same "
-            "length. The file is corrupt; write it again from its source."
+            f"length. {_REWRITE}"
         )
     for array in (indptr, indices):
         if array.dtype.kind not in "iu":
-            raise CorruptDataError(
-                f"{array.label} holds {array.dtype}; integers are needed. The file is corrupt; write it again from its "
-                "source."
-            )
+            raise CorruptDataError(f"{array.label} holds {array.dtype}; integers are needed. {_REWRITE}")
     if shape[1] > np.iinfo(np.int32).max:
         raise InputError(f"{label} has {shape[1]} columns; at most 2**31 - 1 are supported")
 
@@ -326,7 +268,7 @@ def check_rows(label: str, n_obs: int, rows: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
-def unreadable_error(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
+def _unreadable(error: BrokenRunError, rows: NDArray[np.int64]) -> StorageError:
     """Return the error to raise for a run that cannot be read and that contains `rows`."""
     # If a store did not respond, the data may be intact, so the error is not a `CorruptDataError`.
     cause = error.__cause__

@@ -24,72 +24,33 @@ Layout = Literal["csr", "dense"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchCost:
-    """Anonymous memory of a fetch, in bytes, for rows of average length.
+    """Anonymous memory of a fetch, in bytes, for rows of average length."""
 
-    Parameters
-    ----------
-    row
-        Size of a row in memory, in the stored data types; depends only on the stored data.
-    held
-        Memory per row of a fetch while batches are made from it; less if files are memory-mapped.
-    working
-        Additional memory per row of a fetch during the read.
-    fixed
-        Additional memory during the read that does not depend on the rows, such as chunks being decoded.
-    kept
-        Memory kept from the first fetch on, such as offsets and converted arrays.
-    chunk_rows
-        Number of rows per chunk, the unit of decoding; below 1 if rows are longer than chunks, and 0 if
-        rows can be read one by one.
-    """
-
-    row: float
-    held: float
-    working: float = 0.0
-    fixed: int = 0
-    kept: int = 0
+    row: float  # Size of a row in memory, in the stored data types; depends only on the stored data
+    held: float  # Memory per row while batches are made from the fetch; less if files are memory-mapped
+    working: float = 0.0  # Additional memory per row during the read
+    fixed: int = 0  # Additional memory during the read that does not depend on the rows, such as decoded chunks
+    kept: int = 0  # Memory kept from the first fetch on, such as offsets and converted arrays
+    # Number of rows per chunk, the unit of decoding; below 1 if rows are longer, and 0 if rows can be read one by one.
     chunk_rows: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lookups:
-    """Tables of output columns for `dasksc.kernels.csr`, with one row per map.
+    """Tables of output columns for `dasksc.kernels.csr`, with one row per map."""
 
-    Parameters
-    ----------
-    to
-        Output column of each stored column, shape (n_maps, n_columns), int32. -1 marks a dropped column, and -2 a
-        column beyond the width of the matrix, which no row may contain.
-    kinds
-        Treatment of each column (dropped, kept or refused), shape (n_maps, n_columns), uint8.
-    renumbered
-        `to` in a narrow unsigned type if no column is dropped, otherwise None.
-    ascends
-        True if every map preserves the order of the kept columns.
-    adds_up
-        True if several columns map to one output column, in which their values are summed.
-    """
-
+    # Output column of each stored column, shape (n_maps, n_columns), int32. -1 marks a dropped column, and -2 a column
+    # beyond the width of the matrix, which no row may contain.
     to: NDArray[np.int32]
-    kinds: NDArray[np.uint8]
-    renumbered: NDArray[np.unsignedinteger[Any]] | None
-    ascends: bool
-    adds_up: bool = False
+    drops: bool  # True if a map drops a column
+    ascends: bool  # True if every map preserves the order of the kept columns
+    adds_up: bool = False  # True if several columns map to one output column, in which their values are summed
 
     @classmethod
     def of(cls, to: NDArray[np.int32], *, adds_up: bool = False) -> Lookups:
         """Return the tables for the output columns `to`."""
-        kinds = np.select([to == -1, to < -1], [kernels.LEFT_OUT, kernels.REFUSED], default=kernels.KEPT)
-        # The cast to an unsigned type turns -2 into one of its largest numbers, which must not be a valid column index.
-        narrow: type[np.unsignedinteger[Any]] = np.uint16 if to.max(initial=0) < 2**16 - 3 else np.uint32
-        leaves_out = bool((to == -1).any())
-        return cls(
-            to=to,
-            kinds=kinds.astype(np.uint8),
-            renumbered=None if leaves_out else to.astype(narrow),
-            ascends=all(bool((np.diff(one[one >= 0]) > 0).all()) for one in to),
-            adds_up=adds_up,
-        )
+        ascends = all(bool((np.diff(one[one >= 0]) > 0).all()) for one in to)
+        return cls(to=to, drops=bool((to == -1).any()), ascends=ascends, adds_up=adds_up)
 
 
 NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
@@ -98,41 +59,18 @@ NOWHERE, ZERO = kernels.NOWHERE, kernels.ZERO
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Columns to keep when gathering, and the output column of each.
+    """Columns to keep when gathering, and the output column of each."""
 
-    Parameters
-    ----------
-    positions
-        Column indices in the matrix, shape (n_taken,), int64, without repeats.
-    n_vars
-        Number of columns in the matrix.
-    to
-        Output column of each taken column, shape (n_taken,), int64. Columns with the same output column are summed, in
-        the order of the matrix. Output columns without a source are 0. Default: one output column for each taken
-        column, in the same order.
-    n_out
-        Number of output columns. Default: the number of taken columns.
-
-    Attributes
-    ----------
-    lookup
-        Output column of each column of the matrix, shape (n_vars,), int32; -1 for dropped columns.
-    lookups
-        `lookup` as tables for the kernels, with one row.
-    sources
-        Source of each output column, shape (1, n_out), int64; `ZERO` for a column of zeros.
-    sums
-        Output columns that are sums of several columns; None if there are none.
-    """
-
-    positions: NDArray[np.int64]
-    n_vars: int
+    positions: NDArray[np.int64]  # Columns of the matrix, shape (n_taken,), without repeats
+    n_vars: int  # Number of columns of the matrix
+    # Output column of each taken column, shape (n_taken,); None for one each, in order. Columns with the same output
+    # column are summed, in the order of the matrix. Output columns without a source are 0.
     to: NDArray[np.int64] | None = None
-    n_out: int | None = None
-    lookup: NDArray[np.int32] = field(init=False, repr=False)
-    lookups: Lookups = field(init=False, repr=False)
-    sources: NDArray[np.int64] = field(init=False, repr=False)
-    sums: Sums | None = field(init=False, repr=False)
+    n_out: int | None = None  # Number of output columns; None for the number of taken columns
+    lookup: NDArray[np.int32] = field(init=False, repr=False)  # Output column of each column; -1 for dropped ones
+    lookups: Lookups = field(init=False, repr=False)  # `lookup` as tables for the kernels, with one row
+    sources: NDArray[np.int64] = field(init=False, repr=False)  # Column or `ZERO` for each output column, (1, n_out)
+    sums: Sums | None = field(init=False, repr=False)  # Output columns that are sums of several columns
 
     def __post_init__(self) -> None:
         positions = np.ascontiguousarray(self.positions, dtype=np.int64)
@@ -164,21 +102,11 @@ class Columns:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Output columns that are sums of several columns of a dense matrix.
+    """Output columns that are sums of several columns of a dense matrix."""
 
-    Parameters
-    ----------
-    targets
-        Indices of the output columns that are sums, shape (n_targets,), int64.
-    columns
-        Columns to add, grouped by target, ascending within each.
-    starts
-        Start of each target in `columns`, and the end of the last one, shape (n_targets + 1,), int64.
-    """
-
-    targets: NDArray[np.int64]
-    columns: Columns
-    starts: NDArray[np.int64]
+    targets: NDArray[np.int64]  # Output columns that are sums
+    columns: Columns  # Columns to add, grouped by target, ascending within each
+    starts: NDArray[np.int64]  # Start of each target in `columns`, and the end of the last one
 
     @classmethod
     def of(cls, lookup: NDArray[np.int32], targets: NDArray[np.int64]) -> Sums:
@@ -192,25 +120,11 @@ class Sums:
 
 
 class ColumnMaps:
-    """Maps from the columns of several matrices to common columns.
+    """Maps from the columns of several matrices to common columns."""
 
-    Parameters
-    ----------
-    positions
-        One integer array per matrix, with the common column for each column of that matrix; -1 for dropped columns.
-        Matrices may share an array.
-    n_vars
-        Number of common columns.
-    fill_value
-        Fill value for the common columns that a dense matrix lacks. Default: NaN. CSR matrices have 0 in these columns.
-
-    Attributes
-    ----------
-    which
-        For each matrix, its row in the tables that `lookups` and `sources` return, shape (n_matrices,), int32.
-    n_columns
-        Number of columns in the widest matrix.
-    """
+    # `positions` holds an array per matrix, which matrices may share: the common column of each of its columns, or -1
+    # for a dropped one. Common columns that a matrix lacks are 0 in CSR matrices, and `fill_value` (default: NaN) in
+    # dense ones. `which` holds the row of each matrix in the tables that `lookups` and `sources` return.
 
     def __init__(
         self, positions: Sequence[NDArray[np.integer[Any]]], n_vars: int, *, fill_value: float | None = None

@@ -18,21 +18,20 @@ from dasksc.storage.arrays import MemoryArray, StoredArray, UnknownLayoutError, 
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
 from dasksc.storage.hdf5 import layout as hdf5_layout
-from dasksc.storage.hdf5.cell_ranger import csr_attributes, is_cell_ranger_matrix
 from dasksc.storage.hdf5.reader import H5Array, H5File
 from dasksc.storage.matrices import CSCMatrix, CSRMatrix, DenseMatrix, csr_in_memory
 from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.safety.hdf5_links import check_item, check_path
+from dasksc.storage.safety.hdf5_links import check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
 from dasksc.storage.zarr.zipped import ZipArchive, is_zip
 from dasksc.storage.zarr.zipped import direct_array as zipped_array
 
-__all__ = ["as_matrix", "open_matrix", "open_location"]
+__all__ = ["as_matrix", "hdf5_file", "matrix_in", "open_matrix"]
 
 logger = logging.getLogger("dasksc.storage")
 
@@ -45,12 +44,51 @@ def open_matrix(
         path = os.path.abspath(os.fspath(path))
         if not os.path.exists(path):
             raise MissingPathError(f"there is nothing at {path}")
-    try:
+    with _naming_errors(path, key):
         if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
-            return _open_zarr(path, key.strip("/"), use_mmap=use_mmap, cache=cache)
-        if isinstance(path, RemoteLocation):
-            _refuse_zip(path)
-        return _open_hdf5(_hdf5_bytes(path, cache), key.strip("/"), use_mmap=use_mmap)
+            return matrix_in(ZarrFile(path), key, use_mmap=use_mmap, cache=cache)
+        file = hdf5_file(path, cache=cache)
+        root = file.open()
+        folder = os.path.dirname(path) if isinstance(path, str) else None
+        check_path(root, file.path, key.strip("/"), folder=folder)
+        return matrix_in(file, key, use_mmap=use_mmap)
+
+
+def matrix_in(
+    file: H5File | ZarrFile,
+    key: str,
+    *,
+    use_mmap: UseMmap = "auto",
+    cache: Cache | None = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> Matrix:
+    """Open one matrix of an open file whose links have been checked; `attributes` replace those of its group."""
+    with _naming_errors(file.path, key):
+        if isinstance(file, ZarrFile):
+            return _in_zarr(file, key.strip("/"), use_mmap=use_mmap, cache=cache)
+        return _in_hdf5(file, key.strip("/"), use_mmap=use_mmap, attributes=attributes)
+
+
+def hdf5_file(path: str | RemoteLocation, *, cache: Cache | None) -> H5File:
+    """Return the HDF5 file at a path or URL."""
+    if isinstance(path, RemoteLocation):
+        if path.key.endswith(".zip"):
+            raise InputError(
+                f"{path} is a zip file behind a URL, and zipped stores are read from local files only. Download it, "
+                f"or unpack it on the server and open {str(path).removesuffix('.zip')}"
+            )
+        return H5File(RemoteFile.of(path, cache=cache))
+    if not h5py.is_hdf5(path):
+        raise StorageError(
+            f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
+        )
+    return H5File(LocalFile(FileIdentity.of(path)))
+
+
+@contextmanager
+def _naming_errors(path: str | RemoteLocation, key: str) -> Iterator[None]:
+    try:
+        yield
     except DaskscError:
         raise
     # On damaged metadata, h5py and zarr-python raise RuntimeError, KeyError, UnicodeDecodeError or TypeError.
@@ -64,25 +102,6 @@ def open_matrix(
             f"{path}: the metadata of {key!r} cannot be read ({type(error).__name__}: {error}). The file is "
             "corrupt; copy or download it again, or write it again from its source."
         ) from error
-
-
-def _refuse_zip(location: RemoteLocation) -> None:
-    if location.key.endswith(".zip"):
-        raise InputError(
-            f"{location} is a zip file behind a URL, and zipped stores are read from local files only. Download it, "
-            f"or unpack it on the server and open {str(location).removesuffix('.zip')}"
-        )
-
-
-@contextmanager
-def open_location(location: RemoteLocation, *, cache: Cache | None) -> Iterator[Any]:
-    """Open the root of a remote file, for reading obs and var."""
-    if location.is_zarr():
-        yield ZarrFile(location).root()
-        return
-    _refuse_zip(location)
-    file = H5File(RemoteFile.of(location, cache=cache))
-    yield file.open()
 
 
 def as_matrix(array: Any, label: str) -> Matrix:
@@ -102,38 +121,17 @@ def as_matrix(array: Any, label: str) -> Matrix:
     return csr_in_memory(array, label)
 
 
-def _hdf5_bytes(path: str | RemoteLocation, cache: Cache | None) -> LocalFile | RemoteFile:
-    if isinstance(path, RemoteLocation):
-        return RemoteFile.of(path, cache=cache)
-    if not h5py.is_hdf5(path):
-        raise StorageError(
-            f"{path} is not an HDF5 file, and not a directory either. Give an .h5ad file or a Zarr directory."
-        )
-    return LocalFile(FileIdentity.of(path))
-
-
-def _open_hdf5(data: LocalFile | RemoteFile, key: str, *, use_mmap: UseMmap) -> Matrix:
-    path = data.path
-    file = H5File(data)
+def _in_hdf5(file: H5File, key: str, *, use_mmap: UseMmap, attributes: Mapping[str, Any] | None) -> Matrix:
     root = file.open()
-    name = _legacy_name(root, key)
-    check_path(root, path, name, folder=os.path.dirname(path) if isinstance(data, LocalFile) else None)
-    parent, _, last = name.rpartition("/")
-    if parent and isinstance(root.get(parent), h5py.Dataset) and last in (root[parent].dtype.names or ()):
-        # AnnData before 0.7 stored obsm as one structured dataset with a field per array.
-        if isinstance(data, LocalFile):
-            check_item(root[parent], path, folder=os.path.dirname(path))
-        array = H5Array(file, parent, field=last)
-        return DenseMatrix(label=array.label, values=array, dtype=_logical(array.dtype, {}, array.label))
-    if name not in root:
-        raise _missing(path, key, _keys(root))
-    item = root[name]
+    if key not in root:
+        raise MissingKeyError(f"{file.path} has no {key!r}")
+    item = root[key]
     return _matrix(
-        f"{path}:/{name}",
-        attributes=csr_attributes(item, data) if is_cell_ranger_matrix(item) else dict(item.attrs),
+        f"{file.path}:/{key}",
+        attributes=dict(item.attrs) if attributes is None else attributes,
         is_array=isinstance(item, h5py.Dataset),
         members=list(item) if isinstance(item, h5py.Group) else [],
-        array=lambda member: _hdf5_array(file, f"{name}/{member}".rstrip("/"), use_mmap=use_mmap),
+        array=lambda member: _hdf5_array(file, f"{key}/{member}".rstrip("/"), use_mmap=use_mmap),
     )
 
 
@@ -147,14 +145,13 @@ def _hdf5_array(file: H5File, name: str, *, use_mmap: UseMmap) -> StoredArray:
         return array
 
 
-def _open_zarr(path: str | RemoteLocation, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
-    file = ZarrFile(path)
+def _in_zarr(file: ZarrFile, key: str, *, use_mmap: UseMmap, cache: Cache | None) -> Matrix:
     root = file.root()
     if key not in root:
-        raise _missing(path, key, _keys(root))
+        raise MissingKeyError(f"{file.path} has no {key!r}")
     item = root[key]
     return _matrix(
-        f"{path}:/{key}",
+        f"{file.path}:/{key}",
         attributes=dict(item.attrs),
         is_array=isinstance(item, zarr.Array),
         members=list(item.keys()) if isinstance(item, zarr.Group) else [],
@@ -228,25 +225,3 @@ def _log_slow(array: StoredArray, library: str, reason: UnknownLayoutError) -> N
 def _check_numeric(dtype: np.dtype[Any], label: str) -> None:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise InputError(f"{label} holds {dtype}; booleans, integers and floats of up to 64 bits can be read")
-
-
-def _legacy_name(root: h5py.Group, key: str) -> str:
-    # AnnData before 0.7 stored raw at the top level, with a dot in its name.
-    if key.startswith("raw/") and key not in root and key.replace("/", ".", 1) in root:
-        return key.replace("/", ".", 1)
-    return key
-
-
-def _keys(root: Any) -> list[str]:
-    """Return the keys of the matrices in a file."""
-    keys = [key for key in ("X", "raw/X", "raw.X") if key in root]
-    for group in ("layers", "obsm"):
-        if group in root:
-            item = root[group]
-            members = (item.dtype.names or ()) if hasattr(item, "dtype") else item.keys()
-            keys += [f"{group}/{member}" for member in sorted(members)]
-    return [key.replace("raw.X", "raw/X") for key in keys]
-
-
-def _missing(path: str | RemoteLocation, key: str, keys: list[str]) -> MissingKeyError:
-    return MissingKeyError(f"{path} has no {key!r}; it has {', '.join(keys) or 'no matrix at all'}")

@@ -9,15 +9,15 @@ __all__ = ["cut", "locate", "merge"]
 
 
 def merge(
-    starts: NDArray[np.int64], stops: NDArray[np.int64], *, gap: int, chunk: int
+    starts: NDArray[np.int64], stops: NDArray[np.int64], *, gap: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge runs into few disjoint runs that cover them."""
+    """Merge runs at most `gap` apart into disjoint runs that cover them."""
     filled = stops > starts
     starts = starts[filled]
     stops = np.maximum.accumulate(stops[filled])
     if len(starts) == 0:
         return starts, stops
-    apart = (starts[1:] - stops[:-1] > gap) & (starts[1:] // chunk != (stops[:-1] - 1) // chunk)
+    apart = starts[1:] - stops[:-1] > gap
     first = np.concatenate(([True], apart))
     last = np.concatenate((apart, [True]))
     return starts[first], stops[last]

@@ -60,58 +60,43 @@ class SlicedArray:
         """Read the runs into one block of memory, with one slice for neighboring runs."""
         read = self.reader()
         stride = row_bytes(self)
-        kept_starts, kept_stops = merge(starts, stops, gap=0, chunk=1)
-        block = buffers.empty((int((kept_stops - kept_starts).sum()), *self.shape[1:]), memory_dtype(self.dtype))
-        at = 0
-        for runs in self._slices(kept_starts.tolist(), kept_stops.tolist()):
-            n = sum(stop - start for start, stop in runs)
-            self._read(read, runs, into=block[at : at + n])
-            at += n
+        run_starts, run_stops = merge(starts, stops)
+        ats = np.append(0, np.cumsum(run_stops - run_starts))
+        block = buffers.empty((int(ats[-1]), *self.shape[1:]), memory_dtype(self.dtype))
+        for first, after in self._slices(run_starts.tolist(), run_stops.tolist()):
+            start, stop = int(run_starts[first]), int(run_stops[after - 1])
+            part = block[ats[first] : ats[after]]
+            into = part if after == first + 1 else np.empty((stop - start, *self.shape[1:]), part.dtype)
+            try:
+                with reading():  # includes decoding, which the library does not separate
+                    read(start, stop, into=into)
+            # Codecs may raise any exception, such as RuntimeError (Blosc) or zlib.error (gzip).
+            except Exception as error:
+                if not caused_by_data(error):
+                    raise
+                raise BrokenRunError(self.label, start, stop, str(error)) from error
+            if into is not part:
+                runs = zip(run_starts[first:after] - start, run_stops[first:after] - start, strict=True)
+                np.concatenate([into[begin:end] for begin, end in runs], out=part)
         return RowPointers.inside(
             (block,),
             dtype=block.dtype,
             which=0,
-            offsets=locate(starts, stops, kept_starts, kept_stops) * stride,
+            offsets=locate(starts, stops, run_starts, run_stops) * stride,
             sizes=(stops - starts) * stride,
             held_bytes=block.nbytes,
         )
 
-    def _slices(self, starts: list[int], stops: list[int]) -> Iterator[list[tuple[int, int]]]:
-        """Yield groups of disjoint, ascending runs, each group read by one slice."""
+    def _slices(self, starts: list[int], stops: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield the first run, and the one after the last, of each group of runs read by one slice."""
         stride = max(row_bytes(self), 1)
         gap, longest = self._gap_bytes // stride, max(_SLICE_BYTES // stride, self._chunk)
-        runs: list[tuple[int, int]] = []
-        for start, stop in zip(starts, stops, strict=True):
-            if runs:
-                before = runs[-1][1]
-                is_near = start - before <= gap or start // self._chunk == (before - 1) // self._chunk
-                if not is_near or stop - runs[0][0] > longest:
-                    yield runs
-                    runs = []
-            runs.append((start, stop))
-        if runs:
-            yield runs
-
-    def _read(self, read: ReadSlice, runs: list[tuple[int, int]], *, into: NDArray[Any]) -> None:
-        """Read runs as one slice. If the slice cannot be read, read them one by one: the damage may lie in a gap."""
-        start, stop = runs[0][0], runs[-1][1]
-        try:
-            if len(runs) == 1:
-                with reading():  # includes decoding, which the library does not separate
-                    read(start, stop, into=into)
-            else:
-                whole = np.empty((stop - start, *self.shape[1:]), into.dtype)
-                with reading():
-                    read(start, stop, into=whole)
-                np.concatenate([whole[a - start : b - start] for a, b in runs], out=into)
-        # Codecs may raise any exception, such as RuntimeError (Blosc) or zlib.error (gzip).
-        except Exception as error:
-            if not caused_by_data(error):
-                raise
-            if len(runs) == 1:
-                raise BrokenRunError(self.label, start, stop, str(error)) from error
-            at = 0
-            for run in runs:
-                n = run[1] - run[0]
-                self._read(read, [run], into=into[at : at + n])
-                at += n
+        first = 0
+        for i in range(1, len(starts)):
+            start, before = starts[i], stops[i - 1]
+            is_near = start - before <= gap or start // self._chunk == (before - 1) // self._chunk
+            if not is_near or stops[i] - starts[first] > longest:
+                yield first, i
+                first = i
+        if starts:
+            yield first, len(starts)

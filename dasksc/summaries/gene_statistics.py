@@ -12,11 +12,11 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.lookup import nearest, require_key, some
-from dasksc.atlas.options import Openable
 from dasksc.checks import names_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.kernels import moments as kernels
 from dasksc.loader.genes import GeneRequest
+from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Pass, PassRows, moments_of
 
 __all__ = ["Statistics", "statistics"]

@@ -11,14 +11,13 @@ import numpy as np
 import scipy.sparse as sp
 from anndata import AnnData
 
-from dasksc._compat.dask import meta_of
 from dasksc.atlas.opening import open as open_atlas
-from dasksc.atlas.options import Openable
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
 from dasksc.pushdown import row_local
 from dasksc.pushdown.reductions import add_reductions
+from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Pass
 
 __all__ = ["normalize"]
@@ -85,7 +84,7 @@ def normalize(
     array = source.array
     dtype = np.result_type(array.dtype, np.float32) if array.dtype.kind == "f" else np.dtype(np.float32)
     scaled = row_local(partial(_scaled, target=float(target), log1p=log1p, dtype=dtype))
-    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(meta_of(array)) else np.empty((0, 0), dtype=dtype)
+    meta = sp.csr_matrix((0, 0), dtype=dtype) if sp.issparse(array._meta) else np.empty((0, 0), dtype=dtype)
     normalized: da.Array = array.map_blocks(scaled, dtype=dtype, meta=meta)
     add_reductions(normalized)
     if layer is None:

@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas.options import Openable
 from dasksc.checks import name_or_none, whole_number
 from dasksc.errors import InputError
 from dasksc.kernels import moments as kernels
+from dasksc.readers.options import Openable
 from dasksc.summaries.reading import Groups, Moments, Pass, PassRows, moments_of
 
 __all__ = ["highly_variable_genes"]

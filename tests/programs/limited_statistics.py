@@ -67,7 +67,7 @@ def noted_projections() -> list[int]:
 def predict(path: str, out: str) -> dict[str, Any]:
     import torch  # statistics are measured without torch
 
-    from dasksc.loader.row_range import over_range
+    from dasksc.loader.row_range import RowRange
 
     dataset = dasksc.scDataset(path, dasksc.Streaming(), 256, rank=0, world_size=1)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def predict(path: str, out: str) -> dict[str, Any]:
     with peak_beyond() as peak:
         dasksc.predict(model, dataset, out)
     predictions = dasksc.open(path, attach={"obsm/X_emb": out}).obsm["X_emb"].compute()
-    projected = over_range(dataset, 0, len(predictions)).projected_bytes
+    projected = RowRange(dataset, 0, len(predictions)).projected_bytes
     return {"digest": digest(predictions), "peak": peak[0], "projected": projected}
 
 

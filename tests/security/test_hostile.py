@@ -15,12 +15,9 @@ from tests.support.hostile import (
     bounded,
     h5ad_whose_values_are_elsewhere,
     h5ad_whose_x_is_elsewhere,
-    h5ad_with_bombs,
-    h5ad_without_room,
     opener,
     store_of_shape,
     store_with_a_column_called,
-    store_with_bombs,
     store_with_pickles,
 )
 from tests.support.servers import serving
@@ -36,13 +33,10 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
     "pickles": lambda folder: store_with_pickles(folder, "obs/int8", folder / "unpickled"),
     "shape of zarr": lambda folder: store_of_shape(folder, "zarr3", "X", 2**62),
     "shape of hdf5": lambda folder: store_of_shape(folder, "h5ad", "obs/int8", 2**62),
-    "bomb in zarr": lambda folder: store_with_bombs(folder, "uns/deep/n", "gzip"),
-    "bomb in hdf5": lambda folder: h5ad_with_bombs(folder, "varm/n", "zstd"),
     "X is virtual": lambda folder: h5ad_whose_x_is_elsewhere(folder, "virtual"),
     "X through a link": lambda folder: h5ad_whose_x_is_elsewhere(folder, "absolute"),
     "table is external": lambda folder: h5ad_whose_values_are_elsewhere(folder, "obsm/n/n", "external"),
     "column elsewhere": lambda folder: store_with_a_column_called(folder, "zarr3", "../../secret"),
-    "never written": lambda folder: h5ad_without_room(folder, "obs/huge", "never written"),
 }
 
 
@@ -54,13 +48,12 @@ def test_malicious_stores_at_a_url_are_refused(tmp_path: Path, name: str) -> Non
     assert not (tmp_path / "unpickled").exists()
 
 
-@pytest.mark.parametrize("swollen", ["chunk", "metadata"])
-def test_objects_that_are_far_too_long_are_not_fetched(tmp_path: Path, swollen: str) -> None:
+def test_chunks_that_are_far_too_long_are_not_fetched(tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     AnnData(X=VALUES).write_zarr(tmp_path / "atlas.zarr")
-    file = tmp_path / "atlas.zarr" / ("X/c/0/0" if swollen == "chunk" else "zarr.json")
+    file = tmp_path / "atlas.zarr" / "X/c/0/0"
     if not file.exists():
-        file = tmp_path / "atlas.zarr" / ("X/0.0" if swollen == "chunk" else ".zmetadata")
+        file = tmp_path / "atlas.zarr" / "X/0.0"
     with file.open("r+b") as grown:
         grown.truncate(2**33)
     with (

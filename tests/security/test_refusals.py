@@ -1,4 +1,4 @@
-"""Rejection of malicious files without running code, reading other files or filling memory.
+"""Rejection of malicious files without running code, reading other files or allocating what they declare.
 
 Valid files that resemble them are read. `test_hostile` reads malicious files at URLs.
 """
@@ -6,7 +6,6 @@ Valid files that resemble them are read. `test_hostile` reads malicious files at
 from __future__ import annotations
 
 import errno
-import json
 import zipfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,34 +14,22 @@ from typing import Any
 from unittest import mock
 
 import h5py
-import numcodecs
 import numpy as np
 import pytest
-import zarr
 
 import dasksc
 from dasksc.errors import CorruptDataError, StorageError
 from dasksc.plan.arrays import array_of
 from dasksc.storage import open_matrix
-from dasksc.storage.safety import zarr_metadata as zarr_guard
-from dasksc.storage.safety.decompression_limits import check_decompressed_size
 from tests.support.data import make_adata, write_store
 from tests.support.hostile import (
-    BOMB_BYTES,
     VALUES,
-    array_at,
     bounded,
-    column_of_zarr3,
     edited,
     full,
     h5ad_whose_values_are_elsewhere,
-    h5ad_whose_x_decodes_to_too_much,
     h5ad_whose_x_is_elsewhere,
-    h5ad_with_bombs,
-    h5ad_without_room,
     memory_of,
-    overwritten,
-    rechunked,
     recompressed,
     small,
     store_of_many_arrays,
@@ -57,50 +44,7 @@ pytestmark = [
     pytest.mark.core,
     pytest.mark.filterwarnings("ignore:Writing zarr v2"),
     pytest.mark.filterwarnings("ignore:Consolidated"),
-    # Zarr 3.4 warns about a chain of codecs before it builds them.
-    pytest.mark.filterwarnings("ignore:Combining a `sharding_indexed` codec"),
 ]
-
-
-def bomb_in_zarr3(folder: Path, *, is_sharded: bool) -> Path:
-    path, _, enlarge = column_of_zarr3(folder, "zstd", is_sharded=is_sharded)
-    enlarge()
-    return path
-
-
-def with_filter(folder: Path, name: str, content: bytes = bytes(20), **options: Any) -> Path:
-    path = write_store(full(), folder, "zarr2")
-    recompressed(path, "obs/n", compressor=None, filters=[{"id": name, **options}])
-    overwritten(path, "obs/n", content)
-    return path
-
-
-def with_very_many_strings(folder: Path) -> Path:
-    path = write_store(full(), folder, "zarr2")
-    where = array_at(path, "obs/_index")
-    recompressed(path, where, compressor=None)
-    overwritten(path, where, (2**30).to_bytes(4, "little") + bytes(100))
-    return path
-
-
-def with_lzma_without_a_header(folder: Path) -> Path:
-    path = write_store(full(), folder, "zarr2")
-    raw = {"id": "lzma", "format": 3, "check": -1, "preset": None, "filters": [{"id": 0x21, "preset": 1}]}
-    recompressed(path, "obs/n", compressor=raw)
-    overwritten(path, "obs/n", numcodecs.get_codec(dict(raw)).encode(bytes(BOMB_BYTES)))
-    return path
-
-
-def compressed_twice(folder: Path, format: str) -> Path:
-    path = write_store(full(), folder, format)
-    twice = numcodecs.Zlib(9).encode(numcodecs.Zlib(9).encode(bytes(BOMB_BYTES)))
-    if format == "zarr2":
-        recompressed(path, "obs/n", compressor={"id": "zlib", "level": 1}, filters=[{"id": "zlib", "level": 1}])
-        overwritten(path, "obs/n", twice)
-    else:
-        with h5py.File(path, "r+") as file:
-            rechunked(file, "obs/n", 1, 1).id.write_direct_chunk((0,), twice)
-    return path
 
 
 def with_huge_chunks(folder: Path, format: str) -> Path:
@@ -113,15 +57,6 @@ def with_huge_chunks(folder: Path, format: str) -> Path:
         del file["obs/n"]
         new = file.create_dataset("obs/n", (20,), "f8", maxshape=(None,), chunks=(2**28,), compression="gzip")
         new.attrs.update(attributes)
-    return path
-
-
-def with_the_codec_of_dasksc(folder: Path) -> Path:
-    path = write_store(full(), folder, "zarr3")
-    codecs = json.loads((path / "obs/n/zarr.json").read_text())["codecs"]
-    named = {"name": "dasksc_bounded", "configuration": {"codecs": [], "is_counted": False, "refused": None}}
-    edited(path / "obs/n/zarr.json", codecs=[*codecs, named])
-    zarr.consolidate_metadata(path)
     return path
 
 
@@ -149,38 +84,14 @@ def with_links_to_links(folder: Path) -> Path:
     return path
 
 
-def never_written(folder: Path) -> Path:
-    path = write_store(full(), folder, "zarr3")
-    group = zarr.open_group(path, mode="r+", use_consolidated=False)
-    array = group.create_array("obs/huge", shape=(20, 2**28 // 20), chunks=(1, 2**20), dtype="f8")
-    array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-    zarr.consolidate_metadata(path)
-    return path
-
-
-LONG = "<U13421772"
 # How to write each malicious store, and a fact of the error.
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "shape of h5ad": (lambda folder: store_of_shape(folder, "h5ad", "obs/int8", 2**40), ""),
     "shape of zarr 2": (lambda folder: store_of_shape(folder, "zarr2", "X", 2**62), ""),
     "shape of zarr 3": (lambda folder: store_of_shape(folder, "zarr3", "obs/int8", 2**62), ""),
-    "bomb in X of zarr": (lambda folder: store_with_bombs(folder, "X", "zstd"), "rows"),
-    "bomb in X that zarr-python decodes": (lambda folder: store_with_bombs(folder, "X", "bz2"), "rows"),
-    "bomb in a table of zarr 2": (lambda folder: store_with_bombs(folder, "obs/n", "zstd"), "zstd"),
-    "bomb in a table of zarr 3": (lambda folder: bomb_in_zarr3(folder, is_sharded=False), "zstd"),
-    "bomb in a shard": (lambda folder: bomb_in_zarr3(folder, is_sharded=True), "zstd"),
-    "bomb in a table of hdf5": (lambda folder: h5ad_with_bombs(folder, "obs/n", "zstd"), "decode"),
-    "bomb that h5py decodes": (lambda folder: h5ad_whose_x_decodes_to_too_much(folder, "gzip"), "decode"),
-    "astype": (lambda folder: with_filter(folder, "astype", encode_dtype="|u1", decode_dtype=LONG), ""),
-    "categorize": (lambda folder: with_filter(folder, "categorize", labels=["a"], dtype=LONG, astype="|u1"), ""),
-    "json2": (lambda folder: with_filter(folder, "json2", b'[0, "<f8", [134217728]]', encoding="utf-8"), ""),
-    "many strings": (with_very_many_strings, "1073741824"),
-    "lzma": (with_lzma_without_a_header, "LZMA"),
-    "twice in zarr": (lambda folder: compressed_twice(folder, "zarr2"), "twice"),
-    "twice in hdf5": (lambda folder: compressed_twice(folder, "h5ad"), "filters"),
+    "bomb in X of zarr": (lambda folder: store_with_bombs(folder, "X"), "rows"),
     "huge chunks of zarr": (lambda folder: with_huge_chunks(folder, "zarr2"), "shape"),
     "huge chunks of hdf5": (lambda folder: with_huge_chunks(folder, "h5ad"), "shape"),
-    "codec of dasksc": (with_the_codec_of_dasksc, "dasksc_bounded"),
     "keys of zarr 2": (lambda folder: with_keys_elsewhere(folder, 2), ""),
     "keys of zarr 3": (lambda folder: with_keys_elsewhere(folder, 3), ""),
     "column upwards": (lambda folder: store_with_a_column_called(folder, "h5ad", "../../secret"), ""),
@@ -192,12 +103,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "table is external": (lambda folder: h5ad_whose_values_are_elsewhere(folder, "uns/n", "external"), "other"),
     "table beside": (lambda folder: h5ad_whose_values_are_elsewhere(folder, "varm/n", "beside"), "other"),
     "links of links": (with_links_to_links, "other"),
-    "never written to hdf5": (lambda folder: h5ad_without_room(folder, "uns/huge", "never written"), "stored"),
-    "one chunk of many names": (
-        lambda folder: h5ad_without_room(folder, "uns/huge", "many names of one chunk"),
-        "stored",
-    ),
-    "never written to zarr": (never_written, "stored"),
 }
 
 
@@ -217,10 +122,12 @@ def test_malicious_stores_are_refused_before_they_fill_memory(tmp_path: Path, na
     assert fact in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["obs/int8", "X"])
-def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(("where", "name"), [("obs/int8", "pickle"), ("X", "pickle"), ("obs/int8", r"pi\u0063kle")])
+def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, name: str) -> None:
     mark = tmp_path / "unpickled"
     path = store_with_pickles(tmp_path, where, mark)
+    for metadata in (path / where / ".zarray", path / ".zmetadata"):
+        metadata.write_text(metadata.read_text().replace('"pickle"', f'"{name}"'))
     with pytest.raises(StorageError, match="pickle"):
         dasksc.open(path).X.compute()
     assert not mark.exists()
@@ -293,15 +200,6 @@ def test_zipped_stores_write_nothing_anywhere(tmp_path: Path, name: str) -> None
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zarr_guard, "WHOLE_BYTES", 2**20)
-    archive = tmp_path / "atlas.zarr.zip"
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
-        file.writestr("zarr.json", " " * 2**21)
-    with bounded(), pytest.raises(StorageError, match="bytes"):
-        open_matrix(archive, "X")
-
-
 @pytest.mark.parametrize("kind", ["h5ad", "zarr"])
 @pytest.mark.parametrize(
     "raised",
@@ -314,7 +212,7 @@ def test_a_zip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_other_errors_are_not_blamed_on_files(tmp_path: Path, kind: str, raised: Exception) -> None:
     path = write_store(make_adata(50), tmp_path, "h5ad" if kind == "h5ad" else "zarr2")
     with (
-        mock.patch("dasksc.atlas.tables.read_elem", side_effect=raised),
+        mock.patch("dasksc.readers.tables.read_elem", side_effect=raised),
         pytest.raises(type(raised)) as caught,
     ):
         dasksc.open(path)
@@ -346,10 +244,9 @@ def _read_gzipped_rows(path: Path) -> None:
         (None, lambda path: array_of("labels", _Short())),
         ("pandas.DataFrame.eval", lambda path: dasksc.rows_where(make_adata(20).obs, "float32 > 1")),
         ("dasksc.storage.codecs.Chain.decode", _read_gzipped_rows),
-        ("gzip.GzipFile", lambda path: check_decompressed_size("gzip", bytes(9), at_most=1)),
         ("dasksc.conversion.tables.write_elem", lambda path: dasksc.convert(make_adata(20), path / "out.zarr")),
     ],
-    ids=["labels", "filter", "rows", "decoded", "tables"],
+    ids=["labels", "filter", "rows", "tables"],
 )
 def test_lack_of_memory_is_not_blamed_on_files(tmp_path: Path, failing: str | None, act: Any) -> None:
     with (
@@ -363,7 +260,7 @@ def test_errors_of_the_operating_system_are_not_reported_as_corruption(tmp_path:
     path = write_store(make_adata(50), tmp_path, "h5ad")
     refused = PermissionError(errno.EACCES, "Permission denied")
     with (
-        mock.patch("dasksc.storage.opening._open_hdf5", side_effect=refused),
+        mock.patch("dasksc.storage.opening._in_hdf5", side_effect=refused),
         pytest.raises(StorageError, match="Permission denied") as caught,
     ):
         open_matrix(path, "X")

@@ -38,4 +38,4 @@ def cache_in(folder: Path, limit: int = LIMIT) -> Cache:
 
 def files(folder: Path) -> list[Path]:
     """Return the files of the blocks in a cache, including those being written."""
-    return [path for path in (folder / "cache").rglob("*") if path.is_file() and path.name != "key"]
+    return [path for path in (folder / "cache").rglob("*") if path.is_file()]

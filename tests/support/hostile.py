@@ -1,17 +1,13 @@
-"""Malicious stores: pickles, decompression bombs, shapes larger than any memory, and links to other files."""
+"""Malicious stores: pickles, a decompression bomb, shapes larger than any memory, and links to other files."""
 
 from __future__ import annotations
 
-import bz2
 import contextlib
-import gzip
 import json
-import lzma
 import os
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +20,12 @@ import zarr
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import element_sizes
 from dasksc.memory import limits as process_memory
+from dasksc.readers import sizes
 from tests.support.data import write_store
 from tests.support.servers import serving
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
-# Twice the tolerated excess of a chunk over its expected size (decompression_limits.ROOM_BYTES).
 BOMB_BYTES = 2**26
 
 
@@ -76,23 +71,6 @@ def full() -> AnnData:
     adata.obsm["n"] = pd.DataFrame({"n": np.arange(20.0)}, index=adata.obs_names)
     adata.uns |= {"n": np.arange(20.0), "deep": {"n": np.arange(20.0)}}
     return adata
-
-
-@cache
-def bomb_of(codec: str) -> tuple[Any, bytes]:
-    """Return a Zarr codec, and a few bytes that it decodes to `BOMB_BYTES`."""
-    zeros = bytes(BOMB_BYTES)
-    return {
-        "gzip": lambda: (numcodecs.GZip(), gzip.compress(zeros, 1)),
-        # The chunk is compressed at level 9 to less than 64 KiB: HDF5 1.14.2 and 1.14.4 do not write a larger
-        # chunk into a dataset this small.
-        "zlib": lambda: (numcodecs.Zlib(), numcodecs.Zlib(9).encode(zeros)),
-        "zstd": lambda: (numcodecs.Zstd(), numcodecs.Zstd().encode(zeros)),
-        "lz4": lambda: (numcodecs.LZ4(), numcodecs.LZ4().encode(zeros)),
-        "bz2": lambda: (numcodecs.BZ2(), bz2.compress(zeros, 9)),
-        "lzma": lambda: (numcodecs.LZMA(), lzma.compress(zeros, preset=0)),
-        "blosc": lambda: (numcodecs.Blosc(), numcodecs.Blosc(cname="zstd").encode(zeros)),
-    }[codec]()
 
 
 # --- Zarr -------------------------------------------------------------------------------------------------
@@ -142,93 +120,15 @@ def store_with_pickles(folder: Path, where: str, mark: Path) -> Path:
     return path
 
 
-def store_with_bombs(folder: Path, where: str, codec: str) -> Path:
-    """Write a Zarr 2 store in which one array is a decompression bomb."""
-    compressor, bomb = bomb_of(codec)
+def store_with_bombs(folder: Path, where: str) -> Path:
+    """Write a Zarr 2 store in which the chunks of one array decode to `BOMB_BYTES`."""
     path = write_store(full(), folder, "zarr2")
-    where = array_at(path, where)
-    recompressed(path, where, compressor=compressor.get_config())
-    overwritten(path, where, bomb)
+    recompressed(path, where, compressor=numcodecs.Zstd().get_config())
+    overwritten(path, where, numcodecs.Zstd().encode(bytes(BOMB_BYTES)))
     return path
-
-
-ZARR3_CODECS = {"gzip": zarr.codecs.GzipCodec(), "zstd": zarr.codecs.ZstdCodec(), "blosc": zarr.codecs.BloscCodec()}
-
-
-def column_of_zarr3(folder: Path, codec: str, *, is_sharded: bool) -> tuple[Path, np.ndarray, Callable[[], None]]:
-    """Write a valid Zarr 3 store; return its path, the values of obs/n, and a function.
-
-    The function overwrites stored values of obs/n with a decompression bomb.
-    """
-    path = write_store(full(), folder, "zarr3")
-    _, bomb = bomb_of(codec)
-    with zarr.config.set({"array.write_empty_chunks": True}):
-        array = zarr.open_group(path)["obs/n"]
-        attributes, values = dict(array.attrs), array[:]
-        new = zarr.open_group(path).create_array(
-            "obs/n",
-            data=values,
-            chunks=(10,),
-            shards=(20,) if is_sharded else None,
-            compressors=ZARR3_CODECS[codec],
-            overwrite=True,
-        )
-        new.attrs.update(attributes)
-    zarr.consolidate_metadata(path)
-
-    def enlarge() -> None:
-        # The shard holds two chunks, then their index and a checksum.
-        index = np.array([0, len(bomb), 0, len(bomb)], "<u8").tobytes()
-        ending = numcodecs.CRC32C(location="end").encode(index).tobytes() if is_sharded else b""
-        (path / "obs" / "n" / "c" / "0").write_bytes(bomb + ending)
-
-    return path, values, enlarge
 
 
 # --- HDF5 -------------------------------------------------------------------------------------------------
-
-
-H5_FILTERS = {"gzip": 1, "blosc": 32001, "zstd": 32015, "bz2": 307}
-
-
-def rechunked(file: h5py.File, name: str, *filters: int) -> h5py.Dataset:
-    """Replace a dataset by an empty one with a single chunk."""
-    attributes, dtype, shape = dict(file[name].attrs), file[name].dtype, file[name].shape
-    del file[name]
-    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plist.set_chunk(shape)
-    for number in filters:
-        plist.set_filter(number, h5py.h5z.FLAG_OPTIONAL, (5,))
-    type_ = h5py.h5t.py_create(dtype, logical=True)
-    dataset = h5py.Dataset(h5py.h5d.create(file.id, name.encode(), type_, h5py.h5s.create_simple(shape), plist))
-    dataset.attrs.update(attributes)
-    return dataset
-
-
-def h5ad_with_bombs(folder: Path, where: str, codec: str) -> Path:
-    """Write an h5ad file in which one array is a decompression bomb."""
-    bomb = bomb_of("zlib" if codec == "gzip" else codec)[1]
-    path = write_store(full(), folder, "h5ad")
-    with h5py.File(path, "r+") as file:
-        where = where if isinstance(file[where], h5py.Dataset) else f"{where}/values"
-        rechunked(file, where, H5_FILTERS[codec]).id.write_direct_chunk((0,) * file[where].ndim, bomb)
-    return path
-
-
-def h5ad_whose_x_decodes_to_too_much(folder: Path, codec: str) -> Path:
-    """Write an h5ad file whose X is a decompression bomb.
-
-    dasksc reads X through h5py for both values of `codec`: for ``"gzip"`` because X is then float16, and for ``"bz2"``
-    because dasksc does not decode it.
-    """
-    path = write_store(small(), folder, "h5ad")
-    with h5py.File(path, "r+") as file:
-        attributes = dict(file["X"].attrs)
-        del file["X"]
-        file.create_dataset("X", (20, 6), np.float16 if codec == "gzip" else np.float32).attrs.update(attributes)
-        bomb = bomb_of("zlib" if codec == "gzip" else codec)[1]
-        rechunked(file, "X", H5_FILTERS[codec]).id.write_direct_chunk((0, 0), bomb)
-    return path
 
 
 def h5ad_whose_x_is_elsewhere(folder: Path, how: str) -> Path:
@@ -270,23 +170,6 @@ def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
         into[name].attrs.update(attributes)
         if how == "beside":
             file[where] = h5py.ExternalLink("beside.h5", "/n")
-    return path
-
-
-def h5ad_without_room(folder: Path, where: str, how: str) -> Path:
-    """Write an h5ad file that declares an array far larger than the file."""
-    path = write_store(full(), folder, "h5ad")
-    length = {"obs": 20, "varm": 6}.get(where.partition("/")[0], 1)
-    with h5py.File(path, "r+") as file:
-        layout = {} if how == "contiguous" else {"chunks": (1, 2**22), "compression": "gzip"}
-        n_bytes = 2**28 if how == "many names of one chunk" else 2**31
-        dataset = file.create_dataset(where, (length, n_bytes // length), "i1", **layout)
-        dataset.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
-        if how not in ("never written", "contiguous"):
-            dataset[0, : 2**22] = 0
-        if how == "many names of one chunk":
-            for i in range(6):
-                file[f"uns/again{i}"] = dataset
     return path
 
 
@@ -354,4 +237,4 @@ def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
 def memory_of(n_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the memory of this process to `n_bytes`."""
     limit = process_memory.Limit(n_bytes=n_bytes, held=0, source="a test")
-    monkeypatch.setattr(element_sizes, "memory_limit", lambda: limit)
+    monkeypatch.setattr(sizes, "memory_limit", lambda: limit)

@@ -31,5 +31,5 @@ def rank_of(
     strategy = options.pop("strategy", BlockShuffling(4))
     collection = np.arange(103) if data is None else data
     dataset = scDataset(collection, strategy, rank=rank, world_size=world_size, **options)
-    dataset._session.agreement = Agreement(World(rank, world_size, group=group), store)
+    dataset.ranks.agreement = Agreement(World(rank, world_size, group=group), store)
     return dataset

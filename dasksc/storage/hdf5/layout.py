@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -9,20 +10,16 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.storage.arrays import StoredArray, UnknownLayoutError, caused_by_data
+from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
-from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lz4, H5Lzf, codec_of_config
+from dasksc.storage.codecs import Chain, Codec, Deflate, H5Lzf, codec_of_config
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.hdf5.chunk_index import chunk_table
+from dasksc.storage.hdf5.chunk_index import ChunkTable, chunk_table
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.safety.hdf5_links import check_item
-from dasksc.storage.uncompressed import Extents, PlainArray
+from dasksc.storage.uncompressed import PlainArray
 
 __all__ = ["direct_array"]
-
-
-# Maximum number of edge chunks that `_has_raw_edges` decodes.
-_EDGES_TRIED = 8
 
 
 def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap) -> StoredArray:
@@ -49,7 +46,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         )
         table = chunk_table(dataset, file)
         _check_offsets(dataset, file, table.offsets)
-        if chain.codecs and _has_raw_edges(dataset, chain, table.sizes):
+        if chain.codecs and _may_have_raw_edges(dataset, table):
             raise UnknownLayoutError("chunks at its edges are stored without its filters")
         return ChunkedArray(
             label=label,
@@ -74,13 +71,13 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
     else:
         raise UnknownLayoutError("it is stored in its object header")
     _check_offsets(dataset, file, offsets)
-    stride = int(np.prod(dataset.shape[1:], dtype=np.int64)) * dtype.itemsize
     return PlainArray(
         label=label,
         shape=dataset.shape,
         dtype=dtype,
         file=file,
-        extents=Extents.joined(firsts=firsts, offsets=offsets, row_bytes=stride),
+        firsts=firsts,
+        offsets=offsets,
         fill=fill[0],
         use_mmap=use_mmap if file.can_map else False,
     )
@@ -98,8 +95,7 @@ def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets:
         places = np.unravel_index(int(written[0]), grid)
         start = tuple(int(at) * length for at, length in zip(places, dataset.chunks, strict=True))
         _, stored = dataset.id.read_direct_chunk(start)
-    found = bytearray(len(stored))
-    file.read(int(offsets[written[0]]), memoryview(found))
+    found = file.fetch(int(offsets[written[0]]), int(offsets[written[0]]) + len(stored))
     if isinstance(file, LocalFile):
         file.close()
     if found != stored:
@@ -108,35 +104,16 @@ def _check_offsets(dataset: h5py.Dataset, file: LocalFile | RemoteFile, offsets:
         )
 
 
-def _has_raw_edges(dataset: h5py.Dataset, chain: Chain, sizes: NDArray[np.int64]) -> bool:
-    """Return True if edge chunks were stored without filters, as requested by an option of HDF5."""
-    # h5py does not expose this option, and such chunks do not record that filters were skipped. An edge chunk whose
-    # stored size equals its uncompressed size is therefore decoded directly and read through h5py, and the results are
-    # compared.
-    chunks = dataset.chunks
-    grid = [-(-n // length) for n, length in zip(dataset.shape, chunks, strict=True)]
+def _may_have_raw_edges(dataset: h5py.Dataset, table: ChunkTable) -> bool:
+    """Return True if edge chunks may be stored without filters, as requested by an option of HDF5."""
+    # h5py does not expose this option, and such chunks do not record that filters were skipped.
+    grid = [-(-n // length) for n, length in zip(dataset.shape, dataset.chunks, strict=True)]
     edges = np.zeros(grid, dtype=bool)
-    for axis, (n, length) in enumerate(zip(dataset.shape, chunks, strict=True)):
+    for axis, (n, length) in enumerate(zip(dataset.shape, dataset.chunks, strict=True)):
         if n % length:
             edges[(slice(None),) * axis + (-1,)] = True
-    raw_bytes = int(np.prod(chunks, dtype=np.int64)) * dataset.dtype.itemsize
-    unclear = np.flatnonzero(edges.ravel() & (sizes == raw_bytes))
-    for number in unclear[-_EDGES_TRIED:].tolist():
-        start = [int(at) * length for at, length in zip(np.unravel_index(number, grid), chunks, strict=True)]
-        skipped, data = dataset.id.read_direct_chunk(tuple(start))
-        shape = (chunks[0], int(np.prod(chunks[1:], dtype=np.int64)))
-        try:
-            chunk = chain.decode(data, shape=shape, skipped=skipped, rows=(0, chunks[0])).reshape(chunks)
-        except Exception as error:  # a codec may raise any exception on bytes that were never encoded
-            if not caused_by_data(error):
-                raise
-            return True
-        stops = [min(at + length, n) for at, length, n in zip(start, chunks, dataset.shape, strict=True)]
-        inside = tuple(slice(0, stop - at) for at, stop in zip(start, stops, strict=True))
-        stored = dataset[tuple(slice(at, stop) for at, stop in zip(start, stops, strict=True))]
-        if np.ascontiguousarray(chunk[inside]).tobytes() != stored.tobytes():
-            return True
-    return False
+    raw_bytes = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    return bool((edges.ravel() & (table.sizes == raw_bytes) & (table.skipped == 0)).any())
 
 
 def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype[Any]) -> Codec:
@@ -152,8 +129,6 @@ def _codec(filter_info: tuple[int, int, tuple[int, ...], bytes], dtype: np.dtype
             return H5Lzf()
         case 32001:
             return codec_of_config({"id": "blosc"})
-        case 32004:
-            return H5Lz4()
         case 32015:
             return codec_of_config({"id": "zstd"})
     raise UnknownLayoutError(f"its filter {name.decode(errors='replace') or number} is not known")

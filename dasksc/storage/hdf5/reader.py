@@ -16,7 +16,6 @@ from dasksc.storage.files import LocalFile
 from dasksc.storage.hdf5.open_errors import open_local
 from dasksc.storage.hdf5.remote import open_remote
 from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.safety.hdf5_chunks import check_chunks
 from dasksc.storage.sliced import ReadSlice, SlicedArray
 
 __all__ = ["H5Array", "H5File"]
@@ -36,6 +35,12 @@ class H5File:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}
+
+    def close(self) -> None:
+        """Close the handle of this process; the next call of `open` opens the file again."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened[0] == os.getpid():
+            opened[1].close()
 
     def open(self) -> h5py.File:
         """Check that the file has not changed, and return the handle of this process."""
@@ -67,21 +72,19 @@ def _check_filters(dataset: h5py.Dataset, label: str) -> None:
 
 
 class H5Array(SlicedArray):
-    """HDF5 dataset, or one field of a compound dataset, read through h5py."""
+    """HDF5 dataset, read through h5py."""
 
-    def __init__(self, file: H5File, name: str, *, field: str | None = None) -> None:
+    def __init__(self, file: H5File, name: str) -> None:
         dataset = file.open()[name]
-        dtype = dataset.dtype if field is None else dataset.dtype[field]
         super().__init__(
-            label=f"{file.path}:/{name}" + ("" if field is None else f"/{field}"),
-            shape=(*dataset.shape, *dtype.shape),
-            dtype=dtype.base.newbyteorder("="),
+            label=f"{file.path}:/{name}",
+            shape=dataset.shape,
+            dtype=dataset.dtype.newbyteorder("="),
             chunk=dataset.chunks[0] if dataset.chunks else 1,
             gap_bytes=_GAP_BYTES,
         )
         self._file = file
         self._name = name
-        self._field = field
 
     def reader(self) -> ReadSlice:
         """Check that the file has not changed since it was opened, and return the function that reads slices."""
@@ -89,11 +92,7 @@ class H5Array(SlicedArray):
         _check_filters(dataset, self.label)
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
-            if dataset.chunks is not None:
-                check_chunks(dataset, self.label, rows=(start, stop))
-            if self._field is not None:
-                into[...] = dataset.fields(self._field)[start:stop]
-            elif into.size:
+            if into.size:
                 dataset.read_direct(into, np.s_[start:stop])
 
         return read

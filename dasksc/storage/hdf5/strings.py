@@ -1,4 +1,4 @@
-"""Direct reading of strings in HDF5 files, ten times faster than HDF5, which creates each string separately.
+"""Direct reading of strings in HDF5 files, which takes two thirds of the time that h5py needs for them.
 
 HDF5 stores variable-length strings in global heap collections, and datasets hold references to them. The layouts
 follow the HDF5 File Format Specification, version 3.0 (sections III.E and VIII.B). Other layouts are left to h5py.

@@ -1,4 +1,4 @@
-"""Protocol of the clients of remote stores, with retries, and error messages without credentials."""
+"""What the clients of remote stores share: versions of objects, retries, and errors without credentials."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
+from zarr.abc.store import Store
+
 from dasksc import config
-from dasksc.errors import CorruptDataError, DaskscError
+from dasksc.errors import CorruptDataError, DaskscError, StorageError
 from dasksc.storage.arrays import caused_by_data
 
 __all__ = [
     "SCHEMES",
     "Client",
     "ObjectIdentity",
+    "pauses",
     "redact_error",
-    "too_long_error",
-    "retry",
-    "replaced_error",
-    "secrets_of",
-    "short_response_error",
     "redact_url",
-    "span_of",
-    "url_of",
+    "replaced_error",
+    "retry",
+    "secrets_of",
 ]
 
 T = TypeVar("T")
@@ -34,20 +33,14 @@ T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# Maximum size of an object that is requested as a whole, before its size is known. Only metadata are read in this way;
-# consolidated metadata of thousands of arrays take a few MB.
-WHOLE_BYTES = 2**28
-_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature", re.IGNORECASE)
+_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature|authorization", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectIdentity:
-    """Identity of an object when it was first seen: path, size in bytes, ETag and modification time."""
+    """Version of an object: its ETag or, if there is none, its modification time; and its size in bytes."""
 
-    # `path` is a URL without credentials, for display. If there is no ETag, the size and the modification time identify
-    # a version.
-
-    path: str
+    path: str  # URL without credentials, for display
     size: int
     etag: str | None
     modified: str
@@ -57,6 +50,22 @@ class ObjectIdentity:
         same = self.etag == now.etag if self.etag and now.etag else self.modified == now.modified
         if not same or self.size != now.size:
             raise replaced_error(self.path)
+
+    def check_size(self, longest: int | None) -> None:
+        """Raise `CorruptDataError` if the object has more than `longest` bytes."""
+        if longest is not None and self.size > longest:
+            raise CorruptDataError(
+                f"{self.path} has {self.size} bytes, but at most {longest} are expected, so it is not read. The object "
+                "is corrupt or was replaced: upload it again, or open it again."
+            )
+
+    def check_answer(self, start: int, stop: int | None, n_bytes: int) -> None:
+        """Raise `CorruptDataError` if a request for bytes [start, stop) returned another number of bytes."""
+        if n_bytes != (self.size if stop is None else stop) - start:
+            raise CorruptDataError(
+                f"{self.path} has {self.size} bytes, but a request for bytes {start} to {stop or self.size} returned "
+                f"{n_bytes}. The object is truncated or was replaced: upload it again, or open it again."
+            )
 
 
 def replaced_error(path: str) -> CorruptDataError:
@@ -68,10 +77,12 @@ def replaced_error(path: str) -> CorruptDataError:
 
 
 class Client(Protocol):
-    """Client of one store. Its methods are safe from several threads at once."""
+    """Client of one store, for several threads at once. Keys are relative to the root of the store."""
 
-    # Keys are relative to the root of the store. All methods raise `MissingPathError` if an object does not exist, and
-    # `StorageError` if the store does not respond or denies access.
+    # All methods raise `MissingPathError` if an object does not exist, and `StorageError` for any other failure.
+
+    # Number of requests that a store of zarr-python may have in flight.
+    zarr_requests: int
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object."""
@@ -83,9 +94,9 @@ class Client(Protocol):
         stop: int | None = None,
         *,
         expected: ObjectIdentity | None = None,
-        longest: int = WHOLE_BYTES,
+        longest: int | None = None,
     ) -> tuple[memoryview, ObjectIdentity]:
-        """Return bytes [start, stop) of an object, and its identity."""
+        """Return bytes [start, stop) of an object of at most `longest` bytes, and its identity."""
 
     def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
         """Return the identities of all objects below a prefix, by their keys, in ascending order."""
@@ -93,21 +104,14 @@ class Client(Protocol):
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""
 
+    def zarr_store(self, prefix: str) -> tuple[Store, str]:
+        """Return a store of zarr-python, and what precedes the keys below `prefix` in it."""
 
-def too_long_error(path: str, size: int, longest: int) -> CorruptDataError:
-    """Return the error for an object that exceeds its maximum size."""
-    return CorruptDataError(
-        f"{path} has {size} bytes, but at most {longest} are expected, so it is not read. The object is corrupt or was "
-        "replaced: upload it again, or open it again."
-    )
+    def is_final(self, error: Exception) -> bool:
+        """Return True for an error of the library that a retry would raise again."""
 
-
-def short_response_error(path: str, size: int, span: str, n_bytes: int) -> CorruptDataError:
-    """Return the error for a response with fewer bytes than requested."""
-    return CorruptDataError(
-        f"{path} has {size} bytes, but a request for {span or 'all of them'} returned {n_bytes}. The object is "
-        "truncated or was replaced: upload it again, or open it again."
-    )
+    def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
+        """Return the error, without credentials, for an error of the library."""
 
 
 def redact_url(url: str) -> str:
@@ -117,26 +121,28 @@ def redact_url(url: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
-def url_of(root: str, key: str) -> str:
-    """Return the URL of a key in a store; for a web server, `root` must be a URL without a query."""
-    return f"{root}{'' if root.endswith('/') else '/'}{key}"
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each retry, until ``retry-timeout`` has passed."""
+    deadline = time.monotonic() + (config.get_seconds("retry-timeout") or 0.0)
+    pause = _FIRST_PAUSE_S
+    while time.monotonic() + pause <= deadline:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def retry(request: Callable[[], T], is_final: Callable[[Exception], bool]) -> T:
-    """Call a function; after an error, retry with growing pauses for up to ``retry-timeout``."""
-    # The last error is raised. Errors of this package and programming errors are raised at once.
-    deadline = time.monotonic() + (config.get_seconds("retry-timeout") or 0.0)
-    pause = _FIRST_PAUSE_S
+    """Call a function, and again after an error unless it is final; see `pauses`."""
+    waits = pauses()
     while True:
         try:
             return request()
         except DaskscError:
             raise
         except Exception as error:
-            if is_final(error) or not caused_by_data(error) or time.monotonic() + pause > deadline:
+            pause = next(waits, None)
+            if pause is None or is_final(error) or not caused_by_data(error):
                 raise
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 def redact_error(error: Exception, secrets: Sequence[str]) -> str:
@@ -151,11 +157,6 @@ def redact_error(error: Exception, secrets: Sequence[str]) -> str:
     return f"{line} ({code[1]})" if code else line
 
 
-def span_of(start: int, stop: int | None) -> str:
-    """Describe bytes [start, stop) for error messages; return an empty string for the whole object."""
-    return "" if stop is None else f"bytes {start} to {stop}"
-
-
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
     """Return the secrets in a URL and in options, longest first."""
 
@@ -163,7 +164,7 @@ def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 yield from of(value)
-            elif isinstance(value, str) and (_SECRET.search(name) or name in ("authorization", "Authorization")):
+            elif isinstance(value, str) and _SECRET.search(name):
                 yield value
 
     found = [*of(options), *(part for part in (urlsplit(root).query, urlsplit(root).password) if part)]

@@ -13,21 +13,19 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from zarr.abc.store import Store
+from zarr.storage import ObjectStore
+
 from dasksc import config
-from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.errors import DaskscError, InputError, MissingPathError, StorageError
 from dasksc.storage.arrays import caused_by_data
 from dasksc.storage.remote.client import (
-    WHOLE_BYTES,
     ObjectIdentity,
     redact_error,
     redact_url,
     replaced_error,
     retry,
     secrets_of,
-    short_response_error,
-    span_of,
-    too_long_error,
-    url_of,
 )
 
 __all__ = ["ObstoreClient"]
@@ -42,8 +40,6 @@ _FAILED = re.compile(
     r"^Generic \w+ error: Error performing [A-Z]+ \S+ in ([\d.]+)(\w+)"
     r"(, after \d+ retries, max_retries: \d+, retry_timeout: \S+)?\s+- (.+)$"
 )
-
-
 # Errors of a HEAD request: bad request, forbidden, not allowed, not implemented, and an answer without the size.
 _HEAD_REFUSED = re.compile(r"status code: (400|403|405|501)\b|Header missing")
 _EMPTY = "status code: 416"
@@ -52,6 +48,8 @@ _COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"
 
 class ObstoreClient:
     """Client of a store through obstore; see `Client`."""
+
+    zarr_requests = 32
 
     def __init__(self, root: str, options: Mapping[str, Any]) -> None:
         try:
@@ -68,6 +66,7 @@ class ObstoreClient:
         self._refuses_head = False
         try:
             self._store = _store(root, options)
+            # obstore repeats a HEAD request that is answered by 501 until the time limit.
             self._impatient_store = _store(root, {**options, "retry_config": {"max_retries": 0}})
         except Exception as error:
             if not caused_by_data(error):
@@ -81,29 +80,26 @@ class ObstoreClient:
 
     def stat(self, key: str) -> ObjectIdentity:
         """Return the identity of an object; see `Client.stat`."""
-        if not self._refuses_head:
-            # obstore repeats a HEAD request that is answered by 501 until the time limit.
-            store = self._impatient_store if self._is_on_web else self._store
+        if self._is_on_web and not self._refuses_head:
             try:
-                return self._identity(key, self._library.head(store, key))
+                return self._identity(key, self._library.head(self._impatient_store, key))
             except Exception as error:
                 if not caused_by_data(error):
                     raise
-                is_refused = self._is_on_web and _HEAD_REFUSED.search(str(error)) is not None
-            if not is_refused:
-                return self._request(lambda: self._identity(key, self._library.head(self._store, key)), key)
-        identity = self._request(lambda: self._identity(key, self._got(key)), key)
-        self._refuses_head = True
-        return identity
+                if _HEAD_REFUSED.search(str(error)) is not None:
+                    identity = self._request(lambda: self._identity(key, self._head_by_get(key)), key)
+                    self._refuses_head = True
+                    return identity
+        head = self._head_by_get if self._refuses_head else lambda key: self._library.head(self._store, key)
+        return self._request(lambda: self._identity(key, head(key)), key)
 
-    def _got(self, key: str) -> Mapping[str, Any]:
+    def _head_by_get(self, key: str) -> Mapping[str, Any]:
         """Return the headers of a GET request for one byte, or for an object that is empty or without byte ranges."""
         try:
             result = self._library.get(self._store, key, options={"range": (0, 1)})
             result.bytes()  # so that the connection can be used again
         except Exception as error:
-            is_whole = isinstance(error, self._library.exceptions.NotSupportedError) or _EMPTY in str(error)
-            if not is_whole:
+            if not isinstance(error, self._library.exceptions.NotSupportedError) and _EMPTY not in str(error):
                 raise
             result = self._library.get(self._store, key)
         meta: Mapping[str, Any] = result.meta
@@ -116,35 +112,34 @@ class ObstoreClient:
         stop: int | None = None,
         *,
         expected: ObjectIdentity | None = None,
-        longest: int = WHOLE_BYTES,
+        longest: int | None = None,
     ) -> tuple[memoryview, ObjectIdentity]:
         """Return bytes of an object; see `Client.get`."""
-        options: dict[str, Any] = {}
-        if stop is not None:
-            options["range"] = (start, stop)
+        options: dict[str, Any] = {} if stop is None else {"range": (start, stop)}
         # If-Match never matches a weak ETag.
         if expected is not None and expected.etag and not expected.etag.startswith("W/"):
             options["if_match"] = expected.etag
 
         def request() -> tuple[memoryview, ObjectIdentity]:
             result = self._library.get(self._store, key, options=options)
-            self._refuse_compressed(key, result.attributes)
+            encoding = str(result.attributes.get("Content-Encoding", "")).lower()
+            if encoding in _COMPRESSIONS:
+                raise StorageError(
+                    f"{self._path(key)} is sent compressed (Content-Encoding: {encoding}), so its byte ranges are not "
+                    "those of the file. Serve or upload it without a Content-Encoding, or download and decompress it."
+                )
             identity = self._identity(key, result.meta)
             if expected is not None:
                 expected.compare(identity)
-            if stop is None and identity.size > longest:
-                raise too_long_error(self._path(key), identity.size, longest)
+            identity.check_size(longest)
             return memoryview(result.bytes()), identity
 
-        data, identity = self._request(request, key, span_of(start, stop))
-        wanted = (identity.size if stop is None else stop) - start
-        if len(data) != wanted:
-            raise short_response_error(self._path(key), identity.size, span_of(start, stop), len(data))
+        data, identity = self._request(request, key, "" if stop is None else f"bytes {start} to {stop}")
+        identity.check_answer(start, stop, len(data))
         return data, identity
 
     def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
         """Return the objects below a prefix; see `Client.listed`."""
-        self._refuse_listing(prefix)
 
         def request() -> dict[str, ObjectIdentity]:
             found = {item["path"]: item for page in self._library.list(self._store, prefix or None) for item in page}
@@ -154,55 +149,29 @@ class ObstoreClient:
 
     def children(self, prefix: str) -> list[str]:
         """Return names below a prefix; see `Client.children`."""
-        self._refuse_listing(prefix)
         result = self._request(lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
-    def _request(self, request: Callable[[], T], key: str, span: str = "") -> T:
-        try:
-            return retry(request, lambda error: _BROKEN_OFF not in str(error))
-        except CorruptDataError:
-            raise
-        except self._library.exceptions.PreconditionError:
-            raise replaced_error(self._path(key)) from None
-        except Exception as error:
-            if not caused_by_data(error):
-                raise
-            raise self._translated(error, key, span) from None
+    def zarr_store(self, prefix: str) -> tuple[Store, str]:
+        """Return an `ObjectStore`; see `Client.zarr_store`."""
+        return ObjectStore(self._store, read_only=True), f"{prefix}/"
 
-    def _path(self, key: str) -> str:
-        return url_of(self._public_root.removeprefix("file://"), key)
+    def is_final(self, error: Exception) -> bool:
+        """Return True unless a response was broken off; see `Client.is_final`."""
+        return _BROKEN_OFF not in str(error)
 
-    def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
-        return ObjectIdentity(
-            path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
-        )
-
-    def _refuse_compressed(self, key: str, attributes: Mapping[str, Any]) -> None:
-        encoding = str(attributes.get("Content-Encoding", "")).lower()
-        if encoding in _COMPRESSIONS:
-            raise StorageError(
-                f"{self._path(key)} is sent compressed (Content-Encoding: {encoding}), so its byte ranges are not "
-                "those of the file. Serve or upload it without a Content-Encoding, or download and decompress it."
-            )
-
-    def _refuse_listing(self, prefix: str) -> None:
-        if self._is_on_web:
-            raise StorageError(
-                f"{self._path(prefix)} is on a web server, which does not list its files. Give the URLs of several "
-                "atlases as a list. A Zarr store needs consolidated metadata: run "
-                "zarr.consolidate_metadata(path) before uploading it."
-            )
-
-    def _translated(self, error: Exception, key: str, span: str) -> StorageError:
+    def translated(self, error: Exception, key: str, span: str = "") -> StorageError:
+        """Return the error that names the object and the likely cause; see `Client.translated`."""
         path, reason = self._path(key), redact_error(error, self._secrets)
         if failed := _FAILED.match(reason):
             reason = failed[4] + (f" (retried for {float(failed[1]):.0f} {failed[2]})" if failed[3] else "")
         exceptions = self._library.exceptions
         if isinstance(error, FileNotFoundError):
             return MissingPathError(f"there is nothing at {path}")
+        if isinstance(error, exceptions.PreconditionError):
+            return replaced_error(path)
         if isinstance(error, exceptions.NotSupportedError):
             return StorageError(f"{path} cannot be read: {reason}. The server must serve byte ranges (Accept-Ranges).")
         what = f"{path}{', ' + span if span else ''} cannot be read: {reason}."
@@ -217,10 +186,29 @@ class ObstoreClient:
         place = "address is" if self._is_on_web else "endpoint and the region are"
         return StorageError(f"{what} Check that the {place} right and that the server responds.")
 
+    def _request(self, request: Callable[[], T], key: str, span: str = "") -> T:
+        try:
+            return retry(request, self.is_final)
+        except DaskscError:
+            raise
+        except Exception as error:
+            if not caused_by_data(error):
+                raise
+            raise self.translated(error, key, span) from None
+
+    def _path(self, key: str) -> str:
+        root = self._public_root.removeprefix("file://")
+        return f"{root}{'' if root.endswith('/') else '/'}{key}"
+
+    def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
+        return ObjectIdentity(
+            path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
+        )
+
 
 def _store(root: str, options: Mapping[str, Any]) -> Any:
     """Return an obstore store with timeouts and retries for long transfers."""
-    from obstore.store import HTTPStore, from_url
+    from obstore.store import HTTPStore, LocalStore, from_url
 
     options = dict(options)
     retry_s = config.get_seconds("retry-timeout") or 0.0
@@ -235,20 +223,16 @@ def _store(root: str, options: Mapping[str, Any]) -> Any:
     client: dict[str, Any] = {"timeout": "1h", "read_timeout": "30s", "connect_timeout": "10s"}
     parts = urlsplit(root)
     if parts.scheme == "file":
-        from obstore.store import LocalStore
-
         return LocalStore("/")
     endpoint = str(options.get("endpoint") or options.get("aws_endpoint_url") or os.environ.get("AWS_ENDPOINT_URL", ""))
     if parts.scheme == "http" or endpoint.startswith("http://"):
         client["allow_http"] = True
     if parts.scheme in ("http", "https"):
-        host = parts.netloc.rpartition("@")[2]
         client["default_headers"] = {"accept-encoding": "identity"}
         if parts.username:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             client["default_headers"]["authorization"] = f"Basic {base64.b64encode(pair).decode()}"
-        client |= options.pop("client_options", None) or {}
-        url = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
-        return HTTPStore(url, client_options=client, retry_config=retries, **options)
+        root = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, parts.query, ""))
     client |= options.pop("client_options", None) or {}
-    return from_url(root, client_options=client, retry_config=retries, **options)
+    make = HTTPStore if parts.scheme in ("http", "https") else from_url
+    return make(root, client_options=client, retry_config=retries, **options)

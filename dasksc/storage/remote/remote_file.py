@@ -1,8 +1,7 @@
-"""Reading of byte ranges of remote objects, with nearby ranges merged and many concurrent requests.
+"""Reading of byte ranges of remote objects, with nearby ranges merged and many requests in flight.
 
-Even for a short range, each request costs a round trip to the server, which takes tens of milliseconds. Dedicated
-threads therefore make the requests of a fetch, far enough ahead to fill the link. Decoding starts with the first
-response.
+Each request costs a round trip of tens of milliseconds, so threads make the requests of a fetch far enough ahead to
+fill the link.
 """
 
 from __future__ import annotations

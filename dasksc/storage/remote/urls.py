@@ -4,22 +4,77 @@ from __future__ import annotations
 
 import glob
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from dasksc import config
 from dasksc.errors import InputError, MissingPathError, StorageError
-from dasksc.storage.remote.client import Client, redact_url, url_of
-from dasksc.storage.remote.connecting import client_of, split_url
+from dasksc.platforms import after_fork
+from dasksc.storage.remote.client import SCHEMES, Client, redact_url
+from dasksc.storage.remote.fsspec_client import FsspecClient, split_fsspec_url
+from dasksc.storage.remote.obstore_client import ObstoreClient
 
-__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "RemoteLocation", "is_recursive", "is_url", "matching"]
+__all__ = ["HDF5_ENDINGS", "ZARR_MARKERS", "RemoteLocation", "client_of", "is_recursive", "is_url", "matching"]
 
 HDF5_ENDINGS = (".h5ad", ".h5mu", ".h5", ".hdf5")
 ZARR_MARKERS = ("zarr.json", ".zgroup", ".zmetadata")
 # Part of a pattern that matches folders at any depth.
 _STARS = "**"
+
+# Clients, one per process and store, shared by all arrays, tasks and threads.
+_clients: dict[tuple[Any, ...], Client] = {}
+# True in a process forked from one that had a client of obstore, whose threads do not survive a fork: requests would
+# wait for them forever.
+_is_orphaned = False
+
+
+def _after_fork() -> None:
+    global _is_orphaned
+    _is_orphaned = _is_orphaned or any(isinstance(client, ObstoreClient) for client in _clients.values())
+
+
+after_fork(_after_fork)
+
+
+def client_of(root: str, options: Mapping[str, Any]) -> Client:
+    """Return the client of this process for the store at `root`."""
+    try:
+        key = (os.getpid(), root, pickle.dumps(sorted(options.items())), config.get_seconds("retry-timeout"))
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise InputError(f"storage_options must be plain values that can be pickled: {error}") from error
+    client = _clients.get(key)
+    if client is None:
+        kind = ObstoreClient if urlsplit(root).scheme in SCHEMES else FsspecClient
+        if _is_orphaned and kind is ObstoreClient:
+            raise StorageError(
+                f"{redact_url(root)} cannot be read in a forked process (pid {os.getpid()}), since obstore does not "
+                "work after a fork. Start DataLoader workers with multiprocessing_context='spawn' or 'forkserver', or "
+                "use num_workers=0"
+            )
+        # If threads race, each makes a client, and the first one is kept.
+        client = _clients.setdefault(key, kind(root, options))
+    return client
+
+
+def _split_url(url: str) -> tuple[str, str]:
+    """Split a URL into the root of its store and the key in the store."""
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES:
+        return split_fsspec_url(url)
+    if parts.scheme in ("http", "https"):
+        # Every request includes the query, which may be a token.
+        return urlunsplit((parts.scheme, parts.netloc, "/", parts.query, "")), unquote(parts.path).strip("/")
+    bucket, _, key = url.partition("://")[2].partition("/")
+    if parts.scheme == "file":
+        return "file:///", unquote(key).strip("/")
+    # URLs of object stores contain the key as it is, without percent-encoding.
+    return f"{parts.scheme}://{bucket}", key.strip("/")
 
 
 def is_url(path: str) -> bool:
@@ -39,7 +94,7 @@ class RemoteLocation:
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
         """Return the location of a URL."""
-        root, key = split_url(url)
+        root, key = _split_url(url)
         if not key:
             raise InputError(f"{redact_url(url)!r} is the URL of a whole bucket or server; add the path of an atlas")
         if ".." in key.split("/"):
@@ -47,7 +102,7 @@ class RemoteLocation:
         return cls(root=root, key=key, options=dict(options or {}))
 
     def __str__(self) -> str:
-        return self.local or url_of(redact_url(self.root), self.key)
+        return self.local or _joined(redact_url(self.root), self.key)
 
     def __fspath__(self) -> str:
         return str(self)
@@ -68,7 +123,7 @@ class RemoteLocation:
         # `of` converts this URL back to the location.
         if self.is_on_web or self.root == "file:///":  # `of` decodes the percent signs of such a URL
             return urlunsplit(urlsplit(self.root)._replace(path=f"/{quote(self.key)}"))
-        return url_of(self.root, self.key)
+        return _joined(self.root, self.key)
 
     @property
     def client(self) -> Client:
@@ -90,8 +145,18 @@ class RemoteLocation:
             return False
         return True
 
+    def require_listing(self) -> None:
+        """Raise `StorageError` for a location on a web server, which does not list its files."""
+        if self.is_on_web:
+            raise StorageError(
+                f"{self} is on a web server, which does not list its files. Give the URLs of several atlases as a "
+                "list. A Zarr store needs consolidated metadata: run zarr.consolidate_metadata(path) before uploading "
+                "it."
+            )
+
     def children(self) -> list[RemoteLocation]:
         """Return the locations directly below this one, sorted by name."""
+        self.require_listing()
         return [self.below(name) for name in self.client.children(self.key)]
 
     def matching(self) -> list[RemoteLocation]:
@@ -149,6 +214,10 @@ class RemoteLocation:
     def of_local(cls, path: str) -> RemoteLocation:
         """Return the location of a local path."""
         return cls(root="file:///", key=os.path.abspath(path).strip("/"))
+
+
+def _joined(root: str, key: str) -> str:
+    return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
 
 def is_recursive(pattern: str) -> bool:

@@ -2,31 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError
+from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.known_objects import ObjectCache
-from dasksc.storage.remote.remote_file import RemoteFile
+from dasksc.storage.remote.remote_file import RemoteFile, in_order
+from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr.layout import ZarrLayout
-from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
-__all__ = ["At", "File", "Objects", "chunked_array"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes", "versions_of"]
 
 T = TypeVar("T")
+V = TypeVar("V")
+
+# Size of the facts about the objects of an array that a process keeps, and of an entry without the facts themselves.
+_KEPT_BYTES, _ENTRY_BYTES = 2**26, 512
+# Value that a shard's index holds as both offset and size of a chunk that was never written.
+_NEVER = 2**64 - 1
 
 At: TypeAlias = tuple[int, ...]
 """Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
+
+
+def versions_of(array: str | RemoteLocation, keys: Iterable[str]) -> str:
+    """Return a digest of the sizes and times, or ETags, of the objects of an array."""
+    # The metadata of an array do not change when its objects do, and folders do not change when a file is written in
+    # place. Web servers are asked for each object, and buckets for a listing.
+    found: Iterable[object]
+    if isinstance(array, str):
+        found = (_version(f"{array}/{key}") for key in keys)
+    elif array.is_on_web:
+        found = in_order([(partial(_version, array.below(key)), 0) for key in keys])
+    else:
+        found = sorted(array.client.listed(array.key).items())
+    hashed = hashlib.blake2b(digest_size=16)
+    for one in found:
+        hashed.update(repr(one).encode())
+    return hashed.hexdigest()
+
+
+def _version(place: str | RemoteLocation) -> object:
+    try:
+        if isinstance(place, RemoteLocation):
+            return place.client.stat(place.key)
+        status = os.stat(place)
+    except (FileNotFoundError, NotADirectoryError, MissingPathError):
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+class ObjectCache(Generic[V]):
+    """Facts about the objects of an array that a process has read; pickled without them."""
+
+    # An array may have millions of objects. The oldest facts are dropped, and their objects are treated as new.
+
+    def __init__(self, fact_bytes: int = 0) -> None:
+        self._fact_bytes = fact_bytes
+        self._kept = OrderedDict[At, V]()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectCache, (self._fact_bytes,)
+
+    def get(self, at: At) -> V | None:
+        """Return the fact about an object, or None if there is none."""
+        return self._kept.get(at)
+
+    def keep(self, at: At, value: V) -> V:
+        """Keep a fact about an object unless there is one already; return the kept one."""
+        value = self._kept.setdefault(at, value)
+        while len(self._kept) * (self._fact_bytes + _ENTRY_BYTES) > _KEPT_BYTES and len(self._kept) > 1:
+            self._kept.popitem(last=False)
+        return value
 
 
 class Objects(Protocol):
@@ -36,7 +97,7 @@ class Objects(Protocol):
 
     @property
     def working_bytes(self) -> int:
-        """Memory for stored bytes during a fetch, in bytes; see `ChunkSource.working_bytes`."""
+        """See `ChunkSource.working_bytes`."""
 
     @property
     def can_map(self) -> bool:
@@ -118,27 +179,14 @@ class _Shard:
     sizes: NDArray[np.int64]
 
 
-class _Shards:
+class _Shards(_Chunks):
     """Chunks stored in shards, which are objects with several chunks and an index; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
-        self._objects = objects
+        super().__init__(objects, layout)
         self._layout = layout
         # State of each shard when this process first read it; (None,) if it did not exist.
-        self._seen = ObjectCache[At, tuple[_Shard | None]]()
-
-    @property
-    def working_bytes(self) -> int:
-        """See `ChunkSource.working_bytes`."""
-        return self._objects.working_bytes
-
-    def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced."""
-        self._objects.require_unchanged()
-
-    def versions(self) -> str:
-        """See `ChunkSource.versions`."""
-        return self._objects.versions()
+        self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -192,8 +240,7 @@ class _Shards:
         cached = {at: self._seen.get(at) for at in ats}
         unknown = [at for at, shard in cached.items() if shard is None]
         for at, shard in zip(unknown, self._objects.indexed(unknown, self._indexed), strict=True):
-            n_bytes = 0 if shard is None else shard.offsets.nbytes + shard.sizes.nbytes
-            cached[at] = self._seen.keep(at, (shard,), n_bytes=n_bytes)
+            cached[at] = self._seen.keep(at, (shard,))
         return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
@@ -204,3 +251,31 @@ class _Shards:
 
 def _tuples(axes: Any) -> list[At]:
     return list(zip(*(axis.tolist() for axis in axes), strict=True))
+
+
+def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
+    """Return the byte range [start, stop) of the index in a shard."""
+    n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
+    if identity.size < n_bytes:
+        raise CorruptDataError(
+            f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
+        )
+    return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
+
+
+def chunk_ranges(
+    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, data: Any
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+    if layout.index_checksum:
+        try:
+            data = Crc32c().decode(data, len(data))
+        except ValueError as error:
+            raise CorruptDataError(
+                f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
+            ) from error
+    table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
+    # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
+    ranges = np.minimum(table, identity.size + 1).astype(np.int64)
+    ranges[table[:, 0] == _NEVER] = -1, 0
+    return ranges[:, 0].copy(), ranges[:, 1].copy()

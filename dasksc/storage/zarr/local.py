@@ -16,10 +16,8 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
-from dasksc.storage.remote.known_objects import ObjectCache
-from dasksc.storage.zarr.chunks import At, File, chunked_array
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.versions import versions_of
 
 __all__ = ["direct_array"]
 
@@ -65,7 +63,7 @@ class Files:
         # server may set modification times.
         self._opened_ns = time.time_ns() if is_local else None
         # Identities of files at their first read in this process. Inspecting all files on opening would take too long.
-        self._seen = ObjectCache[At, FileIdentity]()
+        self._seen = ObjectCache[FileIdentity]()
         # Only a few files stay open: an atlas may have more shards than a process may open files.
         self._files: dict[At, LocalFile] = {}
 

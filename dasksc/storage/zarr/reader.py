@@ -13,11 +13,11 @@ from zarr.abc.store import Store
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
-from dasksc.storage.safety.zarr_metadata import GuardedLocalStore
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.remote import RemoteMetadata, RemoteStore
-from dasksc.storage.zarr.versions import versions_of
-from dasksc.storage.zarr.zipped import ZipArchive, ZipMembers
+from dasksc.storage.zarr.chunks import versions_of
+from dasksc.storage.zarr.remote import RemoteMetadata
+from dasksc.storage.zarr.stores import store_at
+from dasksc.storage.zarr.zipped import ZipArchive
 
 __all__ = ["ZarrArray", "ZarrFile"]
 
@@ -37,17 +37,10 @@ class ZarrFile:
 
     def store(self) -> Store:
         """Return the store, opened in this process."""
-        if isinstance(self.path, RemoteLocation):
-            return RemoteStore(self.path)
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            # A forked child reopens the store. If threads race, the store is opened twice, which is harmless.
-            store: Store = (
-                ZipMembers(ZipArchive.of(self.path))
-                if os.path.isfile(self.path)
-                else GuardedLocalStore(self.path, read_only=True)
-            )
-            opened = self._opened = os.getpid(), store
+            # If threads race, the store is opened twice, which is harmless.
+            opened = self._opened = os.getpid(), store_at(self.path)
         return opened[1]
 
     def root(self) -> zarr.Group:

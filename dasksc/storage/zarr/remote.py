@@ -1,31 +1,24 @@
-"""Zarr stores behind URLs: metadata for zarr-python, and byte ranges of chunks."""
+"""Zarr arrays behind URLs, with chunks read without zarr-python."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
-
-from dasksc.errors import CorruptDataError, InputError, MissingPathError
+from dasksc.errors import CorruptDataError, MissingPathError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.remote.cache import Cache
-from dasksc.storage.remote.client import ObjectIdentity, too_long_error
-from dasksc.storage.remote.known_objects import ObjectCache
+from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.safety.zarr_metadata import safe_content
-from dasksc.storage.zarr.chunks import At, File, chunked_array
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.versions import versions_of
 
-__all__ = ["RemoteStore", "RemoteMetadata", "direct_array"]
+__all__ = ["RemoteMetadata", "direct_array"]
 
 T = TypeVar("T")
 
@@ -76,7 +69,7 @@ class StoreObjects:
         self._metadata = metadata
         self._cache = cache
         # Identities of objects at their first read in this process.
-        self._seen = ObjectCache[At, ObjectIdentity]()
+        self._seen = ObjectCache[ObjectIdentity]()
 
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
@@ -92,8 +85,8 @@ class StoreObjects:
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Return an empty iterator, since remote objects cannot be mapped."""
-        return iter(())
+        """Raise an error, since remote objects cannot be mapped."""
+        raise NotImplementedError
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
         """Yield the result of `index_of` for each object, or None if it is missing; later ones are requested ahead."""
@@ -131,8 +124,7 @@ class StoreObjects:
             if self._cache is not None:
                 if seen is None:  # the cached content must be that of the current object
                     seen = self._seen.keep(at, location.client.stat(location.key))
-                if seen.size > longest:
-                    raise too_long_error(str(location), seen.size, longest)
+                seen.check_size(longest)
                 return RemoteFile(location, seen, cache=self._cache).fetch(0, seen.size)
             data, identity = location.client.get(location.key, expected=seen, longest=longest)
         except MissingPathError:
@@ -141,83 +133,3 @@ class StoreObjects:
             return None
         self._seen.keep(at, identity).compare(identity)
         return data
-
-
-class RemoteStore(Store):
-    """Store for zarr-python that makes requests with a client of dasksc, including its retries and error messages."""
-
-    supports_writes = False
-    supports_deletes = False
-    supports_listing = True
-    supports_partial_writes = False
-
-    def __init__(self, location: RemoteLocation) -> None:
-        super().__init__(read_only=True)
-        self._location = location
-
-    def __eq__(self, value: object) -> bool:
-        return isinstance(value, RemoteStore) and value._location == self._location
-
-    def __str__(self) -> str:
-        return str(self._location)
-
-    def __repr__(self) -> str:
-        return f"RemoteStore({self._location})"
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return an object or a range of it; None if it does not exist."""
-        try:
-            data = await asyncio.to_thread(self._get, key, byte_range)
-        except MissingPathError:
-            return None
-        return prototype.buffer.from_bytes(data)
-
-    def _get(self, key: str, byte_range: ByteRequest | None) -> bytes:
-        client, name = self._location.client, self._location.below(key).key
-        if byte_range is None:
-            return safe_content(str(self._location), key, bytes(client.get(name)[0]))
-        if isinstance(byte_range, RangeByteRequest):
-            start, stop = byte_range.start, byte_range.end
-        else:
-            stop = client.stat(name).size
-            suffix = byte_range.suffix if isinstance(byte_range, SuffixByteRequest) else stop - byte_range.offset
-            start = max(0, stop - suffix)
-        return bytes(client.get(name, start, stop)[0])
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        """Return several objects or ranges of objects."""
-        return list(await asyncio.gather(*(self.get(key, prototype, wanted) for key, wanted in key_ranges)))
-
-    async def exists(self, key: str) -> bool:
-        """Return True if an object exists."""
-        try:
-            await asyncio.to_thread(self._location.client.stat, self._location.below(key).key)
-        except MissingPathError:
-            return False
-        return True
-
-    async def set(self, key: str, value: Buffer) -> None:
-        """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._location} is read-only")
-
-    async def delete(self, key: str) -> None:
-        """Raise an error, since the store is read-only."""
-        raise InputError(f"{self._location} is read-only")
-
-    async def list(self) -> AsyncIterator[str]:
-        """Yield all keys."""
-        async for key in self.list_prefix(""):
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """Yield all keys below a prefix."""
-        root = self._location.key
-        for key in await asyncio.to_thread(self._location.client.listed, self._location.below(prefix).key):
-            yield key.removeprefix(f"{root}/")
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names directly below a prefix."""
-        for name in await asyncio.to_thread(self._location.client.children, self._location.below(prefix).key):
-            yield name

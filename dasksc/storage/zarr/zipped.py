@@ -1,4 +1,4 @@
-"""Zarr stores in zip files: uncompressed members are read in place, compressed members as a whole.
+"""Zarr stores in zip files: uncompressed members are read in place, compressed members by zarr-python.
 
 Layout: APPNOTE.TXT of PKWARE, version 6.3, sections 4.3.7 (local header) and 4.3.12 (central directory). `zipfile`
 reads the directory; members are read by byte ranges, so that threads and forked processes share no file position.
@@ -6,32 +6,29 @@ reads the directory; members are read by byte ranges, so that threads and forked
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import os
 import struct
 import zipfile
 import zlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from zarr.abc.buffer import Buffer, BufferPrototype
-from zarr.abc.store import ByteRequest, RangeByteRequest, Store, SuffixByteRequest
+from zarr.storage import ZipStore
 
-from dasksc.errors import CorruptDataError, InputError, StorageError
+from dasksc.errors import CorruptDataError, StorageError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkedArray, TableChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.safety.zarr_metadata import check_zip, safe_content
+from dasksc.storage.zarr.chunks import chunk_ranges, index_bytes
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
-from dasksc.storage.zarr.shard_index import chunk_ranges, index_bytes
 
-__all__ = ["ZipArchive", "ZipMembers", "direct_array", "is_zip"]
+__all__ = ["ZipArchive", "direct_array", "is_zip", "zip_store"]
 
 _HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
@@ -74,7 +71,6 @@ class ZipArchive:
                 f"{identity.path} ({identity.size} bytes) is not a zip file, or is truncated: {error}. Copy or "
                 "download it again."
             ) from error
-        check_zip(identity.path, entries)
         for one in entries:
             if one.flag_bits & _ENCRYPTED or one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 how = "encrypted" if one.flag_bits & _ENCRYPTED else f"compressed by method {one.compress_type}"
@@ -108,29 +104,12 @@ class ZipArchive:
         """Path of the file."""
         return self.file.path
 
-    @cached_property
-    def folders(self) -> dict[str, list[str]]:
-        """Names of the members in each folder; folders have no trailing slash."""
-        found: dict[str, dict[str, None]] = {}
-        for name in self.members:
-            while name:
-                folder, _, last = name.rpartition("/")
-                inside = found.setdefault(folder, {})
-                if last in inside:
-                    break
-                inside[last] = None
-                name = folder
-        return {folder: list(inside) for folder, inside in found.items()}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes | None:
-        """Return the bytes ``[start, stop)`` of a member; None if there is no such member."""
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a member; None if there is no such member."""
         member = self.members.get(name)
         if member is None:
             return None
         at = int(self.data_offsets([name])[0])
-        stop = member.n_bytes if stop is None else min(stop, member.n_bytes)
-        if not member.is_compressed and (start, stop) != (0, member.n_bytes):
-            return bytes(self.file.fetch(at + start, at + max(start, stop)))
         data = bytes(self.file.fetch(at, at + member.stored_bytes))
         if member.is_compressed:
             try:
@@ -140,7 +119,7 @@ class ZipArchive:
                 raise self._broken(name, str(error)) from error
         if len(data) != member.n_bytes or zlib.crc32(data) != member.checksum:
             raise self._broken(name, "its length or checksum differs from its header")
-        return data[start:stop]
+        return data
 
     def data_offsets(self, names: Sequence[str]) -> NDArray[np.int64]:
         """Return the offset of the first byte of each member, shape (n_names,), int64."""
@@ -161,10 +140,10 @@ class ZipArchive:
                 raise self._broken(names[number], "it ends beyond the end of the file")
         return found
 
-    def stored_bytes(self, paths: Iterable[str]) -> int:
-        """Return the stored size of the members below some folders, in bytes."""
-        folders = tuple(f"{path.strip('/')}/" for path in paths)
-        return sum(member.stored_bytes for name, member in self.members.items() if name.startswith(folders))
+    def stored_bytes(self, folder: str) -> int:
+        """Return the stored size of the members below a folder, in bytes."""
+        inside = f"{folder.strip('/')}/"
+        return sum(member.stored_bytes for name, member in self.members.items() if name.startswith(inside))
 
     def _broken(self, name: str, reason: str) -> CorruptDataError:
         return CorruptDataError(f"{self.path}: {name!r} is corrupt: {reason}. Copy or download the archive again.")
@@ -210,7 +189,6 @@ def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
     ats = itertools.product(*map(range, objects))
     keys = {at: key for at in ats if (key := f"{name}/{layout.key(at)}") in archive.members}
     members = [archive.members[key] for key in keys.values()]
-    _check_sizes(archive, layout, keys.values())
     if any(member.is_compressed for member in members):
         raise UnknownLayoutError("its members are compressed by the archive; zip -0 stores them as they are")
     if any(member.n_bytes > _MOST_CHUNK_BYTES for member in members) and layout.shard_shape is None:
@@ -248,91 +226,19 @@ def _shard_ranges(
     return starts, lengths
 
 
-def _check_sizes(archive: ZipArchive, layout: ZarrLayout, keys: Iterable[str]) -> None:
-    """Raise an error if the unpacked size of a member exceeds the maximum size of its encoded chunks."""
-    n_bytes = math.prod(layout.shard_shape or layout.chunk_shape) * layout.chain.dtype.itemsize
-    at_most = 2 * n_bytes + 2**16 + 32 * math.prod(layout.per_shard)
-    for key in keys:
-        if archive.members[key].n_bytes > at_most:
-            raise CorruptDataError(
-                f"{archive.path}: {key!r} unpacks to {archive.members[key].n_bytes} bytes, but at most {at_most} "
-                "are expected. The archive is corrupt or malicious."
-            )
+class ZippedStore(ZipStore):
+    """Store of zarr-python whose sizes come from the directory of the archive."""
+
+    async def getsize_prefix(self, prefix: str) -> int:
+        """Return the stored size of the members below a prefix, in bytes."""
+        return ZipArchive.of(str(self.path)).stored_bytes(prefix)
 
 
-class ZipMembers(Store):
-    """Zarr-python store with the members of a zip file; `safe_content` makes metadata safe."""
+@lru_cache(maxsize=_MOST_KEPT)
+def _zip_store(identity: FileIdentity, pid: int) -> ZippedStore:
+    return ZippedStore(identity.path)
 
-    supports_writes = False
-    supports_deletes = False
-    supports_listing = True
-    supports_partial_writes = False
 
-    def __init__(self, archive: ZipArchive) -> None:
-        super().__init__(read_only=True)
-        self._archive = archive
-
-    def __eq__(self, value: object) -> bool:
-        return isinstance(value, ZipMembers) and value._archive.file.identity == self._archive.file.identity
-
-    def __str__(self) -> str:
-        return self._archive.path
-
-    def __repr__(self) -> str:
-        return f"ZipMembers({self._archive.path!r})"
-
-    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        """Return a member, or a range of it; None if it does not exist."""
-        member = self._archive.members.get(key)
-        if member is None:
-            return None
-        start, stop = 0, member.n_bytes
-        if isinstance(byte_range, RangeByteRequest):
-            start, stop = byte_range.start, byte_range.end
-        elif isinstance(byte_range, SuffixByteRequest):
-            start = max(0, stop - byte_range.suffix)
-        elif byte_range is not None:
-            start = byte_range.offset
-        data = await asyncio.to_thread(self._archive.read, key, start, stop)
-        assert data is not None
-        return prototype.buffer.from_bytes(data if byte_range else safe_content(self._archive.path, key, data))
-
-    async def get_partial_values(
-        self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
-    ) -> list[Buffer | None]:
-        """Return several members or ranges of members."""
-        return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
-
-    async def exists(self, key: str) -> bool:
-        """Return True if a member exists."""
-        return key in self._archive.members
-
-    async def getsize(self, key: str) -> int:
-        """Return the stored size of a member, in bytes."""
-        if key not in self._archive.members:
-            raise FileNotFoundError(key)
-        return self._archive.members[key].stored_bytes
-
-    async def set(self, key: str, value: Buffer) -> None:
-        """Raise an error, since the store is read-only."""
-        raise InputError(f"{self} is read-only")
-
-    async def delete(self, key: str) -> None:
-        """Raise an error, since the store is read-only."""
-        raise InputError(f"{self} is read-only")
-
-    async def list(self) -> AsyncIterator[str]:
-        """Yield all keys."""
-        for key in self._archive.members:
-            yield key
-
-    async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """Yield all keys below a prefix."""
-        for key in self._archive.members:
-            if key.startswith(prefix):
-                yield key
-
-    async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Yield the names directly below a prefix."""
-        for name in self._archive.folders.get(prefix.strip("/"), ()):
-            yield name
+def zip_store(path: str) -> ZippedStore:
+    """Return a store of zarr-python with the members of an archive, opened once in each process."""
+    return _zip_store(ZipArchive.of(path).file.identity, os.getpid())

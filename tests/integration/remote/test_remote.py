@@ -173,12 +173,19 @@ def test_tokens_in_urls_are_sent_and_not_shown(web_stores: HTTPServer) -> None:
 
 
 # The tests of Dask worker processes below cover pickling, which spawned workers need as well.
-@pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])
-def test_forked_dataloader_workers_read_for_themselves(web_stores: HTTPServer, name: str) -> None:
-    data = dasksc.open(f"{web_stores.url}/{name}")
-    expected = batches(data)
+def test_forked_dataloader_workers_are_told_to_spawn(web_stores: HTTPServer) -> None:
+    data = dasksc.open(f"{web_stores.url}/csr.h5ad")
     dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
     loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(dasksc.DaskscError, match="forked process.*multiprocessing_context='spawn' or 'forkserver'"):
+        next(iter(loader))
+
+
+def test_dataloader_workers_of_a_fork_server_read_for_themselves(web_stores: HTTPServer) -> None:
+    data = dasksc.open(f"{web_stores.url}/csr.h5ad")
+    expected = batches(data)
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
     for one, other in zip(loader, expected, strict=True):
         np.testing.assert_array_equal(one.numpy(), other)
 

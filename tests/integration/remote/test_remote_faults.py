@@ -10,7 +10,6 @@ from pathlib import Path
 import dask
 import numpy as np
 import pytest
-import torch
 from anndata import AnnData
 
 import dasksc
@@ -141,13 +140,3 @@ def test_an_object_that_was_replaced_is_refused(tmp_path: Path, name: str, etags
             touch_later(file)
         with pytest.raises(dasksc.DaskscError, match="was replaced or changed since it was opened"):
             batches(data)
-
-
-def test_a_forked_worker_is_told_what_went_wrong(web_stores: HTTPServer) -> None:
-    data = dasksc.open(f"{web_stores.url}/csr.h5ad")
-    assert batches(data)
-    dataset = dasksc.scDataset(data, dasksc.Streaming(), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
-    web_stores.faults.status = lambda number: 403
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(dasksc.DaskscError, match="403 Forbidden"):
-        list(loader)

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, FetchError, scDataset
-from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 
 N_OBS = 203
@@ -91,7 +90,7 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
 
 def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(path, epochs, caplog):
     one = dataset(path)
-    projection = components_of(one).projection
+    projection = one.memory
     projection.limit = 3 * one.projected_bytes
     alone = projection.reading_mode().depth
     seen = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,25 +15,14 @@ import scipy.sparse as sp
 from anndata import AnnData
 
 import dasksc
-from dasksc.atlas import filtering, splitting
 from dasksc.conversion import converting, tables, writing
-from dasksc.plan import deal
-from dasksc.plan.binding import bind
-from dasksc.plan.deal import ConsumedSegment
-from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.storage import matrices
 from dasksc.storage.hdf5 import strings as hdf5_strings
 
 pytestmark = pytest.mark.faults
 
 N = 2**20
-PIECES = [
-    (splitting, "_PIECE_ROWS"),
-    (filtering, "_PIECE_ROWS"),
-    (deal, "_COMPUTED_AT_ONCE"),
-    (converting, "_PIECE_ROWS"),
-]
-PIECES += [(tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
+PIECES = [(converting, "_PIECE_ROWS"), (tables, "_PIECE_ROWS"), (writing, "_PIECE_ROWS"), (hdf5_strings, "_PIECE")]
 
 
 def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:
@@ -169,13 +157,6 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
 # --- Identical results ------------------------------------------------------------------------------
 
 
-def digest(*arrays: Any) -> str:
-    state = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        state.update(np.ascontiguousarray(array, dtype=np.int64).data)
-    return state.hexdigest()
-
-
 def table(n: int = 5000) -> pd.DataFrame:
     rng = np.random.default_rng(0)
     donor = rng.integers(0, 60, n)
@@ -188,26 +169,6 @@ def table(n: int = 5000) -> pd.DataFrame:
             "n_genes": rng.integers(0, 1000, n),
         }
     )
-
-
-def continued(*, drop_last: bool) -> str:
-    found = []
-    for strategy in (dasksc.Streaming(), dasksc.Streaming(shuffle=True), dasksc.BlockShuffling(16)):
-        sampler = bind(strategy, None, 5003, {}.__getitem__)
-        consumed = (ConsumedSegment(world_size=2, batch_size=32, fetch_factor=4, n_batches=11),)
-        consumed += (ConsumedSegment(world_size=3, batch_size=10, fetch_factor=5, n_batches=7),)
-        for rank in range(4):
-            epoch = EpochPlan(
-                sampler=sampler,
-                batch_size=24,
-                seed=9,
-                rank=rank,
-                world_size=4,
-                drop_last=drop_last,
-                consumed=consumed,
-            )
-            found += [epoch.batch_rows(i) for i in range(epoch.n_batches)]
-    return digest(*found)
 
 
 def test_tables_written_in_pieces_are_those_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,10 +94,9 @@ def test_converters_and_pickling_keep_type_and_values(copy) -> None:
     assert torch.equal(copied.obs["type"], batch.obs["type"])
 
 
-def test_collating_batches_keeps_the_type() -> None:
-    collated = default_collate([make_batch(), make_batch()])
-    assert type(collated) is Batch
-    assert collated.X.shape == (2, 4, 3)
+def test_batches_are_not_stacked() -> None:
+    with pytest.raises(InputError, match="batch_size=None"):
+        default_collate([make_batch(), make_batch()])
 
 
 def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:

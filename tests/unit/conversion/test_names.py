@@ -17,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas import cell_names
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.conversion import tables
 from dasksc.conversion.names import StagedNames
 from dasksc.errors import CorruptDataError
 from dasksc.output.elements import as_anndata_writes
+from dasksc.readers import names as cell_names
+from dasksc.readers.options import OpenOptions
 
 pytestmark = pytest.mark.core
 
@@ -87,7 +88,7 @@ def test_names_written_in_pieces_are_those_written_at_once(
         with mock.patch.object(UnreadNames, "of", return_value=None):
             dasksc.convert(data, folder / "at once.zarr", **how)
         # Fail if cell names are read together with the obs table.
-        with mock.patch("dasksc.atlas.tables.read_names", side_effect=_of_genes):
+        with mock.patch("dasksc.readers.tables.read_names", side_effect=_of_genes):
             dasksc.convert(data, folder / "in pieces.zarr", **how)
     assert content(folder / "in pieces.zarr") == content(folder / "at once.zarr")
 
@@ -95,16 +96,16 @@ def test_names_written_in_pieces_are_those_written_at_once(
 _read_names = cell_names.read_names
 
 
-def _of_genes(stored: Any, *rest: Any) -> Any:
+def _of_genes(stored: Any, *rest: Any, **options: Any) -> Any:
     assert not stored.name.startswith("/obs")
-    return _read_names(stored, *rest)
+    return _read_names(stored, *rest, **options)
 
 
 def test_names_in_memory_with_keys_or_of_several_types_are_written_as_before(tmp_path: Path) -> None:
     names = ["a", "b", "c", "d"]
     path = written(tmp_path / "atlas.h5ad", names)
     other = written(tmp_path / "other.zarr", names, dtype="string")
-    assert UnreadNames.of([path, other], dasksc.atlas.options.OpenOptions()) is None
+    assert UnreadNames.of([path, other], OpenOptions()) is None
     dasksc.convert(dasksc.open(path), tmp_path / "memory.zarr", order="keep")
     dasksc.convert([path, path], tmp_path / "keys.zarr", order="keep", index_unique="-", keys=["x", "y"])
     dasksc.convert([path, other], tmp_path / "types.zarr", order="keep", join="inner")

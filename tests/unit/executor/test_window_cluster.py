@@ -236,7 +236,8 @@ def test_a_closed_client_is_refused_by_the_address_of_its_cluster() -> None:
 def test_with_an_asynchronous_active_client_fetches_run_on_threads() -> None:
     async def resolve() -> None:
         async with distributed.Client(n_workers=0, processes=False, dashboard_address=":0", asynchronous=True):
-            assert resolve_scheduler().kind == "threads"
+            with pytest.warns(UserWarning, match="asynchronous"):
+                assert resolve_scheduler().kind == "threads"
 
     asyncio.run(resolve())
 

@@ -11,7 +11,6 @@ import pytest
 
 import dasksc
 from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, part_of
-from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage import as_matrix, join
 from tests.support.data import make_values
@@ -108,7 +107,7 @@ def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monke
         first = [batch.clone() for batch in islice(dataset, 4)]
         state = dataset.state_dict()
         dataset.load_state_dict({**state, "epoch": 0})
-        return components_of(dataset).projection.reading_mode().n_parts, first + [batch.clone() for batch in dataset]
+        return dataset.memory.reading_mode().n_parts, first + [batch.clone() for batch in dataset]
 
     (one, expected), (several, batches) = epoch(2**25), epoch(500)
     assert one == 1

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 import dasksc
 from dasksc import BlockShuffling, ClassBalancedSampling, InputError, scDataset
-from dasksc.loader import components_of
 from tests.support.data import make_adata, write_store
 from tests.support.recorders import recorded_reads
 
@@ -135,7 +134,7 @@ def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     path = tmp_path / "atlas.h5ad"
     adata = ad.AnnData(X=X if layout == "csr" else X.toarray())
     adata.write_h5ad(path, compression="gzip")
-    chunk_rows = components_of(dataset(path)).source.matrices["X"].cost.chunk_rows
+    chunk_rows = dataset(path).source.matrices["X"].cost.chunk_rows
     assert 100 < chunk_rows < 3000
     (warning,) = dasksc.check(dataset(path)).warnings
     assert f"a fetch (32 rows) is smaller than a storage chunk of X (about {chunk_rows:,.0f} rows)" in warning

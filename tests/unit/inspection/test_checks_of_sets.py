@@ -14,7 +14,6 @@ import dasksc
 from dasksc.errors import InputError
 from dasksc.inspection.checking import used_share
 from dasksc.kernels import sets as kernels
-from dasksc.loader import components_of
 
 pytestmark = pytest.mark.core
 
@@ -91,7 +90,7 @@ def test_memory_is_projected_for_the_runs_of_targets_and_controls() -> None:
     sampler = matched.plan(0).sampler
     assert (sampler.block_rows, sampler.controls.block_size) == (8, 1)
     assert sampler.run_rows == 4 / (1 / 8 + 3 / 1)
-    assert components_of(matched).projection._run_rows == sampler.run_rows
+    assert matched.memory.run_rows == sampler.run_rows
     assert dataset(adata, set_size=64, batch_size=64).plan(0).sampler.run_rows == 8
     assert dataset(adata, set_size=64, batch_size=64, control=None).plan(0).sampler.run_rows == 8
 

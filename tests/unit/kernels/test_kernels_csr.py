@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from dasksc.kernels import csr as kernels
-from dasksc.storage.matrix import Lookups
 
 pytestmark = pytest.mark.core
 
@@ -61,16 +60,6 @@ def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     return np.full(shape, 77).astype(dtype)
 
 
-def lookup_of(columns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]:
-    """Return maps and lookups that select the same columns for every row."""
-    lookup = np.full(N_VARS, -1, dtype=np.int32)
-    lookup[columns] = np.arange(len(columns))
-    return np.zeros(100, dtype=np.int32), lookup[None], Lookups.of(lookup[None]).kinds
-
-
-COLUMNS = np.array([30, 2, 36, 0, 17])
-
-
 @pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
 def test_scattered_rows_equal_the_dense_matrix(stored: str, wanted: str) -> None:
     rows = Rows(data_dtype=stored)
@@ -99,17 +88,6 @@ def test_long_rows_are_cleared_whatever_the_order_of_their_columns(n_vars: int, 
     np.testing.assert_array_equal(out, csr.toarray())
 
 
-@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
-def test_scattered_columns_equal_the_columns_of_the_dense_matrix(stored: str, wanted: str) -> None:
-    rows = Rows(data_dtype=stored)
-    out = garbage((len(rows.positions), len(COLUMNS)), wanted)
-    bad = kernels.scatter_columns(
-        rows.positions, rows.lengths, rows.data_at, rows.indices_at, *lookup_of(COLUMNS), out, *rows.likes
-    )
-    assert bad == -1
-    np.testing.assert_array_equal(out, rows.expected[:, COLUMNS].astype(wanted))
-
-
 @pytest.mark.parametrize(
     ("stored", "wanted", "index_dtype"),
     [(*values, "int32") for values in VALUE_DTYPES] + [("float32", "float32", indices) for indices in INDEX_DTYPES],
@@ -134,31 +112,6 @@ def test_copied_csr_rows_equal_those_scipy_takes(stored: str, wanted: str, index
     np.testing.assert_array_equal(data, twin.data.astype(wanted))
 
 
-def test_copied_csr_columns_equal_those_scipy_takes() -> None:
-    rows = Rows()
-    lookup = lookup_of(COLUMNS)
-    kinds = lookup[0], lookup[2]
-    counts = garbage((len(rows.positions),), "int64")
-    assert kernels.count_columns(rows.positions, rows.lengths, rows.indices_at, *kinds, counts, rows.likes[1]) == -1
-    np.testing.assert_array_equal(counts, (rows.expected[:, COLUMNS] != 0).sum(axis=1))
-    indptr = np.concatenate(([0], np.cumsum(counts)))
-    indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
-    bad = kernels.copy_columns_csr(
-        rows.positions,
-        rows.lengths,
-        rows.data_at,
-        rows.indices_at,
-        *lookup,
-        indptr[:-1],
-        indices,
-        data,
-        *rows.likes,
-    )
-    assert bad == -1
-    got = sp.csr_array((data, indices, indptr), shape=(len(rows.positions), len(COLUMNS)))
-    np.testing.assert_array_equal(got.toarray(), rows.expected[:, COLUMNS])
-
-
 @pytest.mark.parametrize("wrong", [-1, N_VARS, 2**31 - 1])
 def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) -> None:
     rows = Rows()
@@ -171,30 +124,17 @@ def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) 
     n = len(positions)
     everything = np.empty(int(rows.lengths.sum()), "int32"), np.empty(int(rows.lengths.sum()), "float32")
     indptr = rows.matrix.indptr[:-1].astype(np.int64)
-    lookup = lookup_of(np.arange(N_VARS))
+    lookup = np.zeros(n, np.int32), np.arange(N_VARS, dtype=np.int32)[None]
     where = (positions, rows.lengths, rows.data_at, indices_at)
     assert kernels.scatter_rows(*where, N_VARS, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
-    assert kernels.scatter_columns(*where, *lookup, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
+    for drops in (True, False):
+        assert kernels.scatter_columns(*where, *lookup, drops, np.empty((n, N_VARS), "f4"), *rows.likes) == culprit
+        assert kernels.copy_columns_csr(*where, *lookup, drops, indptr, *everything, *rows.likes) == culprit
     assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes) == culprit
-    assert kernels.copy_columns_csr(*where, *lookup, indptr, *everything, *rows.likes) == culprit
     merge = indptr.copy(), *everything, np.empty(N_VARS, "f4")
     assert kernels.merge_columns_csr(*where, *lookup, *merge, *rows.likes) == culprit
     counts = np.empty(n, "int64")
-    kinds = lookup[0], lookup[2]
-    assert kernels.count_columns(positions, rows.lengths, indices_at, *kinds, counts, rows.likes[1]) == culprit
-
-
-def test_a_repeated_column_adds_up_as_in_scipy() -> None:
-    data, indices = np.array([1.0, 2.0, 4.0], "f4"), np.array([3, 0, 3], "i4")
-    out = garbage((1, 4), "float32")
-    where = (
-        np.array([0]),
-        np.array([3]),
-        np.array([address(data)], np.uint64),
-        np.array([address(indices)], np.uint64),
-    )
-    kernels.scatter_rows(*where, 4, out, data[:0], indices[:0])
-    np.testing.assert_array_equal(out, sp.csr_array((data, indices, np.array([0, 3])), shape=(1, 4)).toarray())
+    assert kernels.count_columns(positions, rows.lengths, indices_at, *lookup, counts, rows.likes[1]) == culprit
 
 
 def where_of(rows: list[list[int]], values: NDArray[Any], indices: NDArray[Any]) -> tuple[NDArray[Any], ...]:
@@ -221,7 +161,7 @@ def test_merged_rows_ascend_and_hold_the_sums(
     lookup[order[:n_kept]] = np.arange(n_kept)
     n_values = int((lookup[indices] >= 0).sum())
     indptr, got, data = garbage((len(rows) + 1,), "int64"), garbage((n_values,), "int32"), garbage((n_values,), summed)
-    tables = np.zeros(len(rows), np.int32), lookup[None], Lookups.of(lookup[None]).kinds
+    tables = np.zeros(len(rows), np.int32), lookup[None]
     to = indptr, got, data, np.empty(n_kept, summed), values[:0], indices[:0]
     assert kernels.merge_columns_csr(np.arange(len(rows)), *where_of(rows, values, indices), *tables, *to) == -1
     remaining = iter(values)
@@ -235,30 +175,6 @@ def test_merged_rows_ascend_and_hold_the_sums(
         np.testing.assert_array_equal(data[start:stop], [sums[column] for column in sorted(sums)])
 
 
-@pytest.mark.parametrize("unsigned", ["uint16"])
-@pytest.mark.parametrize("begins", [0, 1])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 64, 65, 131])
-def test_each_column_of_a_row_is_renumbered_and_judged(n: int, begins: int, unsigned: str) -> None:
-    # Columns are renumbered two at a time, at any memory alignment of the row.
-    width = 200
-    lookups = np.random.default_rng(n).permutation(width).astype(np.int32)[None]
-    lookups[0, -1] = -2
-    columns, values = np.arange(n, dtype=np.int32), np.arange(n, dtype=np.float32)
-    where = [np.array([one]) for one in (n, np.uint64(address(values)), np.uint64(address(columns)))]
-    indices, data = garbage((begins + n + 1,), "int32"), garbage((begins + n + 1,), "float32")
-    untouched = np.delete(indices, np.s_[begins : begins + n]).copy()
-    position, maps, indptr = np.zeros(1, np.int64), np.zeros(1, np.int32), np.array([begins])
-    to = (indptr, indices, data, values[:0], columns[:0])
-    assert kernels.renumber_rows_csr(position, *where, maps, lookups.astype(unsigned), width, *to) == -1
-    np.testing.assert_array_equal(indices[begins : begins + n], lookups[0, :n])
-    np.testing.assert_array_equal(data[begins : begins + n], values)
-    np.testing.assert_array_equal(np.delete(indices, np.s_[begins : begins + n]), untouched)
-    for k in range(n):
-        columns[k] = width - 1
-        assert kernels.renumber_rows_csr(position, *where, maps, lookups.astype(unsigned), width, *to) == 0
-        columns[k] = k
-
-
 @pytest.mark.parametrize("n_vars", [N_VARS, 300])
 def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) -> None:
     rng = np.random.default_rng(2)
@@ -270,8 +186,7 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     for lookup, width in zip(lookups, widths, strict=True):
         lookup[:width] = np.where(rng.random(width) < 0.6, -1, 0)
         lookup[:width][lookup[:width] == 0] = rng.permutation(kept)[: (lookup[:width] == 0).sum()]
-    kinds = Lookups.of(lookups).kinds
-    assert set(np.unique(kinds)) == {kernels.LEFT_OUT, kernels.KEPT, kernels.REFUSED}
+    assert {-2, -1} < set(lookups.ravel().tolist())
     twin = np.zeros((n, kept), "f4")
     for i, lookup in enumerate(lookups[maps]):
         twin[i, lookup[lookup >= 0]] = dense[i, lookup >= 0]
@@ -280,25 +195,23 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
     positions = rng.permutation(n)
     out = garbage((n, kept), "float32")
-    assert kernels.scatter_columns(positions, *where, maps, lookups, kinds, out, csr.data[:0], csr.indices[:0]) == -1
+    assert kernels.scatter_columns(positions, *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0]) == -1
     np.testing.assert_array_equal(out, twin[positions])
     counts = garbage((n,), "int64")
-    assert kernels.count_columns(positions, lengths, where[2], maps, kinds, counts, csr.indices[:0]) == -1
+    assert kernels.count_columns(positions, lengths, where[2], maps, lookups, counts, csr.indices[:0]) == -1
     indptr = np.concatenate(([0], np.cumsum(counts)))
     indices, data = garbage((indptr[-1],), "int32"), garbage((indptr[-1],), "float32")
     to = (indptr[:-1], indices, data, csr.data[:0], csr.indices[:0])
-    assert kernels.copy_columns_csr(positions, *where, maps, lookups, kinds, *to) == -1
+    assert kernels.copy_columns_csr(positions, *where, maps, lookups, True, *to) == -1
     np.testing.assert_array_equal(sp.csr_array((data, indices, indptr), shape=(n, kept)).toarray(), twin[positions])
 
     # The column exists only in the other matrix, not in the matrix of this row.
     row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
     csr.indices[csr.indptr[row]] = widths[1]
     assert (
-        kernels.scatter_columns(np.array([row]), *where, maps, lookups, kinds, out, csr.data[:0], csr.indices[:0])
-        == row
+        kernels.scatter_columns(np.array([row]), *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0]) == row
     )
-    assert kernels.count_columns(np.array([row]), lengths, where[2], maps, kinds, counts, csr.indices[:0]) == row
-    assert kernels.copy_columns_csr(np.array([row]), *where, maps, lookups, kinds, *to) == row
+    assert kernels.copy_columns_csr(np.array([row]), *where, maps, lookups, True, *to) == row
 
     sources = np.full((2, kept), -1)
     for source, lookup in zip(sources, lookups, strict=True):

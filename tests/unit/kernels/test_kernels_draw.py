@@ -197,17 +197,6 @@ def test_twin_of_draws_in_order(kind: str, n: int) -> None:
         assert backwards.tolist() == expected[::-3]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_splitting(kind: str) -> None:
-    source, _ = source_of(kind, 1000)
-    tree = tree_of(source, 1000)
-    for levels in range(len(tree).bit_length() - 1):
-        rows = drawn("in order", range(3000), 3000, source, 1000, split_levels=levels)
-        width = (len(tree) // 2 >> levels) * SEGMENT
-        expected = np.searchsorted(rows, np.arange((1 << levels) + 1) * width)
-        np.testing.assert_array_equal(starts_of(tree, 3000, levels, 5), expected)
-
-
 @pytest.mark.parametrize("n", N)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_single_draws(kind: str, n: int) -> None:

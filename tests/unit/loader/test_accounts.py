@@ -96,21 +96,3 @@ def test_an_epoch_that_stops_early_is_counted_but_not_logged_as_complete(log, nu
     (line,) = log()
     assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
     assert one.stats()["epoch"] == 1
-
-
-# Every number of rows with every number of workers; each of these numbers occurs both with and without drop_last.
-@pytest.mark.parametrize(
-    ("n_obs", "num_workers", "drop_last"),
-    [
-        (n_obs, num_workers, (i + j) % 2 == 1)
-        for i, n_obs in enumerate([1, 9, 103, 120])
-        for j, num_workers in enumerate([0, 1, 2, 5])
-    ],
-)
-def test_the_length_of_a_loader_is_what_it_yields_and_torch_does_not_warn(n_obs, drop_last, num_workers):
-    one = scDataset(np.arange(n_obs), BlockShuffling(4), 5, 2, drop_last, seed=0)
-    loader = loaded(one, num_workers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Length of IterableDataset")
-        for _ in range(2):
-            assert len(list(loader)) == len(loader) == len(one)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-import anndata.io
 import numpy as np
 import pytest
 
@@ -53,16 +50,10 @@ def test_a_truncated_file(path, tmp_path):
     refuse(CorruptDataError, f"is truncated: it has {n_bytes:,} of {n_all:,} bytes", truncated)
 
 
-def test_a_file_of_another_kind(tmp_path):
-    reads = r"is not an atlas: dasksc reads \.h5ad, \.h5 \(10x\), \.h5mu and \.zarr\. "
-    for name, advice in (
-        ("cells.csv", r"Convert it with anndata: anndata\.io\.read_csv\('cells\.csv'\)\.write_h5ad\('cells\.h5ad'\)"),
-        ("cells.rds", r"Convert it in R: zellkonverter::writeH5AD\(object, 'cells\.h5ad'\)"),
-        ("cells.pdf", r"Convert it to an AnnData, and write it: adata\.write_h5ad\('cells\.h5ad'\)"),
-    ):
-        table = tmp_path / name
-        table.write_text("a,b\n1,2\n")
-        refuse(StorageError, reads + advice, table)
+@pytest.mark.parametrize("name", ["cells.csv", "cells.rds", "cells.pdf"])
+def test_a_file_of_another_kind(tmp_path, name):
+    (tmp_path / name).write_text("a,b\n1,2\n")
+    refuse(StorageError, rf"{name}.*\.h5ad", tmp_path / name)
 
 
 def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
@@ -72,24 +63,9 @@ def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
     refuse(MissingPathError, "there is nothing at (?!.*did you mean)", tmp_path / "disk:" / "atlas.h5ad")
 
 
-def test_an_advised_conversion_gives_an_atlas(tmp_path):
-    for suffix, separator in ((".csv", ","), (".tsv", "\t"), (".txt", "\t")):
-        table = tmp_path / f"cells{suffix}"
-        table.write_text(separator.join("_ab") + "\n" + separator.join("x12") + "\n")
-        with pytest.raises(StorageError, match="is not an atlas") as caught:
-            dasksc.open(table)
-        reader = re.search(r"anndata\.io\.(\w+)\(", str(caught.value))[1]
-        getattr(anndata.io, reader)(table).write_h5ad(table.with_suffix(".h5ad"))
-        assert dasksc.open(table.with_suffix(".h5ad")).shape == (1, 2)
-
-
 def test_an_empty_file(tmp_path):
     (tmp_path / "atlas.h5ad").write_bytes(b"")
     refuse(CorruptDataError, r"atlas\.h5ad is empty \(0 bytes\)\. Copy", tmp_path / "atlas.h5ad")
-
-
-def test_a_url_that_lacks_a_slash():
-    refuse(MissingPathError, r"did you mean s3://bucket/atlas\.zarr\?", "s3:/bucket/atlas.zarr")
 
 
 def test_an_object_without_a_length():
@@ -142,6 +118,8 @@ def test_a_string_where_a_list_belongs(path, name):
         ({"dtype": "str"}, "dtype='str'"),
         ({"dtype": "float99"}, "dtype='float99'"),
         ({"scheduler": "processes"}, "scheduler='processes'"),
+        ({"memory_limit": "abc"}, "memory_limit='abc'"),
+        ({"device": "gpu"}, "device='gpu'.*PyTorch.*'cpu'"),
         ({"genes": np.ones(3, dtype=bool)}, r"genes is a mask of shape \(3,\), but there are 17 columns"),
         ({"genes": []}, "genes= selects no column"),
         ({"genes": [0, 0]}, "twice"),
@@ -175,27 +153,16 @@ def test_options_that_make_no_sense(path, options, match):
     [
         (lambda: BlockShuffling(0), "block_size"),
         (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights.*59.*60"),
-        (lambda: BlockWeightedSampling(weights=-np.ones(N_OBS)), "-1.0"),
-        (lambda: BlockWeightedSampling(weights=np.zeros(N_OBS)), "0.0"),
-        (lambda: BlockWeightedSampling(weights=np.full(N_OBS, np.nan)), "finite"),
         (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "60"),
         (lambda: ClassBalancedSampling(np.zeros(7)), "labels.*60"),
-        (lambda: ClassBalancedSampling(np.zeros(N_OBS), smoothing=2), "smoothing"),
         (lambda: ClassBalancedSampling(), "give either labels="),
         (lambda: Streaming(indices=[0, N_OBS]), "indices.*60.*59"),
-        (lambda: Streaming(indices=np.ones(3, dtype=bool)), "boolean mask of 3 entries"),
-        (lambda: Streaming(indices=[0.5]), "row numbers, a slice or a boolean mask"),
     ],
 )
 def test_strategies_that_do_not_fit(path, strategy, match):
     with recorded_reads() as reads, pytest.raises(InputError, match=match):
         scDataset(path, strategy(), 8, seed=0)
     assert not reads.of("X/")
-
-
-def test_an_object_that_is_not_a_strategy(path):
-    with pytest.raises(InputError, match="dasksc.BlockShuffling"):
-        scDataset(path, None, 8)
 
 
 def test_an_anndata_without_x():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from dasksc import (
     BlockShuffling,
@@ -24,9 +23,6 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.plan.binding import bind
-from dasksc.plan.deal import ConsumedSegment
-from dasksc.plan.epoch_plan import EpochPlan
 
 pytestmark = pytest.mark.core
 
@@ -73,16 +69,6 @@ def test_epochs_after_a_resumed_one_equal_those_of_an_uninterrupted_run():
     again.load_state_dict(through_json(broken.state_dict()))
     assert [[batch.tolist() for batch in again] for _ in range(3)] == [epochs[0][4:], *epochs[1:]]
     assert again.state_dict()["epoch"] == 3
-
-
-def test_a_state_taken_between_epochs_begins_the_next():
-    one = dataset()
-    list(one)
-    state = through_json(one.state_dict())
-    assert (state["epoch"], state["consumed"]) == (1, [])
-    other = dataset()
-    other.load_state_dict(state)
-    assert [b.tolist() for b in other] == [b.tolist() for b in one]
 
 
 def test_an_iteration_that_was_left_can_still_be_saved_and_gone_on_with():
@@ -138,51 +124,6 @@ def test_setting_another_epoch_after_loading_begins_that_epoch(caplog):
     fresh.set_epoch(5)
     assert [b.tolist() for b in other] == [b.tolist() for b in fresh]
     assert "not to epoch 5, which therefore starts from the beginning" in caplog.text
-
-
-@given(data=st.data())
-def test_stretches_of_an_epoch_cover_it_exactly(data):
-    n = data.draw(st.sampled_from([1, 2, 5, 50, 103]), label="n")
-    any_size = [s for s in STRATEGIES if isinstance(s, Streaming | BlockShuffling | Backwards)]
-    strategy = data.draw(st.sampled_from(STRATEGIES if n == 103 else any_size), label="strategy")
-    drop_last, equal_ranks = data.draw(st.booleans(), label="drop_last"), data.draw(st.booleans(), label="equal_ranks")
-    sampler = bind(strategy, range(n), n, lambda key: None)
-    one_by_one = EpochPlan(sampler=sampler, batch_size=1, seed=3)
-    whole = Counter(np.concatenate([one_by_one.fetch(k).rows for k in range(one_by_one.n_fetches)] or [[]]).tolist())
-    consumed: list[ConsumedSegment] = []
-    seen: Counter[int] = Counter()
-    n_padded = 0
-    for segment in range(3):
-        world_size = data.draw(st.integers(1, 4), label="world_size")
-        first = EpochPlan(
-            sampler=sampler,
-            batch_size=data.draw(st.sampled_from([1, 3, 7]), label="batch_size"),
-            fetch_factor=data.draw(st.sampled_from([1, 2, 8]), label="fetch_factor"),
-            drop_last=drop_last,
-            equal_ranks=equal_ranks,
-            seed=3,
-            world_size=world_size,
-            consumed=tuple(consumed),
-        )
-        plans = [first.of_rank(rank) for rank in range(world_size)]
-        fewest = min(plan.n_batches for plan in plans)
-        n_batches = fewest if segment == 2 else data.draw(st.integers(0, fewest), label="n_batches")
-        for plan in plans:
-            taken = plan.n_batches if segment == 2 else n_batches
-            for i in range(taken):
-                seen.update(plan.batch_rows(i).tolist())
-        n_padded += first.n_padded
-        consumed.append(
-            ConsumedSegment(
-                world_size=world_size,
-                batch_size=first.batch_size,
-                fetch_factor=first.fetch_factor,
-                n_batches=n_batches,
-            )
-        )
-    assert sum((seen - whole).values()) <= n_padded
-    if not drop_last:
-        assert not whole - seen
 
 
 RANKS = st.integers(1, 4)
@@ -325,14 +266,6 @@ def test_a_state_of_something_else_is_refused_and_what_differs_is_named(change, 
         dataset(**change).load_state_dict(state)
 
 
-def test_a_state_of_matrices_of_another_shape_names_the_matrix():
-    def of(n_vars):
-        return scDataset(da.zeros((6, n_vars), dtype="float32"), Streaming(), 2, seed=0)
-
-    with pytest.raises(InputError, match="float32.*float32"):
-        of(4).load_state_dict(through_json(of(3).state_dict()))
-
-
 @pytest.mark.parametrize("state", [{}, {"a": 1}, "a", None])
 def test_what_is_no_state_is_refused(state):
     given = re.escape(repr(state))
@@ -368,13 +301,3 @@ def test_what_is_wrong_in_a_state_is_named():
         lacking = {key: value for key, value in good.items() if key != name}
         with pytest.raises(InputError, match=f"'{name}'.*'version'"):
             dataset().load_state_dict(lacking)
-
-
-def test_a_loader_without_workers_passes_the_state_through():
-    one = dataset()
-    iterator = iter(DataLoader(one, batch_size=None))
-    head = [next(iterator).tolist() for _ in range(3)]
-    other = dataset()
-    other.load_state_dict(one.state_dict())
-    tail = [batch.tolist() for batch in DataLoader(other, batch_size=None)]
-    assert head + tail == [batch.tolist() for batch in dataset()]

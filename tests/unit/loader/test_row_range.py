@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.loader.row_range import over_range
+from dasksc.loader.row_range import RowRange
 from tests.support.data import make_adata
 
 pytestmark = pytest.mark.core
@@ -41,18 +41,18 @@ def test_fetches_hold_little_and_the_batches_are_those_of_large_ones(
 ) -> None:
     path, chunk_rows = atlas
     dataset = dasksc.scDataset(path, dasksc.BlockShuffling(8), BATCH, fetch_factor=fetch_factor, seed=0)
-    one = over_range(dataset, 300, 1_950)
+    one = RowRange(dataset, 300, 1_950)
     # 32 MiB or eight chunks, whichever is more.
     most = -(-max(2**25 // ROW_BYTES, 8 * chunk_rows) // BATCH)
     assert one.fetch_factor == min(fetch_factor, most)
     assert dataset.fetch_factor == fetch_factor
     first = [float(batch[0, 0]) for batch in one]
     assert first == [float(start * N_VARS) for start in range(300, 1_950, BATCH)]
-    assert one._projection.job_bytes <= dataset._projection.job_bytes
+    assert one.memory.job_bytes <= dataset.memory.job_bytes
 
 
 def test_collections_that_are_indexed_keep_their_fetches() -> None:
     dataset = dasksc.scDataset(make_adata(50, 5, layout="dense").X, dasksc.BlockShuffling(4), 4, fetch_factor=3, seed=0)
-    one = over_range(dataset, 8, 50)
+    one = RowRange(dataset, 8, 50)
     assert one.fetch_factor == 3
     assert np.array_equal(np.concatenate(list(one)), make_adata(50, 5, layout="dense").X[8:])

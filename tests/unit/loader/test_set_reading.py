@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 import dasksc
-from dasksc.errors import InputError
 from dasksc.executor.tasks import part_of
-from dasksc.loader import components_of
 from dasksc.memory import model as memory_model
 from dasksc.storage.matrices import CSRMatrix
 from tests.support.data import write_store, zip_of
-from tests.support.screens import CONTROL, dataset, numbers, screen, sets
+from tests.support.screens import dataset, numbers, screen, sets
 
 pytestmark = pytest.mark.core
 
@@ -51,25 +49,33 @@ def dense(adata: anndata.AnnData) -> anndata.AnnData:
     return adata
 
 
-SOURCES: dict[str, Callable[[Path], Any]] = {
-    "strings in memory": lambda folder: as_strings(),
-    "strings in h5ad": lambda folder: write_store(as_strings(), folder, "h5ad"),
-    "strings in Zarr": lambda folder: write_store(as_strings(), folder, "zarr3"),
-    "dense in h5ad": lambda folder: write_store(dense(screen()), folder, "h5ad"),
-    "dense in memory": lambda folder: dense(screen()),
-    "a zipped Zarr store": lambda folder: zip_of(write_store(screen(), folder, "zarr3")),
-    "several": lambda folder: [
-        write_store(screen()[:500].copy(), folder, "h5ad"),
-        write_store(as_strings()[500:].copy(), folder, "zarr2"),
-    ],
+WAYS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "strings in memory": lambda path, folder: {"data": as_strings()},
+    "strings in h5ad": lambda path, folder: {"data": write_store(as_strings(), folder, "h5ad")},
+    "strings in Zarr": lambda path, folder: {"data": write_store(as_strings(), folder, "zarr3")},
+    "dense in h5ad": lambda path, folder: {"data": write_store(dense(screen()), folder, "h5ad")},
+    "dense in memory": lambda path, folder: {"data": dense(screen())},
+    "a zipped Zarr store": lambda path, folder: {"data": zip_of(write_store(screen(), folder, "zarr3"))},
+    "several": lambda path, folder: {
+        "data": [
+            write_store(screen()[:500].copy(), folder, "h5ad"),
+            write_store(as_strings()[500:].copy(), folder, "zarr2"),
+        ]
+    },
+    "synchronous": lambda path, folder: {"data": path, "scheduler": "synchronous"},
+    "read, not mapped": lambda path, folder: {"data": path, "mmap": False},
+    "in memory": lambda path, folder: {"data": screen()},
+    "lazy": lambda path, folder: {"data": dasksc.open(path)},
+    "other fetches": lambda path, folder: {"data": path, "fetch_factor": 7},
+    "prefetched": lambda path, folder: {"data": path, "prefetch": 5},
 }
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_every_source_of_the_same_cells_yields_the_same_batches(
-    source: str, expected: list[Any], tmp_path: Path
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_reading_the_same_cells_yields_the_same_batches(
+    way: str, path: Path, expected: list[Any], tmp_path: Path
 ) -> None:
-    assert [numbers(batch) for batch in dataset(SOURCES[source](tmp_path))] == expected
+    assert [numbers(batch) for batch in dataset(**WAYS[way](path, tmp_path))] == expected
 
 
 # --- Reads ------------------------------------------------------------------------------------------
@@ -91,7 +97,7 @@ def test_targets_and_controls_are_read_together_in_ascending_order(
     monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
     data = dataset(path, sets(n_controls=2), scheduler="synchronous", layout=layout)
     yielded = [row for batch in data for part in (batch, batch.control) for row in part.index.tolist()]
-    plan, n_parts = data.plan(0), components_of(data).projection.reading_mode().n_parts
+    plan, n_parts = data.plan(0), data.memory.reading_mode().n_parts
     assert (n_parts > 1) == (part_bytes < 2**25)
     fetches = [plan.fetch(k).rows for k in range(plan.n_fetches)]
     assert len(fetches) > 2
@@ -101,23 +107,6 @@ def test_targets_and_controls_are_read_together_in_ascending_order(
 
 
 # --- Sizes, processes and states --------------------------------------------------------------------
-
-
-def test_a_state_of_every_step_resumes_with_the_very_next_batch(path: Path) -> None:
-    def small() -> dasksc.scDataset:
-        return dataset(path, sets(n_sets=30), batch_size=16, fetch_factor=3)
-
-    every = [numbers(batch) for batch in small()]
-    assert len(every) == 15
-    running = small()
-    iterator = iter(running)
-    for n_done in range(len(every) + 1):
-        again = small()
-        again.load_state_dict(running.state_dict())
-        rest = [numbers(batch) for batch in again]
-        assert rest == (every[n_done:] if n_done < len(every) else rest)
-        if n_done < len(every):
-            assert numbers(next(iterator)) == every[n_done]
 
 
 def sets_of(batch: Any) -> Counter[tuple[Any, ...]]:
@@ -191,19 +180,3 @@ def test_groups_and_controls_survive_every_transform(name: str, layout: Any) -> 
         assert len(after.control.X) == len(before.control.X)
         if name != "tokens" and name != "bins":
             assert after.control.X.sum() < before.control.X.sum()
-
-
-def test_hooks_receive_sets_as_neighbouring_rows_with_their_labels() -> None:
-    def groups_of(batches: Iterator[Any], by_index: bool) -> list[list[tuple[Any, ...]]]:
-        obs = screen().obs
-        found = []
-        for batch in batches:
-            own = obs.iloc[batch.index.numpy()] if by_index else batch.obs
-            found.append(list(zip(own.line, own.gene, strict=True)))
-        return found
-
-    alone = sets(control=None)
-    hooked = dataset(screen(), alone, batch_transform=lambda adata: adata)
-    assert groups_of(iter(hooked), by_index=False) == groups_of(iter(dataset(screen(), alone)), by_index=True)
-    with pytest.raises(InputError, match="batch.control.*transform="):
-        dataset(screen(), sets(control=CONTROL), batch_transform=lambda adata: adata)

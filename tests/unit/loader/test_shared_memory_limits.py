@@ -54,7 +54,7 @@ def test_ranks_and_workers_divide_the_memory_and_the_page_cache(
     monkeypatch.setattr(projection, "get_worker_info", lambda: worker)
     monkeypatch.setattr(projection.process_memory, "share_of", share_of)
     monkeypatch.setattr(MemoryModel, "reading_mode", reading_mode)
-    assert dataset._projection.reading_mode().fits
+    assert dataset.memory.reading_mode().fits
     n_processes = n_ranks * (n_workers or 1)
     assert [one["n_processes"] for one in shares] == [n_processes] * len(shares)
     assert given

@@ -20,7 +20,7 @@ from dasksc.memory import limits as process_memory
 from dasksc.storage import buffers, files
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
-from dasksc.storage.uncompressed import Extents, PlainArray
+from dasksc.storage.uncompressed import PlainArray
 from tests.support.data import LAYOUTS, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -117,7 +117,7 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
 
     def unmapped_in(n_bytes: int) -> list[str]:
         monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
-        labels = dataset._projection.reading_mode().unmapped
+        labels = dataset.memory.reading_mode().unmapped
         return sorted(Path(label.partition(":/")[0]).stem for label in labels)
 
     modes: dict[tuple[str, ...], int] = {}
@@ -179,7 +179,8 @@ def test_direct_reads_gather_what_lies_in_several_places(
         shape=values.shape,
         dtype=values.dtype,
         file=LocalFile(FileIdentity.of(str(path))),
-        extents=Extents(firsts=firsts, offsets=offsets),
+        firsts=firsts,
+        offsets=offsets,
         fill=np.int32(7),
         use_mmap="auto",
     )

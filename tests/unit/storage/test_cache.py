@@ -29,7 +29,6 @@ pytestmark = pytest.mark.programs
 @pytest.fixture(autouse=True)
 def _like_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_written", {})
-    monkeypatch.setattr(module, "_keys", {})
     monkeypatch.setattr(module, "_warned", set())
 
 
@@ -51,10 +50,8 @@ def test_what_was_read_is_not_requested_again(tmp_path: Path) -> None:
     assert sorted(bases) == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut", "longer", "changed", "empty", "another", "checksums"], ids=lambda damage: damage
-)
-def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "longer", "empty"])
+def test_an_incomplete_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
     thing, cache = Object(BLOCK_BYTES + 5), cache_in(tmp_path)
     thing.read(cache, 0, len(thing.data))
     for path in files(tmp_path):
@@ -64,14 +61,8 @@ def test_a_damaged_block_is_fetched_again(tmp_path: Path, damage: str) -> None:
                 content = content[: len(content) // 2]
             case "longer":
                 content += b"x"
-            case "changed":
-                content[3] ^= 1
             case "empty":
                 content = bytearray()
-            case "another":
-                content = bytearray(os.urandom(len(content)))
-            case "checksums":
-                content[-5] ^= 1
         path.write_bytes(content)
     thing.requests.clear()
     thing.read(cache, 0, len(thing.data))
@@ -94,7 +85,7 @@ def test_cached_blocks_belong_to_their_user_alone_whatever_the_umask(tmp_path: P
         Object(1000).read(cache_in(tmp_path), 0, 1000)
     folder = tmp_path / "cache"
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [folder, *folder.rglob("*")]}
-    assert len(modes) == 4  # the folder, its key, a subfolder and a block
+    assert len(modes) == 3  # the folder, a subfolder and a block
     assert {path.name: oct(mode) for path, mode in modes.items() if mode & 0o077} == {}
 
 
@@ -109,11 +100,9 @@ def test_a_folder_that_others_have_access_to_is_not_used(
         thing.read(cache_in(tmp_path), 0, 1000)
     assert len(thing.requests) == 3
     assert not any(folder.iterdir())
-    assert [record.message for record in caplog.records] == [
-        f"blocks cannot be kept in the cache {folder}: other users have access to it (mode {mode:03o}); they could "
-        f"read or replace private data there. Run chmod 700 {folder}, or give a folder that does not exist yet: "
-        "it is then created for this user alone"
-    ]
+    (record,) = caplog.records
+    assert str(folder) in record.message
+    assert f"mode {mode:03o}" in record.message
     folder.chmod(0o700)
     thing.read(cache_in(tmp_path), 0, 1000)
     thing.read(cache_in(tmp_path), 0, 1000)

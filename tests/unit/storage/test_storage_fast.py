@@ -180,22 +180,15 @@ else:
 @given(
     random=randoms,
     filters=st.sampled_from(H5_FILTERS),
-    chunk=st.sampled_from([1, 3, 16, 1000]),
+    chunk=st.sampled_from([1, 3, 16, 1000, None]),  # None: contiguous
     use_mmap=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_any_chunked_hdf5_reads_as_through_h5py(
-    random: Random, filters: dict[str, Any], chunk: int, use_mmap: bool, seed: int
+def test_any_hdf5_reads_as_through_h5py(
+    random: Random, filters: dict[str, Any], chunk: int | None, use_mmap: bool, seed: int
 ) -> None:
     with folder() as path:
-        write_h5(path / "x.h5ad", random, chunks=chunk, **filters)
-        check_same(path / "x.h5ad", random, seed=seed, use_mmap=use_mmap)
-
-
-@given(random=randoms, use_mmap=st.booleans(), seed=st.integers(0, 9))
-def test_any_contiguous_hdf5_reads_as_through_h5py(random: Random, use_mmap: bool, seed: int) -> None:
-    with folder() as path:
-        write_h5(path / "x.h5ad", random)
+        write_h5(path / "x.h5ad", random, **(filters | {"chunks": chunk} if chunk else {}))
         check_same(path / "x.h5ad", random, seed=seed, use_mmap=use_mmap)
 
 
@@ -263,7 +256,7 @@ def test_the_usual_filters_of_hdf5_need_no_h5py(
     )
     with caplog.at_level(logging.INFO, "dasksc"):
         open_matrix(tmp_path / "x.h5ad", "X")
-    unusual = filters.get("compression") == 32008
+    unusual = filters.get("compression") in (32004, 32008) or filters == {"shuffle": True}
     assert bool(caplog.messages) == unusual
 
 
@@ -284,24 +277,21 @@ def random() -> Random:
     return Random(shape=(60, 23), dtype="float32", index_dtype="int32", seed=0)
 
 
-@pytest.mark.parametrize("filters", [{}, {"compression": "gzip"}, {"compression": "gzip", "shuffle": True}])
-def test_h5ad_is_read_without_hdf5_once_it_is_open(random: Random, filters: dict[str, Any], tmp_path: Path) -> None:
-    write_h5(tmp_path / "x.h5ad", random, chunks=16, **filters)
+@pytest.mark.parametrize("name", ["x.h5ad", "x.zarr"])
+def test_no_library_reads_once_a_matrix_is_open(random: Random, name: str, tmp_path: Path) -> None:
+    if name == "x.h5ad":
+        write_h5(tmp_path / name, random, chunks=16, compression="gzip", shuffle=True)
+    else:
+        write_zarr(tmp_path / name, random, chunk=16, shard=3, zarr_format=3)
     for key in ("X", "layers/dense"):
-        matrix = open_matrix(tmp_path / "x.h5ad", key)
-        with recorded_reads() as reads, mock.patch("h5py.File", side_effect=AssertionError("HDF5 was used")):
+        matrix = open_matrix(tmp_path / name, key)
+        with (
+            recorded_reads() as reads,
+            mock.patch("h5py.File", side_effect=AssertionError("HDF5 was used")),
+            mock.patch("zarr.open_array", side_effect=AssertionError("zarr was used")),
+        ):
             matrix.fetch(np.arange(20))
-        assert reads.h5py_names == []
-
-
-@pytest.mark.parametrize("shard", [1, 3])
-def test_zarr_is_read_without_zarr_python_once_it_is_open(random: Random, shard: int, tmp_path: Path) -> None:
-    write_zarr(tmp_path / "x.zarr", random, chunk=16, shard=shard, zarr_format=3)
-    for key in ("X", "layers/dense"):
-        matrix = open_matrix(tmp_path / "x.zarr", key)
-        with recorded_reads() as reads, mock.patch("zarr.open_array", side_effect=AssertionError("zarr was used")):
-            matrix.fetch(np.arange(20))
-        assert reads.zarr_keys == []
+        assert reads.h5py_names == reads.zarr_keys == []
 
 
 @pytest.mark.parametrize("chunks", [None, 16])
@@ -311,22 +301,6 @@ def test_uncompressed_h5ad_is_gathered_from_where_it_lies(random: Random, chunks
     n_bytes = sum(random.arrays[name].nbytes for name in ("data", "indices"))
     # A row is copied only if it spans chunks that are not adjacent in the file; here, that is true of few rows or none.
     assert fetched.nbytes <= (0 if chunks is None else n_bytes // 2)
-
-
-@pytest.mark.parametrize("shard", [1, 3])
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_uncompressed_zarr_is_gathered_from_where_it_lies(
-    random: Random, zarr_format: int, shard: int, tmp_path: Path
-) -> None:
-    if zarr_format == 2 and shard > 1:
-        pytest.skip("Zarr 2 has no shards")
-    for name, chunk in (("x.zarr", 64), ("whole-rows.zarr", random.shape[1])):
-        write_zarr(tmp_path / name, random, chunk=chunk, shard=shard, zarr_format=zarr_format, compressors=None)
-    rows = np.arange(60)
-    assert open_matrix(tmp_path / "whole-rows.zarr", "layers/dense").fetch(rows).nbytes == 0
-    fetched = open_matrix(tmp_path / "x.zarr", "X").fetch(rows)
-    # Only rows that cross chunk boundaries are copied.
-    assert 0 < fetched.nbytes < sum(random.arrays[name].nbytes for name in ("data", "indices")) // 2
 
 
 def test_rows_across_chunks_that_lie_apart_or_were_never_written_are_read(tmp_path: Path) -> None:
@@ -386,24 +360,12 @@ def chunk_files(path: Path, name: str) -> list[Path]:
 @pytest.mark.parametrize("shard", [1, 3])
 def test_a_damaged_zarr_chunk_or_shard_is_an_error(random: Random, change: str, shard: int, tmp_path: Path) -> None:
     path = tmp_path / "x.zarr"
-    write_zarr(path, random, chunk=16, shard=shard, zarr_format=3, compressors=[ZstdCodec(), Crc32cCodec()])
+    codecs = BloscCodec(cname="lz4") if shard == 1 else [ZstdCodec(), Crc32cCodec()]
+    write_zarr(path, random, chunk=16, shard=shard, zarr_format=3, compressors=codecs)
     for file in chunk_files(path, "X/data"):
         whole = file.read_bytes()
         file.write_bytes({"truncated": whole[:-9], "garbage": whole[::-1], "empty": b""}[change])
-    with pytest.raises(CorruptDataError, match="X/data"):
-        open_matrix(path, "X").fetch(np.arange(60))
-
-
-def test_a_checksum_that_does_not_match_is_an_error(random: Random, tmp_path: Path) -> None:
-    path = tmp_path / "x.zarr"
-    write_zarr(path, random, chunk=16, zarr_format=3, compressors=[Crc32cCodec()])
-    file = chunk_files(path, "X/data")[0]
-    damaged = bytearray(file.read_bytes())
-    damaged[5] ^= 1
-    file.write_bytes(damaged)
-    with pytest.raises(
-        CorruptDataError, match=r"X/data: rows 0 to \d+ cannot be read.*CRC32C.*Copy or download the data again"
-    ):
+    with pytest.raises(CorruptDataError, match="X/data.*Copy"):
         open_matrix(path, "X").fetch(np.arange(60))
 
 
@@ -495,15 +457,6 @@ def test_rows_beyond_2_to_the_31_elements_are_read(options: dict[str, Any], use_
     expected = np.zeros((3, 10))
     expected[[0, 0, 1, 2], [1, 4, 9, 9]] = [7, 8, 9, 9]
     np.testing.assert_array_equal(gathered(fetched, np.dtype("float64")), expected)
-
-
-@pytest.mark.parametrize("filters", [{}, {"chunks": 1000, "compression": "gzip"}], ids=str)
-def test_rows_of_more_than_2_to_the_16_nonzeros_are_read(filters: dict[str, Any], tmp_path: Path) -> None:
-    random = Random(shape=(3, 300_000), dtype="float32", index_dtype="int32", seed=0)
-    assert np.diff(random.arrays["indptr"]).min() > 2**16
-    write_h5(tmp_path / "x.h5ad", random, **filters)
-    fetched = open_matrix(tmp_path / "x.h5ad", "X").fetch(np.array([0, 2]))
-    np.testing.assert_array_equal(gathered(fetched, np.dtype("float32")), random.dense[[0, 2]])
 
 
 def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import h5py
+import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -68,7 +69,7 @@ def test_edge_chunks_stored_without_filters_are_read(tmp_path: Path) -> None:
 
 def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
     group = zarr.open_group(tmp_path / "store", mode="w", zarr_format=2)
-    group.create_array("X", data=VALUES, chunks=(50, 6), compressors=zarr_gzip())
+    group.create_array("X", data=VALUES, chunks=(50, 6), compressors=numcodecs.GZip(level=1))
     chunk = tmp_path / "store" / "X" / "0.0"
     whole = gzip.decompress(chunk.read_bytes())
     chunk.write_bytes(gzip.compress(whole[:400]) + gzip.compress(whole[400:]))
@@ -80,12 +81,6 @@ def test_gzip_chunks_of_several_members_are_read(tmp_path: Path) -> None:
             read(tmp_path / "store")
 
 
-def zarr_gzip() -> Any:
-    import numcodecs
-
-    return numcodecs.GZip(level=1)
-
-
 def wait_for_the_clock_of(folder: Path) -> None:
     """Wait until new files get a later timestamp than now, since timestamps of file systems have limited resolution."""
     now, probe = time.time_ns(), folder / "probe"
@@ -94,25 +89,17 @@ def wait_for_the_clock_of(folder: Path) -> None:
         probe.touch()
 
 
-# Every change to a chunk, in each format. Only in Zarr 3 can a chunk be removed with its directory.
+@pytest.mark.parametrize("was_read", [True, False])
 @pytest.mark.parametrize(
     ("store", "change"),
-    [
-        ("zarr2", "removed"),
-        ("zarr2", "written"),
-        ("zarr2", "replaced"),
-        ("zarr3", "removed"),
-        ("zarr3", "removed with its directory"),
-        ("zarr3", "written"),
-        ("zarr3", "replaced"),
-    ],
+    [("zarr2", "removed"), ("zarr2", "replaced"), ("zarr3", "removed with its directory"), ("zarr3", "written")],
 )
-def test_a_chunk_that_changed_before_it_was_first_read_is_refused(tmp_path: Path, store: str, change: str) -> None:
+def test_a_chunk_that_changed_is_refused(tmp_path: Path, store: str, change: str, was_read: bool) -> None:
     path = tmp_path / "atlas.zarr"
     group = zarr.open_group(path, mode="w", zarr_format=int(store[-1]))
     group.create_array("X", data=np.arange(3000, dtype=np.float32).reshape(1500, 2), chunks=(100, 2))
     matrix = open_matrix(path, "X")
-    matrix.fetch(np.arange(5))
+    matrix.fetch(np.arange(900, 1000) if was_read else np.arange(5))
     chunk = path / "X" / ("c/9/0" if store == "zarr3" else "9.0")
     content = chunk.read_bytes()
     wait_for_the_clock_of(tmp_path)

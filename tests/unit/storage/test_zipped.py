@@ -201,14 +201,14 @@ def test_a_member_that_unpacks_to_more_than_it_says_is_refused(tmp_path: Path, a
         assert name in file.namelist()
         for one in file.namelist():
             if one == name:
-                new.writestr(one, bytes(2**28), zipfile.ZIP_DEFLATED)
+                new.writestr(one, bytes(2**20), zipfile.ZIP_DEFLATED)
             else:
                 new.writestr(one, file.read(one))
     content = bytearray((tmp_path / "b.zarr.zip").read_bytes())
     at = _directory_entry(content, name) + 24
     content[at : at + 4] = struct.pack("<I", 10)
     (tmp_path / "b.zarr.zip").write_bytes(content)
-    with bounded(), pytest.raises(StorageError, match="int8"):
+    with pytest.raises(StorageError, match="int8"):
         dasksc.open(tmp_path / "b.zarr.zip")
 
 

@@ -1,0 +1,165 @@
+"""Assignment of rows, conditions or groups of rows to parts, close to given fractions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse as sp
+from numpy.typing import NDArray
+from scipy.sparse.csgraph import connected_components
+
+from dasksc.errors import InputError
+from dasksc.kernels import draw as draw_kernels
+from dasksc.kernels import permute
+from dasksc.kernels import split as kernels
+from dasksc.plan.arrays import EMPTY_INTS
+
+__all__ = ["N_TRIES", "combined", "deal", "deal_groups", "linked", "taken"]
+
+_Int64s = NDArray[np.int64]
+_Int32s = NDArray[np.int32]
+
+# Maximum number of entries of a table of counts, with eight bytes each.
+_MAX_COUNTS = 2**28
+# Groups are dealt in up to this number of random orders, but in fewer if the table of counts is large.
+N_TRIES = 16
+_TRIED_COUNTS = 2**26
+# Number of rows that are processed together.
+_PIECE_ROWS = 2**20
+
+
+def combined(option: str, columns: Iterable[tuple[_Int32s, int]], n: int) -> tuple[_Int32s, _Int64s, _Int64s]:
+    """Return the combination of codes of each row, the codes of each combination, and its number of rows."""
+    of_row, table, counts = np.zeros(n, dtype=np.int32), np.zeros((1, 0), dtype=np.int64), np.array([n])
+    for codes, n_codes in columns:
+        if len(table) * n_codes > _MAX_COUNTS:
+            raise InputError(
+                f"{option} has {len(table):,} x {n_codes:,} combinations, more than {_MAX_COUNTS:,}; give columns with "
+                "fewer values"
+            )
+        of_row *= n_codes
+        of_row += codes
+        counted = np.zeros(len(table) * n_codes + 1, dtype=np.int64)
+        draw_kernels.count_codes(n, of_row, EMPTY_INTS, counted)
+        present = np.flatnonzero(counted[1:])
+        numbers = np.zeros(len(counted) - 1, dtype=np.int32)
+        numbers[present] = np.arange(len(present))
+        of_row = taken(numbers, of_row)
+        table = np.column_stack([table[present // n_codes], present % n_codes])
+        counts = counted[1:][present]
+    return of_row, table, counts
+
+
+def deal(classes: _Int32s, counts: _Int64s, shares: NDArray[np.float64], keys: NDArray[np.uint64]) -> NDArray[np.int8]:
+    """Assign each row to a part, so that each class differs by less than one row from its shares."""
+    parts = np.empty(len(classes), dtype=np.int8)
+    kernels.deal_by_quota(classes, _quotas(counts, shares, keys[0]), keys[1], parts)
+    return parts
+
+
+def _quotas(counts: _Int64s, shares: NDArray[np.float64], key: np.uint64) -> _Int64s:
+    """Return the number of rows of each class in each part, shape (n_classes, n_parts), summing to `counts`."""
+    # The exact numbers are rounded, one class after another: up for the parts whose totals so far are furthest below
+    # the exact totals, and down for the others.
+    exact = counts[:, None] * shares
+    quotas = np.floor(exact * (1 + 1e-12)).astype(np.int64)
+    short = np.zeros(len(shares))
+    for c in _shuffled(len(counts), key):
+        rest = exact[c] - quotas[c]
+        short += rest
+        # Numbers that are integers already are not changed.
+        shortest_first = np.argsort(np.where(rest > 1e-9, -short, np.inf), kind="stable")
+        more = shortest_first[: counts[c] - quotas[c].sum()]
+        quotas[c, more] += 1
+        short[more] -= 1
+    return quotas
+
+
+def linked(columns: Sequence[_Int32s]) -> _Int32s:
+    """Return the group of each row: rows are in one group if they share a value of any column, also indirectly."""
+    first, *others = columns
+    if not others:
+        return first
+    n_values = size = int(first.max(initial=-1)) + 1
+    ends = []
+    for other in others:
+        pairs = EMPTY_INTS  # even millions of rows have few distinct pairs
+        for start in range(0, len(first), _PIECE_ROWS):
+            piece = slice(start, start + _PIECE_ROWS)
+            pairs = np.union1d(pairs, first[piece].astype(np.int64) << 32 | other[piece])
+        ends.append((pairs >> 32, (pairs & 0xFFFFFFFF) + size))
+        size += int(other.max(initial=-1)) + 1
+    rows, cols = (np.concatenate(nodes) for nodes in zip(*ends, strict=True))
+    graph = sp.coo_matrix((np.ones(len(rows), dtype=np.int8), (rows, cols)), shape=(size, size))
+    return taken(connected_components(graph, directed=False)[1][:n_values].astype(np.int32), first)
+
+
+def deal_groups(
+    groups: _Int32s,
+    classes: _Int32s,
+    n_classes: int,
+    shares: NDArray[np.float64],
+    keys: NDArray[np.uint64],
+    *,
+    by: _Int32s | None,
+    unlabelled: int,
+) -> NDArray[np.int8]:
+    """Return the part of each row, the same for all rows of a group."""
+    counts = _counted(groups, classes, n_classes)
+    occurring = np.flatnonzero(counts.any(axis=1))
+    if len(occurring) < len(shares):
+        raise InputError(
+            f"there are too few separate groups ({len(occurring)}) for {len(shares)} non-empty parts. Give fewer "
+            "parts, or smaller groups"
+        )
+    if by is not None:
+        # Each value of `by` counts once, in the most frequent class of its rows with a label, if there are any.
+        of_value = _counted(by, classes, n_classes)
+        values = np.flatnonzero(of_value.any(axis=1))
+        if unlabelled >= 0:
+            of_value[:, unlabelled] = of_value.sum(axis=1) == of_value[:, unlabelled]
+        group_of = np.zeros(len(of_value), dtype=np.int32)
+        for start in range(0, len(by), _PIECE_ROWS):
+            piece = slice(start, start + _PIECE_ROWS)
+            group_of[by[piece]] = groups[piece]
+        counts = np.zeros_like(counts)
+        np.add.at(counts, (group_of[values], of_value[values].argmax(axis=1)), 1)
+    best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
+    n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, N_TRIES))
+    for key in keys[:n_tries]:
+        found = np.zeros(len(counts), dtype=np.int8)
+        order = occurring[_shuffled(len(occurring), key)]
+        distance = kernels.assign_units(counts, order, shares, found)
+        if distance < best:
+            best, parts = distance, found
+    return taken(parts, groups)
+
+
+def _counted(groups: _Int32s, classes: _Int32s, n_classes: int) -> _Int64s:
+    """Count the rows of each group and class, shape (n_groups, n_classes)."""
+    n_groups = int(groups.max(initial=-1)) + 1
+    if n_groups * n_classes > _MAX_COUNTS:
+        raise InputError(
+            f"a table of {n_groups:,} groups x {n_classes:,} classes has more than {_MAX_COUNTS:,} entries. Use a "
+            "column with fewer classes for stratify="
+        )
+    counts = np.zeros((n_groups, n_classes), dtype=np.int64)
+    kernels.count_pairs(groups, classes, counts)
+    return counts
+
+
+def _shuffled(n: int, key: np.uint64) -> _Int64s:
+    order = np.empty(n, dtype=np.int64)
+    permute.shuffle(key, order)
+    return order
+
+
+def taken(table: NDArray[Any], places: _Int32s) -> NDArray[Any]:
+    """Return ``table[places]``, in pieces, since NumPy converts `places` to 64 bits."""
+    out = np.empty(len(places), dtype=table.dtype)
+    for start in range(0, len(places), _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        out[piece] = table[places[piece]]
+    return out

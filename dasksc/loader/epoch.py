@@ -1,0 +1,282 @@
+"""One epoch, or the rest of it, in one process: plan rows, submit fetches, gather batches, transform and yield them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from dask.utils import key_split
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
+
+from dasksc import config
+from dasksc.batches.batch import call_each
+from dasksc.batches.prefetch import run_ahead
+from dasksc.displays import first_of
+from dasksc.errors import FetchError
+from dasksc.executor.progress import EpochStats, epoch_progress
+from dasksc.executor.reporting import reporting
+from dasksc.executor.schedulers import FetchScheduler, resolve_scheduler
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, FetchMatrices, fetch_name, part_of
+from dasksc.executor.window import Window
+from dasksc.loader.position import EpochPosition
+from dasksc.loader.projection import MemoryProjection
+from dasksc.loader.source import IndexedSource, MatrixSource
+from dasksc.loader.spec import LoaderSpec
+from dasksc.memory.model import ReadingMode
+from dasksc.multiindexable import take_rows
+from dasksc.plan.deal import ConsumedSegment
+from dasksc.plan.epoch_plan import EpochPlan
+from dasksc.plan.fetches import FetchPlan
+
+__all__ = ["Epoch"]
+
+# Maximum total size, in bytes, of the batches that one job gathers. A larger batch is gathered alone.
+_TOGETHER_BYTES = 2**23
+
+# Maximum number of row numbers in the note of an error about a batch.
+_N_ROWS_SHOWN = 16
+
+
+class _Gathered(NamedTuple):
+    batches: list[Any]
+    gather_s: float
+    error: Exception | None = None
+
+
+class Epoch:
+    """Batches of the fetches `numbers` of a plan, apart from the `n_done` first ones, for the loop of one process."""
+
+    def __init__(
+        self,
+        spec: LoaderSpec,
+        source: MatrixSource | IndexedSource,
+        plan: EpochPlan,
+        numbers: range,
+        n_done: int,
+        *,
+        memory: MemoryProjection,
+        scheduler: FetchScheduler,
+        key: str,
+    ) -> None:
+        self._spec, self._source, self._plan, self._memory = spec, source, plan, memory
+        self._scheduler = scheduler
+        self._key = key  # distinguishes data sets with the same name on the loader page
+        self._n_done = n_done
+        self._numbers = numbers[n_done // plan.fetch_factor :]
+        self._n_skipped = n_done % plan.fetch_factor
+        # All fetches of a rank except its last one are full.
+        has_last = plan.n_fetches - 1 in numbers
+        n_lacking = plan.n_fetches * plan.fetch_factor - plan.n_batches if has_last else 0
+        self.n_batches = len(numbers) * plan.fetch_factor - n_lacking - n_done
+        self.stats = EpochStats(plan, n_done=n_done, n_left=self.n_batches, has_last=has_last)
+        self._name = fetch_name(source.name, plan)
+        self._fetches: dict[int, FetchPlan] = {}
+        self._planning = threading.Lock()
+        self._n_parts = 1  # tasks of a fetch
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all batches have been yielded."""
+        return self.stats.n_batches == self.n_batches
+
+    def position(self) -> EpochPosition:
+        """Return the position of the process in the epoch, after the batches yielded so far."""
+        plan, n_batches = self._plan, self._n_done + self.stats.n_batches
+        sizes = {"world_size": plan.world_size, "batch_size": plan.batch_size, "fetch_factor": plan.fetch_factor}
+        # A DataLoader worker that has yielded nothing yet resumes with the sizes of the others.
+        has_begun = n_batches or get_worker_info() is not None
+        segments = (ConsumedSegment(**sizes, n_batches=n_batches),) if has_begun else ()
+        return EpochPosition(plan.epoch, (*plan.consumed, *segments))
+
+    # --- Plan and submit ------------------------------------------------------------------------------
+
+    def _rows(self, i: int) -> NDArray[np.int64]:
+        """Return the rows of task `i`; they are computed where the task runs, not in the loop."""
+        k, part = divmod(i, self._n_parts)
+        with self._planning:
+            if k not in self._fetches:
+                self._fetches[k] = self._plan.fetch(k)
+        return part_of(self._fetches[k].rows, part, self._n_parts)
+
+    def _submit(self, task: Callable[[Any], Any], mode: ReadingMode | None = None) -> Window[Any]:
+        """Start fetching, a few tasks ahead. `mode` is None for a collection that is indexed, in this process."""
+        memory, scheduler = self._memory, self._scheduler
+        depth: int | Callable[[], int]
+        if mode is None:
+            depth = self._spec.prefetch or 2 * memory.n_threads_here
+            scheduler = scheduler if scheduler.client is None else resolve_scheduler("threads")
+        else:
+            depth = mode.depth if scheduler.client is None else memory.depth_on(scheduler)
+        window: Window[Any] = Window(
+            task,
+            (k * self._n_parts + part for k in self._numbers for part in range(self._n_parts)),
+            name=self._name,
+            scheduler=scheduler,
+            depth=depth,
+            max_bytes=memory.share,
+            argument=self._rows,
+            describe=self._described,
+            n_threads=memory.n_threads_here,
+            expected_bytes=None if mode is None else memory.part_bytes(mode),
+        )
+        self.stats.fetches = window.figures
+        return window
+
+    def _described(self, i: int) -> str:
+        k, plan = i // self._n_parts, self._plan
+        what = f"fetch {k} of {plan.n_fetches} (epoch {plan.epoch}, rank {plan.rank}"
+        if k in self._fetches:  # otherwise planning itself failed
+            rows = self._rows(i)
+            what += f", {len(rows)} rows from {rows[0]} to {rows[-1]}"
+        return f"{what}) of {', '.join(self._source.labels)}"
+
+    # --- Gather and transform -------------------------------------------------------------------------
+
+    def _of_matrices(self, source: MatrixSource) -> Iterator[Any]:
+        """Yield batches that a few threads gather from fetched matrices and transform, ahead of the loop."""
+        plan, stats, memory = self._plan, self.stats, self._memory
+        mode = memory.reading_mode() if memory.is_interprocess else memory.mode_of_epoch()
+        task = FetchMatrices(source.matrices, frozenset() if memory.is_interprocess else mode.unmapped)
+        transforms = None if self._spec.transforms is None else self._spec.transforms.at_epoch(plan.epoch)
+        n_ahead = memory.n_batches_ahead
+        # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
+        n_together = max(1, min(int(_TOGETHER_BYTES / memory.batch_bytes), n_ahead // 2, plan.fetch_factor))
+        n_left_in_fetch = 0
+
+        def gather(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Gathered:
+            start = perf_counter()
+            made: list[Any] = []
+            for i in numbers:
+                try:
+                    batch: Any = source.maker.make(fetched, fetch.rows, fetch.batch(i))
+                    groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
+                    if groups is not None:
+                        batch["sets"] = torch.from_numpy(groups)
+                    if controls is not None:
+                        batch["control"] = source.maker.make(fetched, fetch.rows, controls)
+                    if transforms is not None:
+                        batch = transforms.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
+                    made.append(batch)
+                except Exception as error:
+                    self._add_note(error, fetch, i)
+                    return _Gathered(made, perf_counter() - start, error)
+            return _Gathered(made, perf_counter() - start)
+
+        def jobs() -> Iterator[Callable[[], _Gathered]]:
+            nonlocal n_left_in_fetch
+            for k, fetched in fetches:
+                fetch = self._fetches.pop(k)
+                for first in range(self._start(k), fetch.n_batches, n_together):
+                    numbers = range(first, min(first + n_together, fetch.n_batches))
+                    n_left_in_fetch = fetch.n_batches - numbers.stop
+                    yield functools.partial(gather, fetched, fetch, numbers)
+                del fetched
+
+        _ = source.recycling
+        self._n_parts = mode.n_parts
+        figures = self._loader_properties()
+        window = self._submit(task, mode)
+        # Leaving either context closes the window. The inner one closes it before `reporting` sends the last report;
+        # the outer one closes it if Ctrl-C interrupts the setup of `reporting`.
+        with window, reporting(window.scheduler.client, lambda: figures | stats.report() | stats.now()), window:
+            fetches = AssembledFetches(window, self._n_parts)
+            n_threads = min(config.get("gather-threads"), memory.n_threads_here + 1)
+            for batches, gather_s, error in run_ahead(
+                jobs(),
+                is_ready=lambda: n_left_in_fetch > 0 or fetches.is_ready(),
+                n_ahead=-(-n_ahead // n_together),
+                n_threads=0 if window.scheduler.kind == "synchronous" else n_threads,
+            ):
+                stats.gather_s += gather_s
+                batches.reverse()
+                while batches:
+                    yield self._placed(batches.pop())
+                if error is not None:
+                    raise error
+
+    def _of_indexed(self, source: IndexedSource) -> Iterator[Any]:
+        """Yield batches of a collection that is indexed, or read through hooks, which are called one at a time."""
+        spec = self._spec
+        take = spec.batch_callback or take_rows
+        with self._submit(functools.partial(source.read, spec)) as window:
+            for k, data in window:
+                fetch = self._fetches.pop(k)
+                for i in range(self._start(k), fetch.n_batches):
+                    try:
+                        with source.lock, self.stats.gathering():
+                            batch = take(data, fetch.batch(i))
+                            if spec.batch_transform is not None:
+                                batch = spec.batch_transform(batch)
+                    except Exception as error:
+                        self._add_note(error, fetch, i)
+                        raise
+                    yield self._placed(batch)
+                del data
+
+    def _start(self, k: int) -> int:
+        return self._n_skipped if k == self._numbers[0] else 0
+
+    def _add_note(self, error: Exception, fetch: FetchPlan, i: int) -> None:
+        plan, rows = self._plan, fetch.rows[fetch.batch(i)].tolist()
+        error.add_note(
+            f"in batch {fetch.number * plan.fetch_factor + i} of {plan.n_batches} (epoch {plan.epoch}, rank "
+            f"{plan.rank} of {plan.world_size}), rows {first_of(rows, _N_ROWS_SHOWN)}"
+        )
+
+    def _placed(self, batch: Any) -> Any:
+        """Return the batch in pinned memory or on the device, as requested."""
+        spec = self._spec
+        if spec.pin_memory:
+            batch = call_each(batch, "pin_memory")
+        if spec.device is not None:
+            batch = call_each(batch, "to", spec.device, non_blocking=spec.pin_memory)
+        return batch
+
+    # --- Yield ----------------------------------------------------------------------------------------
+
+    def batches(self, *, shown: bool, after_first: Callable[[], None] | None) -> Generator[Any, None, None]:
+        """Yield the batches, with a progress bar if `shown`; call `after_first` when the first one has been used."""
+        pid, source = os.getpid(), self._source
+        made: Any = self._of_matrices(source) if isinstance(source, MatrixSource) else self._of_indexed(source)
+        try:
+            with epoch_progress(self.stats, n_batches=self.n_batches, shown=shown) as advance:
+                for batch in self.stats.timed(made):
+                    advance()
+                    yield batch
+                    if os.getpid() != pid:
+                        raise FetchError(
+                            "This iteration was started before a fork. Start a new one in the child process."
+                        )
+                    if after_first is not None and self.stats.n_batches == 1:
+                        after_first()
+        finally:
+            if os.getpid() == pid:
+                made.close()
+                self.stats.freeze()
+            else:
+                _left_to_parents.append(made)  # closing it would wait for threads of the parent
+
+    def _loader_properties(self) -> dict[str, str | int | None]:
+        """Return the properties that identify this loader on the loader page."""
+        worker = get_worker_info()
+        return {
+            "key": self._key,
+            "name": self._source.name,
+            "tasks": key_split(self._name),
+            "n_fetches": len(self._numbers) * self._n_parts,
+            "worker": None if worker is None else worker.id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+
+
+# Iterations that this process inherited from its parent by a fork.
+_left_to_parents: list[Any] = []

@@ -1,0 +1,253 @@
+"""Matrix over a Dask array, each row of which is computed from single rows of stored matrices.
+
+Planning passes the rows of a fetch down through the nodes (`dasksc.pushdown.compiler`) to the stored matrices, and
+returns a step for each group of nodes. After one read per matrix, the steps compute the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import scipy.sparse as sp
+from dask.core import toposort
+from dask.optimization import cull
+from dask.task_spec import GraphNode
+from numpy.typing import NDArray
+
+from dasksc.pushdown.compiler import Apply, Compiler, Concat, Node, Read, Take, at_rows
+from dasksc.pushdown.dask_leaf import gather_block
+from dasksc.pushdown.dask_matrix import DaskMatrix, Key, concatenate_rows, runs_by_block
+from dasksc.pushdown.functions import with_blocks
+from dasksc.storage import Columns, FetchCost, Layout, Matrix, RowBuffer, as_matrix, join
+from dasksc.storage.matrices import check_rows
+
+__all__ = ["RowLocalMatrix"]
+
+# Row numbers for each of several nodes.
+Needs = tuple[NDArray[np.int64], ...]
+Step = Callable[[], Any]
+
+# Approximate number of rows computed together. With fewer rows, results would stay in the CPU cache from one layer to
+# the next, but threads would return to Python more often and wait for each other, which costs more.
+N_COMPUTED = 4096
+
+
+class Plan:
+    """Rows that a fetch needs of each matrix, the steps that compute on them, and the constants that they use."""
+
+    def __init__(self, tasks: Mapping[Key, GraphNode], constants: dict[Key, Any]) -> None:
+        self.needs: dict[int, tuple[Matrix, list[NDArray[np.int64]]]] = {}
+        # The steps of a group of row chunks: each is planned and computed once.
+        self.steps: dict[Hashable, tuple[Step, Needs]] = {}
+        self._fetched: dict[int, tuple[NDArray[np.int64], RowBuffer]] = {}
+        self._tasks = tasks
+        # Constants that all rows share outlive this fetch.
+        self._constants = constants
+        self._row_constants: dict[Key, Any] = {}
+
+    def step(self, nodes: tuple[Node, ...], needs: Needs) -> Step:
+        """Return a function that computes and concatenates rows of nodes of the same kind."""
+        key = (*map(id, nodes), *map(id, needs))
+        if key not in self.steps:
+            # `needs` is kept, so that the ids in the key are not reused.
+            self.steps[key] = functools.cache(_PLANNED[type(nodes[0])](self, nodes, needs)), needs
+        return self.steps[key][0]
+
+    def read(self, fetch: Callable[[Matrix, NDArray[np.int64]], RowBuffer]) -> None:
+        """Call `fetch` once per matrix to obtain the rows that are needed."""
+        for number, (matrix, parts) in self.needs.items():
+            rows = np.unique(np.concatenate(parts))
+            self._fetched[number] = rows, fetch(matrix, rows)
+
+    def _block(self, matrix: Matrix, wanted: NDArray[np.int64], columns: NDArray[np.int64] | None) -> Any:
+        rows, fetched = self._fetched[id(matrix)]
+        positions = np.searchsorted(rows, wanted)
+        if columns is None:
+            return gather_block(fetched, positions)
+        if len(np.unique(columns)) < len(columns):
+            return gather_block(fetched, positions)[:, columns]
+        return gather_block(fetched, positions, columns=Columns(positions=columns, n_vars=matrix.shape[1]))
+
+    def _constant(self, key: Key, *, aligned: bool) -> Any:
+        """Return the value of a key that does not depend on a stored matrix."""
+        known = self._row_constants if aligned else self._constants
+        if key not in known:
+            needed, dependencies = cull(self._tasks, [key])
+            values: dict[Key, Any] = {}
+            for one in toposort(needed, dependencies=dependencies):
+                values[one] = with_blocks(needed[one])(values)
+            known[key] = values[key]
+        return known[key]
+
+    def _read(self, nodes: tuple[Read, ...], needs: Needs) -> Step:
+        matrix, columns = nodes[0].matrix, nodes[0].columns
+        wanted = np.concatenate([at_rows(node.rows, need) for node, need in zip(nodes, needs, strict=True)])
+        self.needs.setdefault(id(matrix), (matrix, []))[1].append(wanted)
+        return lambda: self._block(matrix, wanted, columns)
+
+    def _take(self, nodes: tuple[Take, ...], needs: Needs) -> Step:
+        # With `needs` itself, the step of a node that others use, too, is found again.
+        if not all(isinstance(node.rows, range) and node.rows == range(node.child.n_rows) for node in nodes):
+            needs = tuple(at_rows(node.rows, need) for node, need in zip(nodes, needs, strict=True))
+        step = self.step(tuple(node.child for node in nodes), needs)
+        rest = nodes[0].rest
+        return (lambda: step()[(slice(None), *rest)]) if rest else step
+
+    def _concat(self, nodes: tuple[Concat, ...], needs: Needs) -> Step:
+        # Children of the same kind are computed together.
+        groups: dict[int, list[tuple[Node, NDArray[np.int64], NDArray[np.int64]]]] = {}
+        n_before = 0
+        for node, need in zip(nodes, needs, strict=True):
+            which = np.searchsorted(node.bounds, need, side="right") - 1
+            for number in np.unique(which).tolist():
+                child, here = node.children[number], np.flatnonzero(which == number)
+                part = child, need[here] - node.bounds[number], n_before + here
+                groups.setdefault(child.kind, []).append(part)
+            n_before += len(need)
+        children, rows, places = zip(*(zip(*group, strict=True) for group in groups.values()), strict=True)
+        steps = list(map(self.step, children, rows))
+        order = np.argsort(np.concatenate([place for group in places for place in group]), kind="stable")
+        return lambda: concatenate_rows([step() for step in steps])[order]
+
+    def _apply(self, nodes: tuple[Apply, ...], needs: Needs) -> Step:
+        # One call of the first task serves all nodes: their tasks differ only in the names of their inputs.
+        first = nodes[0]
+        children = zip(*(node.inputs.values() for node in nodes), strict=True)
+        steps = {key: self.step(several, needs) for key, several in zip(first.inputs, children, strict=True)}
+
+        def value() -> Any:
+            values = {key: step() for key, step in steps.items()}
+            keys = zip(*(node.constants for node in nodes), strict=True)
+            for (key, aligned), several in zip(first.constants.items(), keys, strict=True):
+                constants = [self._constant(one, aligned=aligned) for one in several]
+                values[key] = _aligned(constants, nodes, needs) if aligned else constants[0]
+            return with_blocks(first.task)(values)
+
+        return value
+
+
+_PLANNED: dict[type[Node], Callable[..., Step]] = {
+    Read: Plan._read,
+    Take: Plan._take,
+    Concat: Plan._concat,
+    Apply: Plan._apply,
+}
+
+
+def _aligned(constants: list[Any], nodes: tuple[Apply, ...], needs: Needs) -> Any:
+    """Concatenate the needed rows of the constants of several nodes."""
+    first = constants[0]
+    if all(one is first for one in constants) and first.shape[0] == 1 != min(node.n_rows for node in nodes):
+        return first  # a single row, shared by all nodes, is broadcast
+    return concatenate_rows(
+        [
+            constant[need if constant.shape[0] == node.n_rows else np.zeros(len(need), dtype=np.int64)]
+            for constant, node, need in zip(constants, nodes, needs, strict=True)
+        ]
+    )
+
+
+class RowLocalMatrix(DaskMatrix):
+    """Matrix over a Dask array, each row of which comes from single rows of stored matrices."""
+
+    def __init__(self, array: da.Array, label: str | None = None) -> None:
+        super().__init__(array, label)
+        compiler = Compiler(array, self._tasks)
+        self._blocks = compiler.blocks()
+        self._constants: dict[Key, Any] = {}
+        if self.layout == "dense" and compiler.has_elementwise and self.shape[0]:
+            self.layout = self._computed_layout()
+
+    def _computed_layout(self) -> Layout:
+        """Return the layout of a row that is computed from empty stored rows."""
+        # Dask's meta may be wrong for elementwise functions, since Dask infers it from SciPy's matrix products and
+        # powers.
+        plan, steps, _ = self._one_row()
+        if not any(matrix.layout == "csr" for matrix, _ in plan.needs.values()):
+            return self.layout
+        plan.read(_empty_rows)
+        try:
+            with np.errstate(all="ignore"):
+                return "csr" if all(sp.issparse(step()) for step in steps) else self.layout
+        except Exception:  # a function may raise anything for empty rows
+            return self.layout
+
+    def _one_row(self) -> tuple[Plan, list[Step], int]:
+        plan = Plan(self._tasks, self._constants)
+        return plan, *self._steps(plan, (0,), (np.zeros(1, dtype=np.int64),))
+
+    def _steps(self, plan: Plan, numbers: Sequence[int], needs: Needs) -> tuple[list[Step], int]:
+        """Plan rows of row chunks of one kind; return one step per column chunk, and the number of all steps."""
+        steps = [plan.step(nodes, needs) for nodes in zip(*(self._blocks[number] for number in numbers), strict=True)]
+        n_steps = len(plan.steps)
+        plan.steps = {}  # steps refer to the plan: in a cycle, values and files stay until the garbage collector runs
+        return steps, n_steps
+
+    @property
+    def cost(self) -> FetchCost:
+        """Estimated memory of a fetch: stored rows, results of all layers of the graph, and the concatenated result."""
+        # The estimate assumes that layers keep zeros, so that a sparse row has as many values as it has in storage.
+        if not self.shape[0]:
+            return super().cost
+        plan, _, n_steps = self._one_row()
+        matrices = [matrix for matrix, _ in plan.needs.values()]
+        costs = [matrix.cost for matrix in matrices]
+        row = self._row_bytes()
+        if self.layout == "csr" and costs:
+            itemsize = self.dtype.itemsize + np.dtype(np.int32).itemsize
+            # Stored column indices take at least two bytes each.
+            values = sum(matrix.cost.row / (matrix.stored_dtype.itemsize + 2) for matrix in matrices)
+            row = 8 + min(values, self.shape[1]) * itemsize
+        return FetchCost(
+            row=row,
+            held=row,
+            working=sum(cost.held + cost.working for cost in costs) + (2 + n_steps) * row,
+            fixed=sum(cost.fixed for cost in costs),
+            kept=sum(cost.kept for cost in costs),
+            chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
+        )
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        """Read the rows that `rows` depend on, with one fetch per stored matrix, and compute on them."""
+        rows = check_rows(self.label, self.shape[0], rows)
+        if not len(rows):
+            return self._fetched(self._empty())
+        wanted = [
+            (number, first, rows[first : min(first + N_COMPUTED, stop)] - self._bounds[number])
+            for number, start, stop in runs_by_block(rows, self._bounds)
+            for first in range(start, stop, N_COMPUTED)
+        ]
+
+        def kinds(one: tuple[int, int, Any]) -> tuple[list[int], int]:
+            return [node.kind for node in self._blocks[one[0]]], one[1] // N_COMPUTED
+
+        plan = Plan(self._tasks, self._constants)
+        groups: list[tuple[int, list[Step]]] = []
+        for _, several in itertools.groupby(wanted, key=kinds):
+            numbers, _, needs = zip(*several, strict=True)
+            groups.append((sum(map(len, needs)), self._steps(plan, numbers, needs)[0]))
+        plan.read(lambda matrix, rows: matrix.fetch(rows))
+        blocks = []
+        while groups:
+            # The values of a group are freed before those of the next, which find its memory in the CPU cache.
+            n_rows, steps = groups.pop(0)
+            blocks.append(self._joined((step() for step in steps), n_rows))
+        if len({_dtypes(block) for block in blocks}) > 1:
+            blocks = [concatenate_rows(blocks)]
+        # The blocks stay separate: copying them into one costs as much as a layer of the graph.
+        return join(list(map(self._fetched, blocks)))
+
+
+def _dtypes(block: Any) -> tuple[np.dtype[Any], ...]:
+    return (block.dtype, block.indices.dtype) if sp.issparse(block) else (block.dtype,)
+
+
+def _empty_rows(matrix: Matrix, rows: NDArray[np.int64]) -> RowBuffer:
+    shape = len(rows), matrix.shape[1]
+    block = sp.csr_matrix(shape, dtype=matrix.dtype) if matrix.layout == "csr" else np.zeros(shape, matrix.dtype)
+    return as_matrix(block, "empty rows").fetch(np.arange(len(rows), dtype=np.int64))

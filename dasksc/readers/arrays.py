@@ -1,0 +1,69 @@
+"""Array objects of any kind as matrices that are read row by row."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import h5py
+import numpy as np
+import scipy.sparse as sp
+import zarr
+
+from dasksc.errors import InputError
+from dasksc.readers.options import OpenOptions
+from dasksc.storage import Matrix, as_matrix, open_matrix
+
+__all__ = ["Lazy", "is_group", "is_lazy_matrix", "lazily"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lazy:
+    """Matrix that will become a Dask array, with `token` as for `dasksc.pushdown.to_dask`."""
+
+    matrix: Matrix
+    token: str | None = None
+
+
+def is_group(stored: Any) -> bool:
+    """Return True if a stored element is a group of HDF5 or Zarr."""
+    return isinstance(stored, h5py.Group | zarr.Group)
+
+
+def is_lazy_matrix(stored: Any) -> bool:
+    """Return True if an element that AnnData stored is a matrix that is opened lazily."""
+    encoding = stored.attrs.get("encoding-type", "")
+    if is_group(stored):
+        return encoding in ("csr_matrix", "csc_matrix") or "h5sparse_format" in stored.attrs
+    return encoding in ("array", "") and _is_numeric_matrix(stored)
+
+
+def _is_numeric_matrix(array: Any) -> bool:
+    return len(array.shape) == 2 and np.dtype(array.dtype).kind in "biuf"
+
+
+def lazily(array: Any, label: str, options: OpenOptions) -> Any:
+    """Return an array as a `Lazy` matrix, not copied; return Dask arrays and non-numeric elements unchanged."""
+    if isinstance(array, da.Array | Lazy):
+        return array
+    if hasattr(array, "fetch") and hasattr(array, "stored_dtype"):
+        return Lazy(matrix=array)
+    stored = getattr(array, "group", array)
+    if isinstance(stored, h5py.Group) or (isinstance(stored, h5py.Dataset) and _is_numeric_matrix(stored)):
+        path = os.path.abspath(stored.file.filename)
+        return Lazy(matrix=open_matrix(path, stored.name, use_mmap=options.mmap))
+    if isinstance(stored, zarr.Group) or (isinstance(stored, zarr.Array) and _is_numeric_matrix(stored)):
+        root = getattr(stored.store, "root", None)
+        if root is None:
+            raise InputError(
+                f"{label} is a Zarr array in {stored.store}, but the Zarr arrays of an AnnData must be in a local "
+                "directory. Give dasksc.open the path or URL of the store instead"
+            )
+        return Lazy(matrix=open_matrix(os.path.abspath(root), stored.path, use_mmap=options.mmap))
+    if sp.issparse(array) or (isinstance(array, np.ndarray) and _is_numeric_matrix(array)):
+        # A random token: hashing an array in memory would cost a pass over it, and it may be modified in place.
+        return Lazy(matrix=as_matrix(array, label), token=uuid.uuid4().hex)
+    return array

@@ -1,0 +1,86 @@
+"""Options of `open`, and types of its input."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from anndata import AnnData
+
+from dasksc import config
+from dasksc.errors import InputError
+from dasksc.storage import Cache, RemoteLocation, UseMmap
+
+__all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "refuse_feature_choice"]
+
+Openable: TypeAlias = str | os.PathLike[str] | AnnData
+
+ACCEPTED = (
+    "the path of an .h5ad file, of a 10x .h5 file or of a Zarr store (a directory or a .zarr.zip file), an AnnData "
+    "(in memory, backed, or of Dask arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or "
+    "a directory of them"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOptions:
+    """Options of `dasksc.open` that a `dasksc.readers.Reader` receives.
+
+    Parameters
+    ----------
+    mmap
+        Setting for memory-mapping uncompressed local files, as for `dasksc.open`.
+    has_names
+        If False, the names of cells are not needed.
+    may_lack
+        If True, the atlas is one of several, of which only some may have the requested columns and features.
+    storage_options
+        Options for accessing URLs.
+    cache
+        Cache of blocks that are read; None for the cache in the configuration of Dask, which applies to URLs only.
+    feature_types, genomes
+        Features of 10x files to keep, as for `dasksc.open`; None for all.
+    """
+
+    mmap: UseMmap = "auto"
+    has_names: bool = True
+    may_lack: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    cache: Cache | None = None
+    feature_types: tuple[str, ...] | None = None
+    genomes: tuple[str, ...] | None = None
+
+    def cache_of(self, path: str | RemoteLocation) -> Cache | None:
+        """Return the cache for a location, that of the configuration by default; None for a local path."""
+        if not isinstance(path, RemoteLocation):
+            return None
+        return self.cache or Cache.of(config.get("cache"))
+
+
+def check_mmap(mmap: Any) -> None:
+    """Raise an error for an invalid value of `mmap`."""
+    if not (isinstance(mmap, bool) or mmap == "auto"):
+        raise InputError(f"mmap={mmap!r} must be True, False or 'auto'")
+
+
+def names_given(option: str, value: Any) -> tuple[str, ...] | None:
+    """Return the names in an option that takes one name or several; None if the option is None."""
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Sequence) else ()
+    if not names or not all(isinstance(name, str) for name in names):
+        raise InputError(f"{option}={value!r} must be a name, or a list of at least one")
+    return names
+
+
+def refuse_feature_choice(options: OpenOptions, what: str) -> None:
+    """Raise an error for options that select features of 10x ``.h5`` files; `what` describes the input."""
+    chosen = {"feature_types": options.feature_types, "genome": options.genomes}
+    for option, names in chosen.items():
+        if names is not None:
+            raise InputError(
+                f"{option}= is for 10x .h5 files, but {what} is not one. Select genes of the result: "
+                f"adata[:, adata.var[{option!r}].isin({list(names)})]"
+            )

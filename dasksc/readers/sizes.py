@@ -1,0 +1,90 @@
+"""Checks before reading: elements larger than memory, and tables whose columns differ in length."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+import zarr
+
+from dasksc.errors import CorruptDataError, StorageError
+from dasksc.memory.limits import memory_limit
+from dasksc.readers.arrays import is_group
+from dasksc.storage import RemoteLocation
+from dasksc.storage.safety.hdf5_links import check_item
+
+__all__ = ["ReadSizes", "check_table", "lengths_of"]
+
+# Number of bytes by which a chunk may be larger than its array: a chunk is decoded at its full shape, even if the array
+# is smaller. Total sizes up to this number are not compared with the memory.
+_ROOM_BYTES = 2**30
+
+
+class ReadSizes:
+    """Declared sizes of the elements that are read from a file or store, compared with the memory of the process."""
+
+    def __init__(self, path: str | RemoteLocation) -> None:
+        self._path = path
+        self._sizes: dict[str, int] = {}
+
+    def check(self, name: str, items: Sequence[Any]) -> None:
+        """Refuse an element that links outside the folder, or that exceeds memory with those checked before."""
+        self._sizes[name] = sum(_nbytes(array) for item in items for array in _arrays_in(item, self._path))
+        n_bytes, largest = sum(self._sizes.values()), max(self._sizes, key=self._sizes.__getitem__)
+        if n_bytes > _ROOM_BYTES and n_bytes > (memory := memory_limit().n_bytes):
+            raise StorageError(
+                f"{self._path} has {n_bytes} bytes in the elements to read ({self._sizes[largest]} of them in "
+                f"{largest}), but this process may use only {memory} bytes of memory. Read only the obs columns you "
+                "need: obs=[...]. If you expected less data in this file, it is probably corrupt."
+            )
+
+
+def check_table(stored: Any, path: str | RemoteLocation) -> None:
+    """Raise an error for a table with columns of different lengths, before memory for the longest is allocated."""
+    lengths = lengths_of(stored)
+    if len(set(lengths.values())) > 1:
+        longest, shortest = max(lengths, key=lengths.__getitem__), min(lengths, key=lengths.__getitem__)
+        raise CorruptDataError(
+            f"{path}:{stored.name} has columns of different lengths: {longest!r} has {lengths[longest]} values, "
+            f"{shortest!r} {lengths[shortest]}. The file is corrupt; write it again from its source."
+        )
+
+
+def lengths_of(stored: Any) -> dict[str, int]:
+    """Return the length of every column of a stored table."""
+    lengths: dict[str, int] = {}
+    for name in stored:
+        item = stored[name]
+        if isinstance(item, h5py.Group | zarr.Group):  # categorical and nullable columns
+            item = next((item[part] for part in ("codes", "values") if part in item), None)
+        if item is not None and len(item.shape) >= 1:
+            lengths[name] = item.shape[0]
+    return lengths
+
+
+def _arrays_in(stored: Any, path: str | RemoteLocation) -> Iterator[Any]:
+    """Yield the arrays of a stored element, including those that permitted HDF5 links lead to."""
+    if isinstance(stored, h5py.Group | h5py.Dataset) and not isinstance(path, RemoteLocation):
+        check_item(stored, path, folder=os.path.dirname(path))
+    if not is_group(stored):
+        if stored.chunks and math.prod(stored.chunks) * _item_bytes(stored) > _nbytes(stored) + _ROOM_BYTES:
+            raise CorruptDataError(
+                f"{path}:{stored.name} has shape {stored.shape} and is stored in chunks of {stored.chunks}, which are "
+                "far too large for its shape. The file is corrupt; write it again from its source."
+            )
+        yield stored
+        return
+    for name in stored:
+        yield from _arrays_in(stored[name], path)
+
+
+def _nbytes(array: Any) -> int:
+    return math.prod(array.shape or ()) * _item_bytes(array)  # a null dataset of HDF5 has no shape
+
+
+def _item_bytes(array: Any) -> int:
+    return int(np.dtype(getattr(array.dtype, "numpy_dtype", array.dtype)).itemsize)

@@ -1,0 +1,53 @@
+"""Reading of obs and var from a file or store, column by column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from anndata.io import read_elem
+
+from dasksc.readers.arrays import is_group
+from dasksc.readers.legacy import is_record_array
+from dasksc.readers.names import nameless_index, read_names
+from dasksc.readers.sizes import lengths_of
+from dasksc.storage import RemoteLocation, UseMmap
+
+__all__ = ["column_order", "parts_of_table", "read_table"]
+
+
+def read_table(
+    stored: Any, columns: Sequence[str] | None, path: str | RemoteLocation, *, has_names: bool, mmap: UseMmap
+) -> pd.DataFrame:
+    """Read a table; only `columns`, if the encoding stores columns separately."""
+    version = stored.attrs.get("encoding-version")
+    if version != "0.2.0" and (columns is None or version == "0.1.0"):
+        table = read_elem(stored)
+        return table if has_names else table.set_axis(nameless_index(len(table)))
+    index_key = stored.attrs["_index"]
+    kept = column_order(stored) if columns is None else columns
+    if has_names:
+        index = read_names(stored[index_key], path, mmap=mmap)
+    else:
+        index = nameless_index(lengths_of(stored)[index_key])
+    table = pd.DataFrame({name: read_elem(stored[name]) for name in kept}, index=index, columns=kept)
+    if index_key != "_index" and has_names:
+        table.index.name = index_key
+    return table
+
+
+def parts_of_table(stored: Any, columns: Sequence[str] | None, *, has_names: bool) -> list[Any]:
+    """Return the parts of a table to read: `columns` (None: all) and, if names are read, the index."""
+    # If the table is read as a whole, the list holds only the table itself.
+    is_whole = columns is None and has_names
+    if is_whole or not is_group(stored) or stored.attrs.get("encoding-version") == "0.1.0":
+        return [stored]
+    index_key = stored.attrs.get("_index")
+    wanted = set(stored if columns is None else columns) - {index_key} | ({index_key} if has_names else set())
+    return [stored[name] for name in stored if name in wanted]
+
+
+def column_order(stored: Any) -> list[str]:
+    """Return the columns of a stored table, in order; the first field of a record array is the name."""
+    return list(stored.dtype.names)[1:] if is_record_array(stored) else list(map(str, stored.attrs["column-order"]))

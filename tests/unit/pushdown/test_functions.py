@@ -1,0 +1,210 @@
+"""Known functions of CSR blocks: the values of NumPy, stored zeros and NaN among them, and shared index arrays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import scipy.special
+from numpy.typing import NDArray
+
+from dasksc.errors import InputError
+from dasksc.pushdown import DaskMatrix, RowLocalMatrix, gather_block, matrix_of, row_local, to_dask
+from dasksc.pushdown.functions import ZEROS, for_blocks
+from dasksc.storage import as_matrix
+from tests.support.data import dense
+
+pytestmark = [pytest.mark.core, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+N_OBS, N_VARS = 12, 6
+ROW, COLUMN = np.arange(N_VARS) - 2, np.arange(N_OBS)[:, None] - 4
+INTEGER = {"bitwise_and", "bitwise_count", "bitwise_or", "bitwise_xor", "gcd", "invert", "lcm", "left_shift"}
+INTEGER |= {"right_shift", "and_", "or_", "xor", "inv"}
+ONE_ARGUMENT = {"abs", "neg", "pos", "invert", "_sqrt", "around", "round"}
+
+
+def values(dtype: Any) -> NDArray[Any]:
+    made = np.random.default_rng(0).integers(-3, 4, (N_OBS, N_VARS)).astype(dtype)
+    made[::2, ::2] = 0
+    if made.dtype.kind == "f":
+        made[1], made[4, 3] = [np.nan, np.inf, -np.inf, -0.5, 0.0, 1.5], np.nan
+    return made
+
+
+def with_stored_zeros(block: NDArray[Any]) -> sp.csr_matrix:
+    """Return a CSR matrix that stores the zeros of the first four rows, and leaves out those of the others."""
+    stored = (block != 0) | (np.arange(len(block)) < 4)[:, None]
+    indptr = np.concatenate([[0], np.cumsum(stored.sum(axis=1))])
+    return sp.csr_matrix((block[stored], np.nonzero(stored)[1], indptr), shape=block.shape)
+
+
+def uses(function: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:
+    """Yield the ways to call a function: with one block, and with numbers, one row, one column and a block."""
+    name, elemwise = function.__name__, da.core.elemwise
+    if name == "where":
+        yield lambda x: da.where(x > 1, x, 0)
+        yield lambda x: da.where(x > 1, x, ROW)
+    elif name == "clip":
+        yield from (lambda x, bounds=bounds: elemwise(np.clip, x, *bounds) for bounds in [(0, 2), (-1, 1), (1, 2)])
+    elif name in ONE_ARGUMENT or getattr(function, "nin", 2) == 1 or ZEROS[function] != "computed":
+        yield lambda x: elemwise(function, x)
+    else:
+        for other in (0, 2, -1, ROW, COLUMN):
+            yield lambda x, other=other: elemwise(function, x, other)
+            if name != "ldexp" and name not in ("left_shift", "right_shift"):
+                yield lambda x, other=other: elemwise(function, other, x)
+        yield lambda x: elemwise(function, x, x)
+        yield lambda x: elemwise(function, x[:, 1:2], ROW)
+
+
+@pytest.mark.parametrize("function", ZEROS, ids=lambda function: f"{function.__module__}.{function.__name__}")
+def test_a_known_function_of_csr_rows_is_the_function_of_dense_rows(function: Callable[..., Any]) -> None:
+    block = values(np.int32 if function.__name__ in INTEGER else np.float32)
+    stored = with_stored_zeros(block)
+    assert (stored.data == 0).any()
+    sparse, whole = (to_dask(as_matrix(one, "X"), chunk_rows=5) for one in (stored, block))
+    rows, n_checked = np.array([0, 1, 1, 4, 5, 9, 11]), 0
+    for code in uses(function):
+        if not isinstance(code(whole), da.Array):
+            continue  # NumPy does not support this use, such as ldexp of two floating-point numbers
+        expected, n_checked = code(whole).compute(scheduler="synchronous"), n_checked + 1
+        by_row, by_chunk = matrix_of(code(sparse)), DaskMatrix(code(sparse))
+        assert type(by_row) is RowLocalMatrix
+        for matrix in (by_row, by_chunk):
+            got = dense(gather_block(matrix.fetch(rows), np.arange(len(rows))))
+            np.testing.assert_array_equal(got, expected[rows])
+            assert got.dtype == expected.dtype
+        if ZEROS[function] != "computed":
+            assert by_row.layout == ("csr" if ZEROS[function] == "kept" else "dense")
+    assert n_checked
+
+
+def test_every_ufunc_of_numpy_with_one_result_is_known() -> None:
+    ufuncs = [one for one in vars(np).values() if isinstance(one, np.ufunc) and one.nout == 1 and not one.signature]
+    assert [one for one in ufuncs if one not in ZEROS] == [np.isnat]
+
+
+tripled = np.vectorize(lambda value: value * 3, otypes=[np.float32])
+
+OTHER_USES: dict[str, Callable[[da.Array], da.Array]] = {
+    "nan_to_num": da.nan_to_num,
+    "nan_to_num of blocks, with values": lambda x: x.map_blocks(partial(np.nan_to_num, nan=5.0, posinf=9.0)),
+    "nan_to_num declared": lambda x: x.map_blocks(row_local(np.nan_to_num)),
+    "nan_to_num with a dtype": lambda x: da.core.elemwise(np.nan_to_num, x, dtype="float64"),
+    "multiply with a dtype": lambda x: da.multiply(x, ROW, dtype="float64"),
+    "rounded to tenths": lambda x: da.round(x / 3, 1),
+    "a ufunc of SciPy": scipy.special.expit,
+    "vectorized by NumPy": lambda x: x.map_blocks(tripled, dtype=x.dtype, meta=x._meta),
+    "weights by one gene": lambda x: ROW * x[:, [1]],
+    "all genes by one": lambda x: x * x[:, [1]],
+}
+
+
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_other_uses_of_known_functions_give_the_values_of_dense_rows(name: str) -> None:
+    block, code, rows = values(np.float32), OTHER_USES[name], np.array([0, 1, 2, 4, 4, 11])
+    sparse, whole = (
+        matrix_of(code(to_dask(as_matrix(x, "X"), chunk_rows=5))) for x in (with_stored_zeros(block), block)
+    )
+    assert type(sparse) is RowLocalMatrix
+    got, expected = (dense(gather_block(one.fetch(rows), np.arange(len(rows)))) for one in (sparse, whole))
+    np.testing.assert_array_equal(got, expected)
+    assert sparse.dtype == whole.dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("sort", lambda x: x.map_blocks(np.sort, axis=1, dtype=x.dtype, meta=x._meta)),
+        ("cumsum", lambda x: da.cumsum(x, axis=1)),
+        ("ptp", lambda x: x.map_blocks(row_local(np.ptp), dtype=x.dtype, meta=x._meta)),
+        ("modf", lambda x: da.modf(x)[0]),
+        ("softmax", lambda x: x.map_blocks(scipy.special.softmax, axis=1, dtype=x.dtype, meta=x._meta)),
+    ],
+)
+def test_functions_that_do_not_know_sparse_blocks_are_refused_by_name(
+    name: str, code: Callable[[da.Array], da.Array]
+) -> None:
+    with pytest.raises(InputError, match=name):
+        matrix_of(code(to_dask(as_matrix(with_stored_zeros(values("f4")), "X")))).fetch(np.arange(3))
+
+
+def test_a_wrapper_is_not_taken_for_the_function_that_it_wraps() -> None:
+    @wraps(np.sort)
+    def twice(block: Any) -> Any:
+        return block + block
+
+    block = values("i4")
+    matrix = matrix_of(to_dask(as_matrix(with_stored_zeros(block), "X")).map_blocks(twice))
+    np.testing.assert_array_equal(dense(gather_block(matrix.fetch(np.arange(5)), np.arange(5))), 2 * block[:5])
+
+
+# Index arrays
+
+
+def unordered() -> sp.csr_matrix:
+    """Return a matrix with two values at one position and unsorted columns."""
+    return sp.csr_matrix((np.arange(1, 6, dtype=np.float32), [3, 1, 3, 0, 0], [0, 3, 3, 5]), shape=(3, 5))
+
+
+def ordered(kind: Any = sp.csr_matrix) -> Any:
+    return kind(sp.random(7, 11, 0.4, format="csr", random_state=0, dtype=np.float32))
+
+
+def same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    assert one.dtype == other.dtype
+    np.testing.assert_array_equal(np.asarray(one.todense()), np.asarray(other.todense()))
+
+
+@pytest.mark.parametrize("kind", [sp.csr_matrix, sp.csr_array])
+def test_functions_of_values_share_places(kind: Any) -> None:
+    x = ordered(kind)
+    result = for_blocks(np.log1p)(x)
+    same(result, np.log1p(ordered(kind)))
+    assert np.shares_memory(result.indices, x.indices)
+    assert not np.shares_memory(result.data, x.data)
+    same(x, ordered(kind))
+
+
+def test_duplicates_are_summed_first() -> None:
+    result = for_blocks(np.log1p)(unordered())
+    same(result, np.log1p(unordered()))
+    assert result[0, 3] == np.log1p(np.float32(4))
+
+
+@pytest.mark.parametrize("op", [operator.truediv, operator.mul])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("allow", [True, False])
+@pytest.mark.parametrize("make", [ordered, unordered])
+def test_scaling_is_the_same_and_shares_places(op: Any, axis: int, allow: bool, make: Any) -> None:
+    scaled = pytest.importorskip("scanpy._utils", reason="scanpy is not installed").axis_mul_or_truediv
+    x, y = make(), make()
+    scaling = np.linspace(0, 3, x.shape[axis]).astype("float32")
+    options = {"axis": axis, "op": op, "allow_divide_by_zero": allow}
+    result = for_blocks(scaled)(x, scaling, **options)
+    same(result, scaled(y, scaling, **options))
+    assert np.shares_memory(result.indices, x.indices) == y.has_canonical_format
+    same(x, y)
+
+
+@pytest.mark.parametrize("declared", [row_local, lambda function: function], ids=["row_local", "whole chunks"])
+@pytest.mark.parametrize("threshold", [0.0, 2.0])
+def test_a_function_may_change_in_place_what_known_functions_share(declared: Any, threshold: float) -> None:
+    def without_small(block: Any) -> Any:
+        block.data[block.data < threshold] = 0
+        block.eliminate_zeros()
+        return block
+
+    x = to_dask(as_matrix(with_stored_zeros(abs(values("i4")).astype("f4")), "X"), chunk_rows=5)
+    array = da.sqrt(da.log1p(x) * 2).map_blocks(declared(without_small), dtype=x.dtype, meta=x._meta)
+    rows = np.arange(2, 11, dtype=np.int64)
+    block = gather_block(matrix_of(array).fetch(rows), np.arange(len(rows)))
+    expected = without_small(np.sqrt(np.log1p(x.compute()) * 2))[rows]
+    np.testing.assert_array_equal(block.toarray(), expected.toarray())

@@ -1,0 +1,122 @@
+"""A reader of another package: the `.npz` reader of the guide, through every function that takes a path."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from anndata import AnnData
+
+import dasksc
+from dasksc.cli import main
+from dasksc.readers import registry
+from tests.support import guides
+from tests.support.data import make_adata
+
+pytestmark = pytest.mark.core
+
+GUIDE = guides.GUIDES / "formats.md"
+
+
+def write_npz(adata: AnnData, path: Path) -> Path:
+    names = {"obs_names": adata.obs_names.to_numpy(dtype=str), "var_names": adata.var_names.to_numpy(dtype=str)}
+    np.savez(path, X=adata.X, **names, **{"obs:kind": adata.obs["kind"].to_numpy(dtype=str)})
+    return path
+
+
+@pytest.fixture
+def atlas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AnnData, Path]]:
+    """Install the package of the guide; return an atlas in memory and the path of its `.npz` file."""
+    site = tmp_path / "site"
+    for block in guides.blocks_of(GUIDE.read_text()):
+        if block.file is not None:
+            (site / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (site / block.file).write_text(block.code)
+    assert len((site / "npz_atlas.py").read_text().splitlines()) <= 36
+    monkeypatch.syspath_prepend(site)
+    registry.readers.cache_clear()
+    source = make_adata(60, layout="dense")
+    obs = pd.DataFrame({"kind": np.where(np.arange(60) % 3, "a", "b")}, index=source.obs_names)
+    adata = AnnData(source.X, obs, pd.DataFrame(index=source.var_names))
+    yield adata, write_npz(adata, tmp_path / "plate.npz")
+    sys.modules.pop("npz_atlas", None)
+    registry.readers.cache_clear()
+
+
+def batches(data: Any) -> list[np.ndarray]:
+    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(4), batch_size=16, obs=["kind"], seed=1)
+    return [np.column_stack([batch.X, batch.obs["kind"]]) for batch in dataset]
+
+
+def test_an_atlas_of_another_format_opens_and_yields_the_batches_of_its_h5ad(atlas: Any, tmp_path: Path) -> None:
+    adata, path = atlas
+    opened = dasksc.open(path)
+    np.testing.assert_array_equal(opened.X.compute(), adata.X)
+    assert list(opened.obs_names) == list(adata.obs_names)
+    assert list(opened.var_names) == list(adata.var_names)
+    assert dasksc.open(path, obs=[], names=False).obs.index.equals(pd.RangeIndex(60))
+    adata.write_h5ad(tmp_path / "plate.h5ad")
+    for ours, theirs in zip(batches(path), batches(tmp_path / "plate.h5ad"), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert list(dasksc.scDataset(path, batch_size=16).collection.obs_names) == list(adata.obs_names)
+    with pytest.raises(dasksc.MissingKeyError, match="'kin'.*plate.npz|plate.npz.*'kin'"):
+        dasksc.open(path, obs=["kin"])
+    with pytest.raises(dasksc.InputError, match=r"plate\.npz"):
+        dasksc.open(path, feature_types="Gene Expression")
+
+
+def test_it_joins_with_other_formats_and_is_found_in_folders(atlas: Any, tmp_path: Path) -> None:
+    adata, path = atlas
+    folder = tmp_path / "plates"
+    folder.mkdir()
+    path.rename(folder / "1.npz")
+    adata[:20].copy().write_h5ad(folder / "2.h5ad")
+    for data in (folder, str(folder / "*")):
+        joined = dasksc.open(data, label="plate")
+        assert joined.obs["plate"].value_counts().to_dict() == {"1": 60, "2": 20}
+        np.testing.assert_array_equal(joined.X.compute(), np.vstack([adata.X, adata.X[:20]]))
+
+
+def test_statistics_conversion_prediction_and_description_read_it(
+    atlas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adata, path = atlas
+    found = dasksc.statistics(path)
+    np.testing.assert_allclose(found.genes["mean"], adata.X.mean(axis=0), rtol=1e-6)
+    dasksc.convert(path, tmp_path / "out.zarr", order="keep", verify=True)
+    converted = dasksc.open(tmp_path / "out.zarr")
+    np.testing.assert_array_equal(converted.X.compute(), adata.X)
+    assert list(converted.obs_names) == list(adata.obs_names)
+    dasksc.predict(lambda X: X.sum(dim=1), path, tmp_path / "total.zarr", key="total")
+    predicted = dasksc.open(tmp_path / "total.zarr")
+    assert list(predicted.obs_names) == list(adata.obs_names)
+    attached = dasksc.open(path, attach={"obs/total": tmp_path / "total.zarr"})
+    np.testing.assert_allclose(attached.obs["total"], adata.X.sum(axis=1), rtol=1e-6)
+    (matrix,) = dasksc.describe(path, seconds=0).matrices
+    assert (matrix.key, matrix.encoding, matrix.nbytes) == ("X", "dense", adata.X.nbytes)
+    assert dasksc.check(dasksc.scDataset(path, batch_size=16, obs=["kind"], seed=0)).n_rows == 60
+    assert main(["info", str(path), "--seconds", "0", "--json"]) in (None, 0)
+    assert json.loads(capsys.readouterr().out)["matrices"][0]["key"] == "X"
+
+
+def test_a_reader_that_cannot_be_imported_does_not_prevent_reading(
+    atlas: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adata, _ = atlas
+    (tmp_path / "site" / "npz_atlas.py").write_text("import a_module_that_is_missing")
+    sys.modules.pop("npz_atlas", None)
+    registry.readers.cache_clear()
+    adata.write_h5ad(tmp_path / "plate.h5ad")
+    assert dasksc.open(tmp_path / "plate.h5ad").shape == adata.shape
+    assert "a_module_that_is_missing" in caplog.text
+
+
+def test_readers_stand_in_the_order_of_their_names_before_those_of_dasksc(atlas: Any) -> None:
+    kinds = [type(reader).__name__ for reader in registry.readers()]
+    assert kinds == ["NpzReader", "ZarrReader", "Hdf5Reader"]
