@@ -23,7 +23,6 @@ __all__ = [
     "RequestHandler",
     "add_operation",
     "add_pages",
-    "add_to_progress_panel",
     "announce",
     "clients_of_process",
     "event_loop",
@@ -100,19 +99,6 @@ def add_operation(scheduler: Any, name: str, call: Callable[..., Any]) -> None:
 def announce(scheduler: Any, name: str) -> None:
     """Record a name in the metadata of a scheduler (``task_metadata``); raises if missing."""
     _get(scheduler, "task_metadata")[name] = True
-
-
-def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
-    """Add to the task counts of a prefix in the progress panel (``TaskPrefix.states``); raises if missing."""
-    # Before the first task of the prefix, the function adds nothing and returns False. The addition has no effect in
-    # versions of ``distributed`` that compute ``TaskPrefix.states`` on each access.
-    task_prefix = _get(scheduler, "task_prefixes").get(prefix)
-    if task_prefix is None:
-        return False
-    states = _get(task_prefix, "states")
-    states["released"] += n_released
-    states["waiting"] += n_waiting
-    return True
 
 
 def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) -> None:

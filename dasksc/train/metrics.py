@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +17,7 @@ from torch import Tensor
 from dasksc import InputError
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Means", "Pace", "Table", "imported", "loggers_of", "text_of"]
+__all__ = ["Means", "Pace", "Table", "imported", "loggers_of"]
 
 Row = Mapping[str, Any]
 
@@ -89,8 +88,7 @@ class Pace:
         return found | ({"gpu_memory_bytes": memory} if memory else {})
 
 
-def text_of(name: str, value: Any) -> str:
-    """Format the value of a metric as readable text."""
+def _text(name: str, value: Any) -> str:
     if name.removeprefix("validation_") in ("accuracy", "wait_share"):
         return f"{value:.1%}"
     if name.endswith("_bytes"):
@@ -141,31 +139,22 @@ def imported(logger: str) -> Any:
 
 def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> Iterator[Callable[[Row], Any]]:
     """Yield a function for each logger of a configuration, except the CSV file, which every run writes."""
-    for name in config.training.loggers:
+    for name in dict.fromkeys(config.training.loggers):
         module = imported(name)
         if name == "stdout":
             yield lambda row: say(_line(row))
         elif name == "tensorboard":
             writer = module.SummaryWriter(str(Path(config.training.checkpoint_dir) / name))
             closing.callback(writer.close)
-            yield partial(_to_tensorboard, writer)
+            yield lambda row, to=writer: [to.add_scalar(key, value, row["step"]) for key, value in row.items()]
         elif name == "wandb":
-            run = module.init(project=config.training.wandb_project, config=config.to_dict())
+            run = module.init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
             closing.callback(run.finish)
-            yield partial(_to_wandb, run)
-
-
-def _to_tensorboard(writer: Any, row: Row) -> None:
-    for name, value in row.items():
-        writer.add_scalar(name, value, row["step"])
-
-
-def _to_wandb(run: Any, row: Row) -> None:
-    run.log(dict(row), step=row["step"])
+            yield lambda row, to=run: to.log(dict(row), step=row["step"])
 
 
 def _line(row: Row) -> str:
     """Return metrics as a readable line, which begins with ``training`` or ``validation``."""
     prefix = "validation_"
     kind = "validation" if any(name.startswith(prefix) for name in row) else "training"
-    return "  ".join([f"{kind:<10}", *(f"{key.removeprefix(prefix)} {text_of(key, row[key])}" for key in row)])
+    return "  ".join([f"{kind:<10}", *(f"{key.removeprefix(prefix)} {_text(key, row[key])}" for key in row)])
