@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
@@ -146,11 +147,20 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
         elif name == "tensorboard":
             writer = module.SummaryWriter(str(Path(config.training.checkpoint_dir) / name))
             closing.callback(writer.close)
-            yield lambda row, to=writer: [to.add_scalar(key, value, row["step"]) for key, value in row.items()]
+            yield partial(_to_tensorboard, writer)
         elif name == "wandb":
             run = module.init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
             closing.callback(run.finish)
-            yield lambda row, to=run: to.log(dict(row), step=row["step"])
+            yield partial(_to_wandb, run)
+
+
+def _to_tensorboard(writer: Any, row: Row) -> None:
+    for name, value in row.items():
+        writer.add_scalar(name, value, row["step"])
+
+
+def _to_wandb(run: Any, row: Row) -> None:
+    run.log(dict(row), step=row["step"])
 
 
 def _line(row: Row) -> str:
