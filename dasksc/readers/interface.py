@@ -71,7 +71,7 @@ class Store(Protocol):
     selects_features: bool = False
 
     def __init__(self) -> None:  # otherwise, a Protocol shows a constructor of any arguments
-        pass
+        return
 
     @abstractmethod
     def keys(self) -> Collection[str]:
@@ -212,7 +212,7 @@ class Reader(Protocol):
     suffixes: tuple[str, ...] = ()
 
     def __init__(self) -> None:  # as for `Store`
-        pass
+        return
 
     @property
     def listed_suffixes(self) -> tuple[str, ...]:
