@@ -49,7 +49,7 @@ from dasksc.storage import (
 
 __all__ = ["IndexedSource", "MatrixSource", "source_of"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 
 class Source:
