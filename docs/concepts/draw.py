@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts: plans of small data sets, and the memory of an epoch.
+"""Draw the pictures of docs/concepts: plans of small data sets.
 
 python docs/concepts/draw.py            # all of them
 python docs/concepts/draw.py plan ranks # some of them
@@ -6,9 +6,7 @@ python docs/concepts/draw.py plan ranks # some of them
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -37,7 +35,6 @@ INK, ON_COLOR = "#7d8590", "#14181e"
 HUES = ["#2aa198", "#e0952f", "#8a7fe0", "#d9688e"]
 GRAY = "#a9b0b8"
 BY_PLACE = LinearSegmentedColormap.from_list("by place", ["#6f9fe0", "#3fb3a5", "#c3c24a", "#e0952f", "#e07a9c"])
-MIB = 2**20
 
 mpl.rcParams.update(
     {
@@ -304,48 +301,6 @@ def draw_memory() -> None:
     save(figure, "memory")
 
 
-def measure(path: str, mmap: bool, queue: Any) -> None:
-    """Measure the growth of resident memory after each batch, and put it and the projected memory into `queue`."""
-
-    def resident() -> tuple[int, int]:
-        fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        return tuple(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))  # type: ignore[return-value]
-
-    dataset = dasksc.scDataset(
-        path, dasksc.BlockShuffling(16), 64, fetch_factor=64, seed=0, mmap=mmap, rank=0, world_size=1
-    )
-    for _ in zip(range(4), dasksc.scDataset(path, batch_size=64, mmap=mmap, rank=0, world_size=1), strict=False):
-        pass  # compiles the kernels
-    before = resident()
-    found = [tuple(now - then for now, then in zip(resident(), before, strict=True)) for _ in dataset]
-    queue.put((found, dataset.projected_bytes))
-
-
-def draw_resident() -> None:
-    """Draw the resident memory during an epoch with `mmap=True`, and during one with `mmap=False`."""
-    context = multiprocessing.get_context("spawn")
-    figure, panels = plt.subplots(1, 2, figsize=(8.5, 3.2), sharey=True, constrained_layout=True)
-    with tempfile.TemporaryDirectory() as folder:
-        path = dasksc.datasets.synthetic(Path(folder, "atlas.h5ad"), n_obs=100_000, n_vars=5_000)
-        print(f"file of {path.stat().st_size / MIB:.0f} MiB")
-        for panel, mmap in zip(panels, (True, False), strict=True):
-            queue = context.Queue()
-            process = context.Process(target=measure, args=(str(path), mmap, queue))
-            process.start()
-            found, projected = queue.get()
-            process.join()
-            anonymous, pages = np.asarray(found).T / MIB
-            panel.plot(pages, color=HUES[0], label="mapped pages")
-            panel.plot(anonymous, color=HUES[1], label="anonymous memory")
-            panel.axhline(projected / MIB, color=HUES[1], ls=(0, (4, 3)), label="projected_bytes")
-            panel.set_title(f"mmap={mmap}", family="monospace", fontsize=10, loc="left")
-            panel.set_xlabel("batches yielded")
-            print(f"mmap={mmap}: peak {anonymous.max():.0f} and {pages.max():.0f} MiB, projected {projected / MIB:.0f}")
-    panels[0].set_ylabel("resident, MiB")
-    panels[0].legend(frameon=False, labelcolor=INK, fontsize=9)
-    save(figure, "resident")
-
-
 def rows_by_number(n_obs: int) -> anndata.AnnData:
     """Return an AnnData object with a single gene, whose value in each cell is the row number."""
     return anndata.AnnData(np.arange(n_obs, dtype=np.float32)[:, None])
@@ -375,35 +330,6 @@ def draw_workers() -> None:
         panel.add_patch(Rectangle((7 + 5.5 * i, 7), 0.94, 0.94, facecolor=hue, lw=0))
         panel.text(8.3 + 5.5 * i, 7.5, text, va="center", fontsize=9)
     save(figure, "workers")
-
-
-def draw_draws() -> None:
-    """Draw the first rows of epochs that differ in one setting."""
-    n, n_shown = 240, 32
-    common: dict[str, Any] = {"block_size": 4, "batch_size": 4, "fetch_factor": 4, "seed": 0, "epoch": 0}
-    changes = [
-        ({}, "seed=0, epoch 0, blocks of 4, fetches of 4 batches of 4"),
-        ({"batch_size": 8, "fetch_factor": 2}, "fetches of 2 batches of 8"),
-        ({"fetch_factor": 8}, "fetches of 8 batches of 4"),
-        ({"world_size": 2}, "rank 0 of 2"),
-        ({"block_size": 2}, "blocks of 2"),
-        ({"epoch": 1}, "epoch 1"),
-        ({"seed": 1}, "seed=1"),
-    ]
-    color = by_place(n)
-    figure, panel = canvas(9, 4.7, 39, 22.4)
-    first: list[int] = []
-    for i, (change, text) in enumerate(changes):
-        settings = common | change
-        plan = plan_of(n, settings.pop("block_size"), **settings)
-        rows = [row for rows in batches_of(plan, 0) for row in rows][:n_shown]
-        first = first or rows
-        same = f"{sum(a == b for a, b in zip(rows, first, strict=True))} of {n_shown} rows in the same place"
-        y = 1.2 + 3.1 * i
-        panel.text(0, y - 0.3, text if not i else f"{text}: {same}", va="bottom", fontsize=9.5)
-        size = settings["batch_size"]
-        strip(panel, 0, y, [rows[at : at + size] for at in range(0, n_shown, size)], color, gap=0.7)
-    save(figure, "draws")
 
 
 if __name__ == "__main__":
