@@ -13,7 +13,6 @@ depends only on the arguments. Only a few chunks of cells are in memory at a tim
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import Literal
@@ -32,7 +31,6 @@ def make_atlas(
     dense: bool = False,
     compression: Literal["gzip", "lzf"] | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> Path:
     """Write an atlas with cell types and plates to `path`; see `dasksc.datasets.synthetic`."""
     return dasksc.datasets.synthetic(
@@ -49,7 +47,6 @@ def make_atlas(
         dense=dense,
         compression=compression,
         overwrite=overwrite,
-        progress=progress,
     )
 
 
@@ -77,7 +74,6 @@ def main() -> None:
             dense=args.dense,
             compression=args.compression,
             overwrite=args.overwrite,
-            progress=importlib.util.find_spec("tqdm") is not None,
         )
     except dasksc.InputError as error:
         parser.error(str(error))

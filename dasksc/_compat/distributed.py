@@ -12,7 +12,6 @@ __all__ = [
     "RequestHandler",
     "add_operation",
     "add_pages",
-    "add_to_progress_panel",
     "announce",
     "http_address",
     "page_names",
@@ -35,17 +34,6 @@ def add_operation(scheduler: Any, name: str, call: Callable[..., Any]) -> None:
 def announce(scheduler: Any, name: str) -> None:
     """Record a name in the metadata of a scheduler."""
     scheduler.task_metadata[name] = True
-
-
-def add_to_progress_panel(scheduler: Any, prefix: str, *, n_released: int, n_waiting: int) -> bool:
-    """Add to the task counts of a prefix in the progress panel; False before the first task of the prefix."""
-    # The addition has no effect in versions of ``distributed`` that compute ``TaskPrefix.states`` on each access.
-    task_prefix = scheduler.task_prefixes.get(prefix)
-    if task_prefix is None:
-        return False
-    task_prefix.states["released"] += n_released
-    task_prefix.states["waiting"] += n_waiting
-    return True
 
 
 def add_pages(scheduler: Any, handlers: list[tuple[str, type, dict[str, Any]]]) -> None:

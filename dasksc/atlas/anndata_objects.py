@@ -45,7 +45,7 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
     elif adata.raw is not None:
         raw = {"X": lazily(adata.raw.X, "raw/X", options), "var": adata.raw.var, "varm": dict(adata.raw.varm)}
     return Elements(
-        x=lazily(x, "X", options),
+        X=lazily(x, "X", options),
         obs=table,
         var=_in_memory(adata.var),
         uns=dict(adata.uns),

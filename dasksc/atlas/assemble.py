@@ -12,10 +12,11 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc.errors import CorruptDataError, MissingKeyError
-from dasksc.pushdown import chunk_rows_for, to_dask
+from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.readers.arrays import Lazy
+from dasksc.storage import Matrix
 
-__all__ = ["Elements", "raw_of", "unchecked"]
+__all__ = ["Elements", "matrix_behind", "raw_of", "unchecked"]
 
 
 @contextmanager
@@ -31,7 +32,7 @@ class Elements:
 
     obs: pd.DataFrame
     var: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(index=pd.Index([], dtype=str)))
-    x: Any = None
+    X: Any = None
     uns: dict[str, Any] = field(default_factory=dict)
     layers: dict[str, Any] = field(default_factory=dict)
     obsm: dict[str, Any] = field(default_factory=dict)
@@ -40,17 +41,34 @@ class Elements:
     varp: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
 
-    def to_anndata(self) -> AnnData:
-        """Return an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
-        # Checked first, since a Dask array with a corrupt number of rows could have a huge number of chunks.
-        groups = {"": self.x}, self.layers, self.obsm, self.obsp, {"": (self.raw or {}).get("X")}
+    def __post_init__(self) -> None:
+        groups = {"": self.X}, self.layers, self.obsm, self.obsp, {"": (self.raw or {}).get("X")}
         for array in (array for group in groups for array in group.values()):
             if isinstance(array, Lazy) and array.matrix.shape[0] != len(self.obs):
                 raise CorruptDataError(
                     f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(self.obs)}. The file is "
                     "corrupt; write it again from its source."
                 )
-        alike = [array.matrix for array in (self.x, *self.layers.values()) if isinstance(array, Lazy)]
+        for array in (self.X, *self.layers.values()):
+            if isinstance(array, Lazy) and array.matrix.shape[1] != len(self.var):
+                raise CorruptDataError(
+                    f"{array.matrix.label} has {array.matrix.shape[1]} columns, but var has {len(self.var)} rows. The "
+                    "file is corrupt; write it again from its source."
+                )
+
+    @property
+    def n_obs(self) -> int:
+        """Number of cells."""
+        return len(self.obs)
+
+    @property
+    def n_vars(self) -> int:
+        """Number of genes."""
+        return len(self.var)
+
+    def to_anndata(self) -> AnnData:
+        """Return an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
+        alike = [array.matrix for array in (self.X, *self.layers.values()) if isinstance(array, Lazy)]
         chunk_rows = chunk_rows_for(*alike) if alike else None
 
         def wrapped(array: Any, chunk_rows: int | None = None) -> Any:
@@ -60,7 +78,7 @@ class Elements:
             return {name: wrapped(array, chunk_rows) for name, array in arrays.items() if array is not None}
 
         return AnnData(
-            X=wrapped(self.x, chunk_rows),
+            X=wrapped(self.X, chunk_rows),
             obs=self.obs,
             var=self.var,
             uns=self.uns,
@@ -70,8 +88,13 @@ class Elements:
             obsp=all_wrapped(self.obsp),
             varp=self.varp,
             raw=None if self.raw is None else all_wrapped(self.raw),
-            shape=(len(self.obs), len(self.var)) if self.x is None else None,
+            shape=(len(self.obs), len(self.var)) if self.X is None else None,
         )
+
+
+def matrix_behind(array: Any) -> Matrix:
+    """Return the matrix of a Dask array, or the one that would become a Dask array."""
+    return array.matrix if isinstance(array, Lazy) else matrix_of(array)
 
 
 def raw_of(adata: AnnData, name: str) -> AnnData:

@@ -1,11 +1,7 @@
-"""Row filters: expressions over obs, such as ``"cell_type == 'T cell' and n_genes > 500"``.
+"""Row filters: expressions over obs, which pandas evaluates after a check of their syntax.
 
-pandas evaluates an expression after a check of its syntax tree. Only the listed syntax is permitted, so an expression
-from a configuration file can compare columns but not run code.
-
-Missing values follow pandas, with one exception: the result of ``.str`` on missing text is unknown, and so is its
-negation. Results are therefore the same for all versions and string dtypes of pandas. A row for which the whole
-expression is unknown is not selected.
+Only the listed syntax is permitted, so an expression from a configuration file can compare columns but not run code.
+Missing values follow pandas, except that ``.str`` of missing text is unknown in all versions and string dtypes.
 """
 
 from __future__ import annotations
@@ -104,9 +100,6 @@ def rows_where(
       ``not n_genes > 500`` also selects the rows without a value.
     - In nullable and boolean columns, every comparison with a missing value is unknown. So is ``.str`` of missing text
       in any column. The negation of an unknown result is unknown, and rows with an unknown result are not selected.
-
-    For example, neither ``cell_type.str.startswith('T')`` nor ``not cell_type.str.startswith('T')`` selects cells
-    without a type, but ``cell_type.isna() or not cell_type.str.startswith('T')`` does.
 
     Examples
     --------

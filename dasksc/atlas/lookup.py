@@ -8,9 +8,11 @@ from typing import Any
 import dask.array as da
 from anndata import AnnData
 
+from dasksc.atlas.assemble import Elements
 from dasksc.checks import nearest, similar, some, with_advice
 from dasksc.errors import MissingKeyError
 from dasksc.pushdown import leaves_of
+from dasksc.readers.arrays import Lazy
 from dasksc.storage import RemoteLocation
 
 __all__ = ["known_columns", "nearest", "path_of", "require_key", "similar", "some", "with_advice"]
@@ -29,6 +31,8 @@ def require_key(kind: str, name: str, held: Any, *, of: Any = None) -> str:
 
 def path_of(adata: Any) -> str:
     """Return the path from which X of an open atlas is read; empty if there is none, or several."""
+    if isinstance(adata, Elements):
+        return adata.X.matrix.label.rpartition(":/")[0] if isinstance(adata.X, Lazy) else ""
     if not isinstance(adata, AnnData):
         return ""
     if adata.isbacked:

@@ -17,11 +17,11 @@ import pandas as pd
 from anndata import AnnData
 
 from dasksc.atlas.anndata_objects import open_anndata
-from dasksc.atlas.assemble import raw_of, unchecked
+from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
-from dasksc.atlas.stored import open_path
+from dasksc.atlas.stored import open_elements, open_path
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.readers.names import any_repeat, number_rows
@@ -35,7 +35,7 @@ from dasksc.readers.options import (
 )
 from dasksc.storage import Cache, UseMmap
 
-__all__ = ["is_several", "open", "several_of", "warn_of_repeated_names"]
+__all__ = ["is_several", "open", "open_one", "several_of", "warn_of_repeated_names"]
 
 logger = logging.getLogger("dasksc.collection")
 
@@ -237,9 +237,22 @@ def open(
     elif any_repeat(result.obs_names):
         warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
     # An AnnData that `scDataset` opens again has already been checked.
-    if (names or not isinstance(data, AnnData)) and not result.var_names.is_unique:
-        logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
+    if names or not isinstance(data, AnnData):
+        _warn_of_repeated_genes(result.var_names)
     return result
+
+
+def open_one(path: str, *, obs: Sequence[str], mmap: UseMmap) -> Elements:
+    """Open what batches may need of the single atlas at a path, without names of cells."""
+    check_mmap(mmap)
+    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False))
+    _warn_of_repeated_genes(result.var.index)
+    return result
+
+
+def _warn_of_repeated_genes(names: pd.Index[Any]) -> None:
+    if not names.is_unique:
+        logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
 
 
 def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:

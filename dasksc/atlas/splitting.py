@@ -143,7 +143,7 @@ def split(
     """
     seed = whole_number("seed", seed, 0, 2**64)
     if conditions is None:
-        excluded = {"hold_out": hold_out, "few_shot": few_shot or None, "control": control}
+        excluded: dict[str, Any] = {"hold_out": hold_out, "few_shot": few_shot or None, "control": control}
         why = "need conditions=, the columns of obs whose combinations are held out"
     else:
         excluded = {"by": by, "groups": groups, "stratify": stratify}
@@ -196,7 +196,7 @@ def _split_conditions(
     if not columns:
         raise InputError(f"conditions={conditions!r} must be a column of obs, or a list of columns")
     chosen = _held_out(hold_out, columns)
-    is_share = isinstance(few_shot, Real) and not isinstance(few_shot, bool) and 0 <= float(few_shot) < 1
+    is_share = not isinstance(few_shot, bool) and isinstance(few_shot, Real) and 0 <= float(few_shot) < 1
     if not is_share or (few_shot and not chosen):
         raise InputError(
             f"few_shot={few_shot!r} must be the share, in [0, 1), of the conditions in hold_out= that are used for "
@@ -256,11 +256,11 @@ def _split_conditions(
     def cells(rows: NDArray[np.bool_]) -> _Int64s:
         return np.bincount(of_row[rows], minlength=len(counts))
 
-    def by_context(n: _Int64s) -> _Int64s:
+    def by_context(n: NDArray[Any]) -> _Int64s:
         return np.bincount(contexts, weights=n, minlength=len(context_names)).astype(np.int64)
 
     in_parts = {name: cells((parts == k) & ~is_control) for k, name in enumerate(names)}
-    counted = {}
+    counted: dict[str, _Int64s] = {}
     for name, n in in_parts.items():
         counted |= {f"{name} conditions": by_context(n > 0), f"{name} cells": by_context(n)}
     counted["control cells"] = by_context(cells(is_control))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -20,11 +22,25 @@ from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 from dasksc.storage import Cache, RemoteLocation, UseMmap, is_url, redact_url
 
-__all__ = ["open_modalities", "open_path", "path_names", "split_columns"]
+__all__ = ["open_elements", "open_modalities", "open_path", "path_names", "split_columns"]
 
 
 def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     """Open the AnnData at a path or URL."""
+    with _single(path, options) as (store, where):
+        return _read(store, where, obs, options).to_anndata()
+
+
+def open_elements(path: str, obs: Sequence[str], options: OpenOptions) -> Elements:
+    """Open what batches may need of the atlas at a path or URL: columns of obs, var, X, layers and obsm."""
+    with _single(path, options) as (store, where):
+        found = _read(store, where, obs, options, for_batches=True)
+    found.obs.index = pd.RangeIndex(found.n_obs)
+    return found
+
+
+@contextmanager
+def _single(path: str, options: OpenOptions) -> Iterator[tuple[Store, str | RemoteLocation]]:
     where = where_of(path, options)
     with opened(where, options) as store:
         if store.modalities():
@@ -32,7 +48,7 @@ def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ann
                 f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with "
                 "dasksc.Modalities(...), which accepts the same path and storage_options and can be passed to scDataset"
             )
-        return _read(store, where, obs, options).to_anndata()
+        yield store, where
 
 
 def open_modalities(
@@ -87,7 +103,14 @@ def split_columns(
     return of_own, dict(of_modality)
 
 
-def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
+def _read(
+    store: Store,
+    where: str | RemoteLocation,
+    obs: Sequence[str] | None,
+    options: OpenOptions,
+    *,
+    for_batches: bool = False,
+) -> Elements:
     keys = store.keys()
     missing = [name for name in ("obs", "var") if name not in keys]
     if missing:
@@ -97,6 +120,15 @@ def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, 
             "counts, such as filtered_feature_bc_matrix.h5"
         )
     table = _obs(store, where, obs, options)
+    for_cells = Elements(
+        obs=table,
+        var=store.table("var"),
+        X=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
+        layers=_entries(store, keys, "layers", table, options),
+        obsm=_entries(store, keys, "obsm", table, options),
+    )
+    if for_batches:
+        return for_cells
 
     def values(group: str) -> dict[str, Any]:
         found = {key.removeprefix(f"{group}/"): store.value(key) for key in keys if key.startswith(f"{group}/")}
@@ -106,13 +138,9 @@ def _read(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, 
     if "raw/X" in keys and "raw/var" in keys:
         x_of_raw = lazily(store.matrix("raw/X"), "raw/X", options)
         raw = {"X": x_of_raw, "var": store.table("raw/var"), "varm": values("raw/varm")}
-    return Elements(
-        x=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
-        obs=table,
-        var=store.table("var"),
+    return replace(
+        for_cells,
         uns=store.value("uns") if "uns" in keys else {},
-        layers=_entries(store, keys, "layers", table, options),
-        obsm=_entries(store, keys, "obsm", table, options),
         varm=values("varm"),
         obsp=_entries(store, keys, "obsp", table, options),
         varp=values("varp"),

@@ -12,10 +12,12 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.stored import path_names
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.pushdown import MatrixRows, gather_block, matrix_of
+from dasksc.pushdown import MatrixRows, gather_block
+from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import is_nameless, names_in_pieces
 from dasksc.storage import Matrix
 
@@ -57,7 +59,7 @@ class AnnDataView:
 
     def __init__(
         self,
-        adata: AnnData,
+        adata: AnnData | Elements,
         with_names: Callable[[], AnnData] | None = None,
         opening: Callable[..., AnnData] | None = None,
         path: str | None = None,
@@ -65,7 +67,7 @@ class AnnDataView:
     ) -> None:
         self.path = path
         self._names = names
-        self._opened = adata
+        self._opened: AnnData | Elements = adata
         self._opening = opening
         self._with_names = with_names
         self._matrices: dict[str, Matrix] = {}
@@ -75,7 +77,7 @@ class AnnDataView:
         """AnnData behind this view."""
         if self._with_names is not None:
             self._opened, self._with_names = self._with_names(), None
-        return self._opened
+        return self._unnamed
 
     @property
     def table(self) -> pd.DataFrame:
@@ -86,7 +88,7 @@ class AnnDataView:
     def X(self) -> Any:
         """X as an array whose rows are read on indexing."""
         array = self._opened.X
-        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array) else array
+        return MatrixRows(matrix=self._matrix("X", array)) if isinstance(array, da.Array | Lazy) else array
 
     def column(self, name: str) -> pd.Series[Any]:
         """Return a column of obs, which is read on first use."""
@@ -111,17 +113,27 @@ class AnnDataView:
         # Pickle looks up special methods before the slots are set.
         if name.startswith("__") or name in self.__slots__:
             raise AttributeError(name)
-        return getattr(self._opened if name in _WITHOUT_NAMES else self.adata, name)
+        if name in ("n_obs", "n_vars", "var"):
+            return getattr(self._opened, name)
+        return getattr(self._unnamed if name in _WITHOUT_NAMES else self.adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._opened, self._with_names, self._opening, self.path, self._names)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} of {self._opened!r}"
+        return f"{type(self).__name__} of {self._unnamed!r}"
 
-    def _matrix(self, name: str, array: da.Array) -> Matrix:
+    @property
+    def _unnamed(self) -> AnnData:
+        """AnnData whose cells may lack names."""
+        if isinstance(self._opened, Elements):
+            assert self._opening is not None
+            self._opened = self._opening(obs=list(self._opened.obs), names=False)
+        return self._opened
+
+    def _matrix(self, name: str, array: Any) -> Matrix:
         if name not in self._matrices:
-            self._matrices[name] = matrix_of(array)
+            self._matrices[name] = matrix_behind(array)
         return self._matrices[name]
 
     def __getitem__(self, index: Any) -> AnnData:

@@ -1,9 +1,8 @@
 """The `dasksc` command.
 
-The commands are functions of `dasksc.cli.commands`. A command adds options to a `dasksc.options.Parser`, and returns
-the function to call with the parsed options; its docstring is its help. `dasksc.cli.train` is a module with
-`add_arguments(parser)` and `run(options)`. They import heavy packages only to run, so mistakes on the command line are
-told at once. Exit codes: 0 success, 1 an error of the data or the run, 2 an invalid command line, 130 Ctrl-C.
+A command is a function of `dasksc.cli.commands`, whose docstring is its help. It adds options to a parser, and returns
+the function to call with the parsed options, which alone imports heavy packages: mistakes are told at once. Exit codes:
+0 success, 1 an error of the data or the run, 2 an invalid command line, 130 Ctrl-C.
 """
 
 from __future__ import annotations

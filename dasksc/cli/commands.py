@@ -1,33 +1,80 @@
-"""Commands that read or write atlases: a function each, which adds the options and returns what to do with them."""
+"""Commands: a function each, which adds the options to a parser and returns what to do with them."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import dasksc
-from dasksc.cli.atlases import (
-    add_paths,
-    check_paths,
-    data_of,
-    genes_of,
-    given_to_open,
-    opened,
-    show,
-    shows_progress,
-    title_of,
-)
 from dasksc.errors import InputError
-from dasksc.options import Parser, arguments_of, parameters_of
+from dasksc.options import Parser, arguments_of, check_path, parameters_of
 
-__all__ = ["Run", "check", "convert", "demo_data", "embed", "info", "suggest"]
+__all__ = ["Run", "check", "convert", "demo_data", "embed", "info", "suggest", "train"]
 
 Run: TypeAlias = Callable[[Mapping[str, Any]], int | None]
 """Execution of a command with the parsed options, which returns the exit code (None: 0)."""
 
+_NO_OPTIONS = ("data", "obs", "names", "mmap")
 _SET_BY_CHECK = ("data_collection", "label_key", "rank", "world_size")
 _WITHOUT_EFFECT = ("device", "mmap", "pin_memory", "prefetch", "progress", "return_index", "scheduler")
+
+
+def _add_paths(parser: Parser, *, with_open: bool = True) -> None:
+    """Add the paths of atlases, ``--json``, and the options of `dasksc.open`."""
+    parser.add_argument("--json", action="store_true", help="Print JSON")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="File, store, directory, 'pattern' or URL")
+    if with_open:
+        parser.add_options("open", skip=_NO_OPTIONS, title="opening, as by dasksc.open")
+
+
+def _data_of(options: Mapping[str, Any]) -> str | list[str]:
+    """Return the paths, which exist; a single one may be a pattern. Warnings go to stderr from here on."""
+    logging.basicConfig(format="dasksc: warning: %(message)s")
+    paths: list[str] = options["paths"]
+    for path in paths:
+        check_path(path)
+    return paths[0] if len(paths) == 1 else list(paths)
+
+
+def _given_to_open(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `dasksc.open` that differ from their defaults."""
+    defaults = {one.name: one.default for one in parameters_of("open") if one.name not in _NO_OPTIONS}
+    return {name: options[name] for name, one in defaults.items() if options.get(name, one) != one}
+
+
+def _opened(options: Mapping[str, Any], *, names: bool = False) -> Any:
+    """Return the atlas of a command line, with names of cells if they are needed, or the modalities of a MuData."""
+    data, given = _data_of(options), _given_to_open(options)
+    from dasksc.atlas.modalities import is_modalities
+
+    if not is_modalities(data):
+        return dasksc.open(data, names=names or "index_unique" in given, **given)
+    if given:
+        raise InputError(f"several modalities are read without options of dasksc.open; leave out {', '.join(given)}")
+    return dasksc.Modalities(data)
+
+
+def _genes_of(text: Any) -> Any:
+    """Return the names in ``A,B``, or the path of a vocabulary file."""
+    return (Path(text) if os.path.isfile(text) else text.split(",")) if isinstance(text, str) else text
+
+
+def _shows_progress(given: bool | None) -> bool:
+    """Return the given choice, by default True if stderr is a terminal and tqdm is installed."""
+    return sys.stderr.isatty() and find_spec("tqdm") is not None if given is None else given
+
+
+def _show(report: Any, options: Mapping[str, Any]) -> None:
+    """Print a report as text or as one line of JSON."""
+    as_json = report.to_json if hasattr(report, "to_json") else lambda: json.dumps(report.as_dict())
+    print(as_json() if options["json"] else report)
 
 
 def info(parser: Parser) -> Run:
@@ -41,18 +88,14 @@ def info(parser: Parser) -> Run:
       dasksc info 'plates/*.h5ad' --join outer --seconds 0
       dasksc info atlas.zarr --json | jq .rates
     """
-    add_paths(parser)
+    _add_paths(parser)
     parser.add_options("describe", skip=["data", *(one.name for one in parameters_of("open"))])
 
     def run(options: Mapping[str, Any]) -> None:
-        check_paths(options["paths"])
-        named = arguments_of("describe", options)
-        if given_to_open(options).keys() <= named.keys():
-            found = dasksc.describe(data_of(options["paths"]), **named)
-        else:
-            found = dasksc.describe(opened(options), seconds=options["seconds"])
-            found["name"] = title_of(options["paths"])
-        show(found, as_json=options["json"])
+        data, named = _data_of(options), arguments_of("describe", options)
+        if _given_to_open(options).keys() - named.keys():  # the storage of files that are joined is not described
+            data, named = _opened(options), {"seconds": options["seconds"]}
+        _show(dasksc.describe(data, **named), options)
 
     return run
 
@@ -74,20 +117,19 @@ def check(parser: Parser) -> Run:
     parser.add_options("BlockShuffling", skip=("drop_last", "indices"))
     parser.add_options("scDataset", skip=_SET_BY_CHECK + _WITHOUT_EFFECT, seed=0)
     parser.add_argument("--strict", action="store_true", help="Exit with code 1 if there is a warning")
-    add_paths(parser)
+    _add_paths(parser)
 
     def run(options: Mapping[str, Any]) -> int:
-        adata = opened(options)
+        adata = _opened(options)
         from dasksc.plan.named import is_balanced, strategy_named
 
         label_key = options["label_key"] if is_balanced(options["strategy"]) else None
         named = arguments_of("scDataset", options)
         named["strategy"] = strategy_named(options["strategy"], label_key=label_key, block_size=options["block_size"])
-        named |= {"genes": genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
+        named |= {"genes": _genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))
-        found["name"] = f"{title_of(options['paths'])} by {type(dataset.strategy).__name__}"
-        show(found, as_json=options["json"])
+        _show(found, options)
         return int(options["strict"] and bool(found.warnings))
 
     return run
@@ -105,16 +147,13 @@ def suggest(parser: Parser) -> Run:
     """
     skipped = ("data_collection", "max_workers", "min_workers", "verbose")
     parser.add_options("suggest_parameters", skip=skipped, batch_size=64)
-    add_paths(parser)
+    _add_paths(parser)
 
     def run(options: Mapping[str, Any]) -> None:
-        adata, named = opened(options), arguments_of("suggest_parameters", options)
-        if isinstance(adata, dasksc.Modalities):
-            raise InputError(
-                f"a suggestion is for a single matrix, but this path contains several modalities ({', '.join(adata)}). "
-                "Try values yourself: dasksc check prints the memory that they need"
-            )
-        show(dasksc.suggest_parameters(adata, **named, verbose=False), as_json=options["json"])
+        given = _given_to_open(options)
+        adata = dasksc.open(_data_of(options), names="index_unique" in given, **given)
+        named = arguments_of("suggest_parameters", options)
+        _show(dasksc.suggest_parameters(adata, **named, verbose=False), options)
 
     return run
 
@@ -133,14 +172,13 @@ def convert(parser: Parser) -> Run:
       dasksc convert s3://bucket/atlas.h5ad atlas.zarr --cache /scratch/blocks
     """
     parser.add_options("convert", skip=("data", "target"), progress=None)
-    add_paths(parser, with_open=False)
+    _add_paths(parser, with_open=False)
     parser.add_argument("target", metavar="OUT.zarr", help="Store to write")
 
     def run(options: Mapping[str, Any]) -> None:
-        check_paths(options["paths"])
-        named = arguments_of("convert", options) | {"data": data_of(options["paths"])}
-        named |= {"genes": genes_of(options["genes"]), "progress": shows_progress(options["progress"])}
-        show(dasksc.convert(**named), as_json=options["json"])
+        named = arguments_of("convert", options) | {"data": _data_of(options)}
+        named |= {"genes": _genes_of(options["genes"]), "progress": _shows_progress(options["progress"])}
+        _show(dasksc.convert(**named), options)
 
     return run
 
@@ -165,35 +203,37 @@ def embed(parser: Parser) -> Run:
     missing = "Refuse genes of the model that the atlas lacks, or read them as zeros [default: error]"
     parser.add_argument("--genes-missing", choices=("error", "zero"), default="error", help=missing)
     parser.add_options("predict", skip=("model", "dataset", "categories"), progress=None)
-    add_paths(parser)
+    _add_paths(parser)
 
     def run(options: Mapping[str, Any]) -> None:
-        paths = options["paths"]
-        check_paths(paths)
-        data = opened(options, names=True) if len(paths) > 1 or given_to_open(options) else paths[0]
+        data: Any = _data_of(options)
+        if isinstance(data, list) or _given_to_open(options):
+            data = _opened(options, names=True)
         called, dataset, categories = _prepared(data, options)
         rank = dasksc.World.detect().rank
         named = arguments_of("predict", options) | {"dataset": dataset, "categories": categories}
         named |= {"device": _device(options["device"], rank)}
-        named |= {"progress": shows_progress(options["progress"]) and rank == 0}
-        show(dasksc.predict(called, **named), as_json=options["json"])
+        named |= {"progress": _shows_progress(options["progress"]) and rank == 0}
+        _show(dasksc.predict(called, **named), options)
 
     return run
 
 
 def _prepared(data: Any, options: Mapping[str, Any]) -> tuple[Any, Any, dict[str, list[Any]]]:
     """Return the function to call, the data set, and the labels of codes."""
-    from dasksc.train import predicting, saved_models
+    from dasksc.train import saved_models
 
     model, method, batch_size = options["model"], options["method"], options["batch_size"]
     if ":" in model and not Path(model).exists():
-        called = predicting.imported_model(model)
-        called = called if method is None else predicting.method_of(called, method)
+        called = saved_models.imported_model(model)
+        called = called if method is None else saved_models.method_of(called, method)
         return called, dasksc.scDataset(data, dasksc.Streaming(), batch_size), {}
     trained = saved_models.load_model(model)
-    recorded, categories = predicting.read_model(Path(model))
-    dataset = predicting.dataset_for(recorded, data, batch_size=batch_size, genes_missing=options["genes_missing"])
-    return predicting.method_of(trained, method), dataset, predicting.categories_for(trained, method, categories)
+    saved = saved_models.read_saved(Path(model))
+    missing = options["genes_missing"]
+    dataset = saved_models.dataset_for(saved["reading"], data, batch_size=batch_size, genes_missing=missing)
+    categories = saved_models.categories_for(trained, method, saved["categories"])
+    return saved_models.method_of(trained, method), dataset, categories
 
 
 def _device(given: Any, rank: int) -> Any:
@@ -241,7 +281,22 @@ def train(parser: Parser) -> Run:
       dasksc train --config classifier.yaml --data.batch_size 128 --print_config
       torchrun --nproc-per-node 8 -m dasksc train --config fsdp.yaml
     """
-    from dasksc.cli import train as command
+    from dasksc.train.config import Config, add_sections
 
-    command.add_arguments(parser)
-    return command.run
+    add_sections(parser)
+    help_ = "Print the report as JSON, and all else on stderr"
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=help_)  # no key of the file
+
+    def run(options: Mapping[str, Any]) -> None:
+        config = Config.of_options(options)
+        config.check_paths()
+        from dasksc.train.loop import fit
+
+        as_json, is_first = "json" in options, dasksc.World.detect().rank == 0
+        level = logging.INFO if is_first else logging.WARNING
+        logging.basicConfig(level=level, stream=sys.stderr, format="%(message)s")
+        report = fit(config, say=lambda line: print(line, file=sys.stderr if as_json else None, flush=True))
+        if is_first:
+            print(report.to_json() if as_json else f"\n{report}")
+
+    return run

@@ -13,12 +13,12 @@ The reports of a rank are dropped when its Client disconnects.
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import distributed
 
 from dasksc._compat.distributed import add_pages, http_address, page_names
 from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
-from dasksc.dashboard.links import with_host
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
 
@@ -71,7 +71,7 @@ def install(target: Any) -> str | None:
     else:
         raise InputError(f"a Client, LocalCluster or Scheduler is needed; got {target!r}")
     link = getattr(target, "dashboard_link", None)
-    return with_host(link.removesuffix("status") + "loader", listens_at) if link else None
+    return _with_host(link.removesuffix("status") + "loader", listens_at) if link else None
 
 
 def dask_setup(scheduler: Any) -> None:
@@ -91,3 +91,15 @@ def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
     except UnsupportedVersionError as error:  # The scheduler must start even without the page.
         warn_once(error, without="there is no loader page")
     return http_address(dask_scheduler)
+
+
+def _with_host(link: str, listens_at: tuple[str, int] | None) -> str:
+    """Return Dask's link, which has the host of the scheduler, with the host on which the dashboard listens."""
+    if listens_at is None:
+        return link
+    host, port = listens_at
+    parts = urlsplit(link)
+    # Unchanged on all interfaces, and if ``distributed.dashboard.link`` sets another link, such as that of a proxy.
+    if host in ("", "0.0.0.0", "::") or not parts.netloc.endswith(f":{port}"):
+        return link
+    return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()

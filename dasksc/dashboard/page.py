@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-import numpy as np
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dasksc._compat.distributed import RequestHandler, add_operation, add_to_progress_panel, announce
-from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
+from dasksc._compat.distributed import RequestHandler, add_operation, announce
 from dasksc.executor.diagnosis import diagnosis
 from dasksc.executor.reporting import OPERATION, PAGE_METADATA_KEY
 
@@ -68,7 +66,6 @@ class LoaderPage(SchedulerPlugin):
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._loaders: dict[tuple[str, str, Any], _Loader] = {}
-        self._panel: dict[str, tuple[int, int]] = {}  # what was added to Dask's counts of finished and waiting tasks
         add_operation(scheduler, OPERATION, self.report)
         announce(scheduler, PAGE_METADATA_KEY)
 
@@ -83,30 +80,11 @@ class LoaderPage(SchedulerPlugin):
                 del self._loaders[min(of_client, key=lambda other: self._loaders[other].at)]
             self._loaders[key] = _Loader(dict.fromkeys(figures, 0))
         self._loaders[key].update(figures, monotonic())
-        self._update_panel()
         return True
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Drop the reports of a Client."""
         self._loaders = {key: loader for key, loader in self._loaders.items() if key[0] != client}
-        self._update_panel()
-
-    def _update_panel(self) -> None:
-        """Make Dask's progress panel count whole epochs; it knows only the tasks in progress."""
-        epochs = dict.fromkeys(self._panel, (0, 0))
-        for figures in (loader.figures for loader in self._loaders.values() if not loader.figures["has_ended"]):
-            n_finished = figures["n_fetched"] + figures["n_ready"]
-            n_later = max(0, figures["n_fetches"] - n_finished - figures["n_fetching"])
-            of_others = epochs.get(figures["tasks"], (0, 0))
-            epochs[figures["tasks"]] = of_others[0] + n_finished, of_others[1] + n_later
-        try:
-            for prefix, counts in epochs.items():
-                n_released, n_waiting = np.subtract(counts, self._panel.get(prefix, (0, 0))).tolist()
-                if add_to_progress_panel(self._scheduler, prefix, n_released=n_released, n_waiting=n_waiting):
-                    self._panel[prefix] = counts
-        except UnsupportedVersionError as error:
-            warn_once(error, without="the progress panel of Dask counts only the fetches in flight")
-        self._panel = {prefix: counts for prefix, counts in self._panel.items() if any(counts)}
 
     def figures(self) -> dict[str, Any]:
         """Return the data that the page displays; loaders are sorted by name, rank and worker."""

@@ -10,7 +10,6 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -50,7 +49,6 @@ def synthetic(
     dense: bool = False,
     compression: Literal["gzip", "lzf"] | None = None,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> Path:
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
@@ -86,8 +84,6 @@ def synthetic(
         Compression of the arrays of an h5ad file. A Zarr store uses AnnData's default.
     overwrite
         If True, replace an existing atlas at `path`.
-    progress
-        Show a progress bar (requires tqdm).
 
     Returns
     -------
@@ -113,14 +109,14 @@ def synthetic(
     >>> dasksc.open(path).shape
     (1000, 200)
     """
-    check_flags(dense=dense, progress=progress)
+    check_flags(dense=dense)
     path = Path(path)
-    sizes = {"n_obs": (n_obs, 1), "n_vars": (n_vars, 1), "n_types": (n_types, 1)}
-    sizes |= {"n_donors": (n_donors, 0), "n_batches": (n_batches, 0), "n_markers": (n_markers, 0)}
-    for name, (number, low) in sizes.items():
-        whole_number(name, number, low)
+    for name, number in {"n_obs": n_obs, "n_vars": n_vars, "n_types": n_types}.items():
+        whole_number(name, number)
+    for name, number in {"n_donors": n_donors, "n_batches": n_batches, "n_markers": n_markers}.items():
+        whole_number(name, number, 0)
     whole_number("seed", seed, 0, 2**64)
-    for name, effect in (("donor_effect", donor_effect), ("batch_effect", batch_effect)):
+    for name, effect in {"donor_effect": donor_effect, "batch_effect": batch_effect}.items():
         if not 0 <= effect < 10:
             raise InputError(f"{name} must be a number in [0, 10); got {effect}")
     n_profiles = n_types * (n_donors if donor_effect and n_donors else 1)
@@ -137,8 +133,6 @@ def synthetic(
         )
     if n_batches and batch_key in ("cell_type", "donor", "n_counts", "_index", ""):
         raise InputError(f'batch_key={batch_key!r} is the name of another column; give another name, such as "batch"')
-    if progress and find_spec("tqdm") is None:
-        raise InputError("progress=True needs tqdm: pip install tqdm")
 
     with partial_path(path, overwrite=overwrite) as partial:
         rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(0,)))
@@ -166,7 +160,7 @@ def synthetic(
         tables = _alias_tables(profiles, folds)
         key = np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0]
 
-        with _drawn(path, key, groups, depths, tables, is_dense=dense, progress=progress) as (x, n_counts):
+        with _drawn(path, key, groups, depths, tables, is_dense=dense) as (x, n_counts):
             obs = pd.DataFrame({**labels, "n_counts": n_counts}, index=names("cell", n_obs))
             atlas = anndata.AnnData(x, obs, pd.DataFrame(index=names("gene", n_vars)))
             if path.suffix != ".zarr":
@@ -220,7 +214,6 @@ def _drawn(
     tables: _Tables,
     *,
     is_dense: bool,
-    progress: bool,
 ) -> Iterator[tuple[Any, NDArray[np.float32]]]:
     """Draw X on all cores; yield it, mapped from temporary files, and the number of molecules of each cell."""
     shape = len(depths), tables[0].shape[1]
@@ -251,15 +244,7 @@ def _drawn(
     # Files rather than arrays, so that memory does not grow with X; mapped, because AnnData writes arrays only.
     with tempfile.TemporaryFile(dir=path.parent) as indices_file, tempfile.TemporaryFile(dir=path.parent) as data_file:
         with ThreadPoolExecutor() as pool:
-            starts = range(0, shape[0], _CELLS_PER_CHUNK)
-            chunks = pool.map(draw, starts)
-            if progress:
-                from tqdm import tqdm
-
-                bar = {"desc": f"writing {path.name}", "unit": " cells", "unit_scale": _CELLS_PER_CHUNK}
-                chunks = tqdm(chunks, total=len(starts), **bar)
-            for _ in chunks:
-                pass
+            list(pool.map(draw, range(0, shape[0], _CELLS_PER_CHUNK)))
         indices_file.flush()
         data_file.flush()
         data = np.asarray(np.memmap(data_file, np.float32, "r"))

@@ -122,11 +122,10 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         if isinstance(match, dict)
         else [str(match)] * bool(match),
         warnings=[
-            *_warnings_of_sizes(dataset, plan),
+            *_warnings_of_sizes(plan),
             *_warnings_of_reading(dataset, plan),
             *_warnings_of_loader(loader, plan),
             *_warnings_of_mixing(plan, name, labels),
-            *_warnings_of_sets(plan),
         ],
     )
     if isinstance(dataset.source, MatrixSource):
@@ -217,7 +216,7 @@ def _shares(codes: NDArray[Any], n_names: int) -> NDArray[np.float64]:
     return shares
 
 
-def _warnings_of_sizes(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
+def _warnings_of_sizes(plan: EpochPlan) -> Iterator[str]:
     """Yield warnings about sizes that leave rows or ranks unused."""
     if is_empty(plan):
         yield f"no rank yields a batch: {reason_for_no_batches(plan)}"
@@ -226,19 +225,11 @@ def _warnings_of_sizes(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
             f"{plan.n_dropped / plan.n_rows:.0%} of the rows are dropped in every epoch. Lower batch_size, or use "
             "drop_last=False"
         )
-    if not 0 < _n_blocks(plan) < plan.world_size:
-        return
-    if isinstance(plan.sampler, SetSampler):
+    if 0 < _n_blocks(plan) < plan.world_size:
+        blocks = "sets" if isinstance(plan.sampler, SetSampler) else "blocks"
         yield (
-            f"there are more ranks ({plan.world_size}) than sets ({_n_blocks(plan)}): some ranks read the same sets. "
-            + ("Draw more sets (n_sets=)" if plan.sampler.is_shuffled else "Lower set_size")
-            + ", or use fewer ranks"
-        )
-    else:
-        yield (
-            f"there are more ranks ({plan.world_size}) than blocks ({_n_blocks(plan)}): blocks are divided, and "
-            "several ranks read pieces of the same chunks. Lower "
-            + ("block_size" if plan.sampler.block_size else "fetch_factor, so that Streaming has more blocks")
+            f"there are more ranks ({plan.world_size}) than {blocks} ({_n_blocks(plan)}), so several ranks read "
+            f"the same chunks. Use fewer ranks, more or smaller {blocks} or, with Streaming, a lower fetch_factor"
         )
 
 
@@ -247,8 +238,7 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     source, n_rows = dataset.source, dataset.fetch_size
     if not plan.n_rows or not isinstance(source, MatrixSource):
         return
-    sets = plan.sampler if isinstance(plan.sampler, SetSampler) else None
-    run_rows = plan.block_size if sets is None else sets.run_rows
+    run_rows = plan.sampler.run_rows if isinstance(plan.sampler, SetSampler) else plan.block_size
     for name, matrix in source.matrices.items():
         chunk_rows = matrix.cost.chunk_rows
         share = used_share(n_rows, run_rows, source.n_obs, chunk_rows)
@@ -258,24 +248,16 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
                 "chunks are decoded again and again for a few rows each. Raise fetch_factor, or store smaller chunks"
             )
         elif is_url(matrix.label) and share < _MIN_USED_SHARE:
-            advice = "Raise block_size or fetch_factor, or store smaller chunks in shards (dasksc convert)"
-            if sets is not None and sets.block_rows == 1:
-                names = ",".join(column.name for column in sets.columns)
-                advice = f"Sort the atlas by group (dasksc convert --group-by {names}), or raise fetch_factor"
             yield (
                 f"a fetch uses only about {share:.0%} of the transferred bytes of {name}: chunks of about "
-                f"{chunk_rows:,.0f} rows are transferred whole, but "
-                f"{'blocks' if sets is None else 'runs of consecutive rows'} "
-                f"have only {run_rows:,.0f} row{'' if round(run_rows) == 1 else 's'}. {advice}"
+                f"{chunk_rows:,.0f} rows are transferred whole for runs of {run_rows:,.0f}. Raise block_size or "
+                "fetch_factor, or store smaller chunks in shards (dasksc convert); for sets, sort the atlas by group "
+                "(dasksc convert --group-by)"
             )
 
 
 def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> float:
-    """Return the fraction of the rows read from storage that a fetch uses.
-
-    A fetch of `n_rows` reads whole chunks of `chunk_rows` to obtain runs of `run_rows` neighboring rows, which are
-    assumed to be at random positions.
-    """
+    """Return the share of the rows of whole chunks that a fetch uses; its runs of rows are at random positions."""
     chunk_rows, n_obs = max(1.0, chunk_rows), max(1, n_obs)
     touched_by_one = min(1.0, (run_rows + chunk_rows - 1) / n_obs)
     read_rows = n_obs * (1 - float((1 - touched_by_one) ** (n_rows / run_rows)))
@@ -283,15 +265,13 @@ def used_share(n_rows: int, run_rows: float, n_obs: int, chunk_rows: float) -> f
 
 
 def _warnings_of_loader(loader: Any, plan: EpochPlan) -> Iterator[str]:
-    """Yield warnings about DataLoader settings that do not suit the data set; none if `loader` is None."""
-    if loader is None:
-        return
-    if loader.batch_size is not None:
+    """Yield warnings about settings of the DataLoader that do not suit the data set."""
+    if loader is not None and loader.batch_size is not None:
         yield (
             f"the DataLoader collects batches of {loader.batch_size} from a data set that yields whole batches. "
             "Use DataLoader(dataset, batch_size=None)"
         )
-    if loader.num_workers > plan.n_fetches:
+    if loader is not None and loader.num_workers > plan.n_fetches:
         yield (
             f"{loader.num_workers} DataLoader workers share {plan.n_fetches} fetches, so some workers are idle. Use "
             "num_workers=0, which reads ahead on threads, or lower fetch_factor"
@@ -308,32 +288,4 @@ def _warnings_of_mixing(plan: EpochPlan, name: str | None, labels: Any) -> Itera
         yield (
             f"batches have {share:.0%} of the label diversity of random batches ({name or 'labels'}): labels lie in "
             f"long runs, and a fetch mixes only {n_blocks:,} blocks. Raise fetch_factor, or lower block_size"
-        )
-
-
-def _warnings_of_sets(plan: EpochPlan) -> Iterator[str]:
-    """Yield warnings about cells that are left out or repeated."""
-    sampler = plan.sampler
-    if not isinstance(sampler, SetSampler):
-        return
-    found = sampler.accounts
-    if found.n_unlabelled:
-        names = " or ".join(column.name for column in sampler.columns)
-        yield (
-            f"{found.n_unlabelled:,} cells have no label in {names} and are never drawn. Exclude them with indices= to "
-            "avoid this warning"
-        )
-    if found.n_unmatched_cells:
-        yield (
-            f"{found.n_unmatched_cells:,} cells of {found.n_unmatched_groups:,} groups are never drawn, since no "
-            "control cell matches them. Match fewer columns (match=), or add control cells (control_indices=)"
-        )
-    if found.n_short_groups:
-        yield (
-            f"{found.n_short_groups:,} groups have fewer cells than a set of {sampler.set_size}: "
-            + (
-                "they are never drawn (incomplete='drop')"
-                if found.drops_short
-                else "their sets repeat cells. Lower set_size, or leave these groups out: incomplete='drop'"
-            )
         )

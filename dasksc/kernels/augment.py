@@ -25,8 +25,7 @@ rows
 indptr, columns, values
     CSR rows of the batch: shapes (n_rows + 1,), (nnz,) and (nnz,). Values are changed in place, and zeros stay stored.
 dense
-    C-contiguous dense rows of the batch, shape (n_rows, n_vars). Their nonzeros are changed in place, a few rows at a
-    time, so that they stay in the L1 cache of a core.
+    C-contiguous dense rows of the batch, shape (n_rows, n_vars). Their nonzeros are changed in place.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import math
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
-from dasksc.kernels.csr import put, squeeze
+from dasksc.kernels.csr import list_nonzeros, room_for_nonzeros
 from dasksc.kernels.permute import bits, stream, uniform
 from dasksc.kernels.tokens import row_keys
 
@@ -65,10 +64,9 @@ _DIFFERENCE, _SINGLE_BITS, _ROUNDS = np.uint64(2**64 - 1), np.uint64(2**64 - 2),
 _MOST, _MOST_IN_ROW = np.uint32(2**20), 2**17
 _SHARE_BITS = 10
 _N_SHARES = 2**_SHARE_BITS
+_ALL_KEPT = -2
 # Largest difference for which `_sample_many` draws molecules one by one.
 _FEW = 8
-# Number of elements of dense rows to change at a time. A larger row is changed as a whole.
-_AT_ONCE = 2**14
 # Error of Stirling's formula for the logarithm of k!, for k from 0 to 9; see `_stirling`.
 _STIRLING = np.array(
     [
@@ -91,23 +89,6 @@ def _keys_of(key, number, rows):
     keys = np.empty(len(rows), np.uint64)
     row_keys(stream(key, number), rows, keys)
     return keys
-
-
-@kernel
-def _scratch(dense):
-    # Return the number of dense rows that are changed at a time, and arrays for their nonzeros as CSR.
-    n_at_once = max(1, _AT_ONCE // max(1, dense.shape[1]))
-    size = n_at_once * dense.shape[1]
-    return n_at_once, np.empty(n_at_once + 1, np.int64), np.empty(size, np.int32), np.empty(size, dense.dtype)
-
-
-@kernel
-def _flat_position(first, n_vars, indptr, columns, bad):
-    # Return the position in dense rows of the value at position `bad` of the CSR rows that begin at row `first`.
-    row = 0
-    while indptr[row + 1] <= bad:
-        row += 1
-    return (first + row) * n_vars + columns[bad]
 
 
 @kernel
@@ -274,37 +255,7 @@ def downsample(key, number, rows, indptr, columns, values, p, steps, lookup):
     `steps` and `lookup` are those of `tables_of`. Return the position in `values` of the first value that is not a
     whole number from 0 to 2**53 (2**24 for float32), or -1. If there is one, other values may have been changed.
     """
-    return _downsample(_keys_of(key, number, rows), indptr, columns, values, p, steps, lookup)
-
-
-@kernel
-def downsample_dense(key, number, rows, dense, p, steps, lookup):
-    """Downsample dense rows as `downsample` does; return the flat position in `dense` of the first bad value, or -1."""
-    keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _scratch(dense)
-    for first in range(0, len(dense), n_at_once):
-        some = dense[first : first + n_at_once]
-        n = squeeze(some, indptr, columns, values)
-        bad = _downsample(keys[first : first + n_at_once], indptr, columns, values[:n], p, steps, lookup)
-        if bad >= 0:
-            return _flat_position(first, dense.shape[1], indptr, columns, bad)
-        put(indptr, columns, values, some)
-    return np.int64(-1)
-
-
-@kernel
-def _look_up(row_key, columns, values, start, stop, places):
-    # Write the places of values in the lookup table. The loop has no branches, so it is vectorized.
-    for k in range(start, stop):
-        count = np.int32(values[k])
-        is_small = (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _SMALL)
-        place = np.uint32((np.uint32(count) << _LOOKUP_SHIFT) | (_head(row_key, columns[k]) >> _HEAD_SHIFT))
-        places[k] = place if is_small else _OTHERS
-
-
-@kernel
-def _downsample(keys, indptr, columns, values, p, steps, lookup):
-    places = np.empty(len(values), np.uint32)
+    keys, places = _keys_of(key, number, rows), np.empty(len(values), np.uint32)
     for i in range(len(keys)):
         row_key, start, stop = keys[i], np.uint64(indptr[i]), np.uint64(indptr[i + 1])
         _look_up(row_key, columns, values, start, stop, places)
@@ -317,6 +268,39 @@ def _downsample(keys, indptr, columns, values, p, steps, lookup):
             else:
                 return np.int64(k)
     return np.int64(-1)
+
+
+@kernel
+def downsample_dense(key, number, rows, dense, p, steps, lookup):
+    """Downsample dense rows as `downsample` does; return the flat position in `dense` of the first bad value, or -1."""
+    keys, n_vars = _keys_of(key, number, rows), dense.shape[1]
+    nonzero, columns = room_for_nonzeros(n_vars)
+    values, places = np.empty(n_vars, dense.dtype), np.empty(n_vars, np.uint32)
+    for i in range(len(keys)):
+        row_key, row = keys[i], dense[i]
+        n = list_nonzeros(row, nonzero, columns)
+        for k in range(n):
+            values[k] = row[np.uint64(columns[k])]
+        _look_up(row_key, columns, values, np.uint64(0), n, places)
+        for k in range(n):
+            column, kept = np.uint64(columns[k]), lookup[np.uint64(places[k])]
+            if kept != _UNDECIDED:
+                row[column] = kept
+            elif _is_count(values[k]):
+                row[column] = _thinned(row_key, columns[k], np.int64(values[k]), p, steps)
+            else:
+                return np.int64(i) * n_vars + columns[k]
+    return np.int64(-1)
+
+
+@kernel
+def _look_up(row_key, columns, values, start, stop, places):
+    # Write the places of values in the lookup table. The loop has no branches, so it is vectorized.
+    for k in range(start, stop):
+        count = np.int32(values[k])
+        is_small = (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _SMALL)
+        place = np.uint32((np.uint32(count) << _LOOKUP_SHIFT) | (_head(row_key, columns[k]) >> _HEAD_SHIFT))
+        places[k] = place if is_small else _OTHERS
 
 
 @kernel
@@ -428,81 +412,92 @@ def sample(key, number, rows, indptr, columns, values, target):
     Return the position in `values` of the first value that `downsample` refuses, or that makes the sum of its row
     larger than 2**53; -1 if there is none. If there is one, the rows before it have been changed already.
     """
-    return _sample(_keys_of(key, number, rows), indptr, columns, values, target)
+    keys, longest = _keys_of(key, number, rows), 0
+    for i in range(len(keys)):
+        longest = max(longest, indptr[i + 1] - indptr[i])
+    counts, kept = np.empty(longest, np.int64), np.empty(longest, np.int64)
+    for i in range(len(keys)):
+        start, stop = np.uint64(indptr[i]), np.uint64(indptr[i + 1])
+        bad = _sample(keys[i], columns, values, start, stop, counts, kept, target)
+        if bad >= 0:
+            return bad
+        if bad != _ALL_KEPT:
+            for k in range(start, stop):
+                values[k] = kept[k - start]
+    return np.int64(-1)
 
 
 @kernel
 def sample_dense(key, number, rows, dense, target):
     """Sample dense rows as `sample` does; return the flat position in `dense` of the first bad value, or -1."""
-    keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _scratch(dense)
-    for first in range(0, len(dense), n_at_once):
-        some = dense[first : first + n_at_once]
-        squeeze(some, indptr, columns, values)
-        bad = _sample(keys[first : first + n_at_once], indptr, columns, values, target)
+    keys, n_vars = _keys_of(key, number, rows), dense.shape[1]
+    nonzero, columns = room_for_nonzeros(n_vars)
+    values, counts, kept = np.empty(n_vars, dense.dtype), np.empty(n_vars, np.int64), np.empty(n_vars, np.int64)
+    for i in range(len(keys)):
+        row = dense[i]
+        n = list_nonzeros(row, nonzero, columns)
+        for k in range(n):
+            values[k] = row[np.uint64(columns[k])]
+        bad = _sample(keys[i], columns, values, np.uint64(0), n, counts, kept, target)
         if bad >= 0:
-            return _flat_position(first, dense.shape[1], indptr, columns, bad)
-        put(indptr, columns, values, some)
+            return np.int64(i) * n_vars + columns[bad]
+        if bad != _ALL_KEPT:
+            for k in range(n):
+                row[np.uint64(columns[k])] = kept[k]
     return np.int64(-1)
 
 
 @kernel
-def _sample(keys, indptr, columns, values, target):
-    longest = 0
-    for i in range(len(keys)):
-        longest = max(longest, indptr[i + 1] - indptr[i])
-    counts, kept = np.empty(longest, np.int64), np.empty(longest, np.int64)
-    for i in range(len(keys)):
-        start, stop, total = np.uint64(indptr[i]), np.uint64(indptr[i + 1]), np.int64(0)
-        # A loop without branches is vectorized.
-        is_small = True
+def _sample(row_key, columns, values, start, stop, counts, kept, target):
+    # Write how many molecules of a row to keep, and return -1; or the position of the first bad value, or `_ALL_KEPT`.
+    total, is_small = np.int64(0), True
+    # A loop without branches is vectorized.
+    for k in range(start, stop):
+        count = np.int32(values[k])
+        is_small &= (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _MOST)
+        counts[k - start] = count
+        total += count
+    if not is_small:
+        total = np.int64(0)
         for k in range(start, stop):
-            count = np.int32(values[k])
-            is_small &= (values.dtype.type(count) == values[k]) & (np.uint32(count) <= _MOST)
-            counts[k - start] = count
-            total += count
-        if not is_small:
-            total = np.int64(0)
-            for k in range(start, stop):
-                counts[k - start] = np.int64(values[k])
-                total += counts[k - start]
-                if not _is_count(values[k]) or total > _LARGEST:
-                    return np.int64(k)
-        if total <= target:
-            continue
-        if total <= _MOST_IN_ROW:
-            _sample_few(keys[i], columns[start:stop], counts, kept, total, target)
-        else:
-            _sample_many(keys[i], columns[start:stop], counts, kept, target)
-        for k in range(start, stop):
-            values[k] = kept[k - start]
+            counts[k - start] = np.int64(values[k])
+            total += counts[k - start]
+            if not _is_count(values[k]) or total > _LARGEST:
+                return np.int64(k)
+    if total <= target:
+        return np.int64(_ALL_KEPT)
+    if total <= _MOST_IN_ROW:
+        _sample_few(row_key, columns[start:stop], counts, kept, total, target)
+    else:
+        _sample_many(row_key, columns[start:stop], counts, kept, target)
     return np.int64(-1)
 
 
 @kernel
 def mask(key, number, rows, indptr, columns, values, p):
     """Set each value of CSR rows to 0 with probability `p`."""
-    _mask(_keys_of(key, number, rows), indptr, columns, values, p)
-
-
-@kernel
-def mask_dense(key, number, rows, dense, p):
-    """Set each nonzero of dense rows to 0 with probability `p`, as `mask` does."""
-    keys = _keys_of(key, number, rows)
-    n_at_once, indptr, columns, values = _scratch(dense)
-    for first in range(0, len(dense), n_at_once):
-        some = dense[first : first + n_at_once]
-        squeeze(some, indptr, columns, values)
-        _mask(keys[first : first + n_at_once], indptr, columns, values, p)
-        put(indptr, columns, values, some)
-
-
-@kernel
-def _mask(keys, indptr, columns, values, p):
-    step = np.uint64(p * _ONE_AS_WORD)
-    nothing = values.dtype.type(0)
+    keys, step, nothing = _keys_of(key, number, rows), np.uint64(p * _ONE_AS_WORD), values.dtype.type(0)
     for i in range(len(keys)):
         row_key = keys[i]
         for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
             value = values[k]
             values[k] = nothing if (bits(row_key, columns[k]) >> _U11) < step else value
+
+
+@kernel
+def mask_dense(key, number, rows, dense, p):
+    """Set each nonzero of dense rows to 0 with probability `p`, as `mask` does."""
+    keys, step, nothing = _keys_of(key, number, rows), np.uint64(p * _ONE_AS_WORD), dense.dtype.type(0)
+    nonzero, columns = room_for_nonzeros(dense.shape[1])
+    values = np.empty(dense.shape[1], dense.dtype)
+    for i in range(len(keys)):
+        row_key, row = keys[i], dense[i]
+        n = list_nonzeros(row, nonzero, columns)
+        # The loop in the middle is vectorized.
+        for k in range(n):
+            values[k] = row[np.uint64(columns[k])]
+        for k in range(n):
+            value = values[k]
+            values[k] = nothing if (bits(row_key, columns[k]) >> _U11) < step else value
+        for k in range(n):
+            row[np.uint64(columns[k])] = values[k]

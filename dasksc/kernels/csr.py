@@ -44,7 +44,6 @@ from dasksc.kernels.vectors import descent_bits, nonzero_bits
 
 __all__ = [
     "add_up",
-    "ascends",
     "copy_columns",
     "copy_columns_csr",
     "copy_rows",
@@ -55,10 +54,11 @@ __all__ = [
     "row_starts",
     "count_columns",
     "count_nonzeros",
-    "put",
     "scatter_columns",
     "scatter_rows",
     "exceeds",
+    "list_nonzeros",
+    "room_for_nonzeros",
     "squeeze",
     "stitch",
 ]
@@ -534,57 +534,44 @@ def count_nonzeros(dense, counts):
 
 
 @kernel
+def list_nonzeros(row, bits, listed):
+    """Write the positions of the nonzeros (NaN is one) of a contiguous row into `listed`, and return their number."""
+    # `bits` and `listed` are those of `room_for_nonzeros`; the bits are 0 before and after the call.
+    n_whole, rest = len(row) // _WORD_BITS, len(row) % _WORD_BITS
+    at = np.uint64(row.ctypes.data)
+    for w in range(n_whole):
+        bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
+    if rest and n_whole:
+        # Read the last 64 elements of the row; the shift drops those that the preceding words contain.
+        bits[np.uint64(n_whole)] = nonzero_bits(at, len(row) - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
+    else:
+        for k in range(rest):
+            bits[np.uint64(0)] |= np.uint64(row[k] != 0) << np.uint64(k)
+    return np.uint64(_list_bits(bits, listed))
+
+
+@kernel
+def room_for_nonzeros(n_vars):
+    """Return the scratch arrays of `list_nonzeros` for rows of `n_vars` elements."""
+    return np.zeros(n_vars // _WORD_BITS + 1, np.uint64), np.empty(n_vars + _BITS_AT_ONCE, np.int32)
+
+
+@kernel
 def squeeze(dense, indptr, indices, data):
     """Write the nonzeros (NaN is one) of C-contiguous `dense` as CSR, and return their number."""
-    n_rows, n_vars = dense.shape
-    n_whole, rest = n_vars // _WORD_BITS, n_vars % _WORD_BITS
-    bits, listed = np.zeros(n_whole + 1, np.uint64), np.empty(n_vars + _BITS_AT_ONCE, np.int32)
+    bits, listed = room_for_nonzeros(dense.shape[1])
     n = np.int64(0)
     indptr[0] = 0
-    for i in range(n_rows):
+    for i in range(dense.shape[0]):
         row = dense[i]
-        at = np.uint64(row.ctypes.data)
-        for w in range(n_whole):
-            bits[np.uint64(w)] = nonzero_bits(at, _WORD_BITS * w, row)
-        if rest and n_whole:
-            # Read the last 64 elements of the row; the shift drops those that the preceding words contain.
-            bits[np.uint64(n_whole)] = nonzero_bits(at, n_vars - _WORD_BITS, row) >> np.uint64(_WORD_BITS - rest)
-        else:
-            for k in range(rest):
-                bits[np.uint64(0)] |= np.uint64(row[k] != 0) << np.uint64(k)
-        n_listed = _list_bits(bits, listed)
-        for j in range(np.uint64(n_listed)):
+        n_listed = list_nonzeros(row, bits, listed)
+        for j in range(n_listed):
             column = listed[j]
             indices[np.uint64(n) + j] = column
             data[np.uint64(n) + j] = row[np.uint64(column)]
-        n += n_listed
+        n += np.int64(n_listed)
         indptr[i + 1] = n
     return n
-
-
-@kernel
-def put(indptr, indices, data, dense):
-    """Write the values of CSR rows, none twice, into `dense`, shape (n_rows, n_vars)."""
-    for i in range(dense.shape[0]):
-        row = dense[i]
-        for k in range(np.uint64(indptr[i]), np.uint64(indptr[i + 1])):
-            row[np.uint64(indices[k])] = data[k]
-
-
-@kernel
-def ascends(indptr_at, n_rows, indices_at, like_indptr, like_indices):
-    """Return True if the column indices of every row, at ``[indptr[i], indptr[i + 1])``, are strictly ascending."""
-    start = load(indptr_at, 0, like_indptr)
-    for i in range(n_rows):
-        stop = load(indptr_at, i + 1, like_indptr)
-        ascending = True
-        # A loop without branches is vectorized.
-        for k in range(start + 1, stop):
-            ascending &= load(indices_at, k - 1, like_indices) < load(indices_at, k, like_indices)
-        if not ascending:
-            return False
-        start = stop
-    return True
 
 
 @kernel

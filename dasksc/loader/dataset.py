@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["scDataset"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 
 def _argument(name: str) -> Any:
@@ -547,7 +547,7 @@ class scDataset(IterableDataset[Any]):
     def stats(self) -> dict[str, Any]:
         """Return statistics of the latest epoch of this rank.
 
-        The logger ``dasksc.dataset`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
+        The logger ``dasksc.loader`` also logs them at the end of an epoch, at level INFO. With DataLoader workers, the
         last worker to finish writes the log line, and this method combines the statistics of the workers that have
         finished so far: times of the loop are the maximum over the workers, and other figures are added.
 

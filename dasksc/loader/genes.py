@@ -22,7 +22,7 @@ from dasksc.transforms.vocabulary import Vocabulary
 
 __all__ = ["GeneMatch", "GeneRequest", "Missing", "Repeated"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 Missing = Literal["error", "zero", "drop"]
 Repeated = Literal["error", "sum"]

@@ -19,7 +19,7 @@ from dasksc.plan.deal import ConsumedSegment
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from dasksc.storage import buffers
 
 __all__ = ["MemoryProjection"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 _AHEAD_BYTES = 2**24
 # Size of a fetch in storage order, and minimum number of chunks in it, because chunks at its ends are decoded twice.

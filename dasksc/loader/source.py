@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
 from dasksc.atlas import filtering
+from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.inputs import stem_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.opening import is_several, several_of
+from dasksc.atlas.opening import is_several, open_one, several_of
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
@@ -34,6 +35,7 @@ from dasksc.loader.spec import LoaderSpec
 from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
+from dasksc.readers.arrays import Lazy
 from dasksc.storage import (
     Columns,
     ConcatenatedMatrix,
@@ -47,7 +49,7 @@ from dasksc.storage import (
 
 __all__ = ["IndexedSource", "MatrixSource", "source_of"]
 
-logger = logging.getLogger("dasksc.dataset")
+logger = logging.getLogger("dasksc.loader")
 
 
 class Source:
@@ -107,11 +109,11 @@ class MatrixSource(Source):
             if labels is not None:
                 self.categories[key] = labels
         for key, array in arrays.items():
-            if not isinstance(array, da.Array):
+            if not isinstance(array, da.Array | Lazy):
                 raise InputError(
                     f"{key} is a {type(array).__name__}, not a numeric matrix, so batches cannot contain it"
                 )
-        self.matrices: dict[str, Matrix] = {key: lazy.matrix_of(array) for key, array in arrays.items()}
+        self.matrices: dict[str, Matrix] = {key: matrix_behind(array) for key, array in arrays.items()}
         self.maker = BatchMaker(
             obs=encoded,
             n_classes={key: len(labels) for key, labels in self.categories.items()},
@@ -280,14 +282,14 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         else:
             opening = functools.partial(open_atlas, data, mmap=mmap)
             with_names = functools.partial(opening, obs=wanted)
-            data = with_names(names=False)
+            data = with_names(names=False) if path is None else open_one(path, obs=wanted, mmap=mmap)
     elif isinstance(data, AnnData):
         if data.filename is not None:
             name = Path(data.filename).stem
         with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
         names = data.obs_names
         data = open_atlas(data, mmap=mmap, names=hooks)
-    is_ours = isinstance(data, AnnData) or (isinstance(data, da.Array) and data.ndim == 2)
+    is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = (
             "hooks determine what the data set yields; add the equivalent code to the hooks"
@@ -296,7 +298,7 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
             f"AnnData); got {type(data).__name__}"
         )
         spec.refuse_matrix_options(why)
-    if isinstance(data, AnnData):
+    if isinstance(data, AnnData | Elements):
         collection: Any = AnnDataView(data, with_names, opening, path, names)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
@@ -332,7 +334,7 @@ def _count(data: Any, spec: LoaderSpec) -> int:
         return n_obs
 
 
-def _of_atlas(name: str, collection: Any, adata: AnnData, spec: LoaderSpec) -> MatrixSource:
+def _of_atlas(name: str, collection: Any, adata: AnnData | Elements, spec: LoaderSpec) -> MatrixSource:
     arrays = {"X": adata.X}
     for group in ("layers", "obsm"):
         held = getattr(adata, group)

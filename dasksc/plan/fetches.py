@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dasksc.displays import constructor
 from dasksc.plan.sets import DrawnSets
 
 __all__ = ["FetchPlan", "ascending"]
@@ -58,6 +59,9 @@ class FetchPlan:
             groups=sets.groups,
             controls=controls,
         )
+
+    def __repr__(self) -> str:
+        return constructor(self)
 
     @property
     def n_batches(self) -> int:

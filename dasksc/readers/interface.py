@@ -70,6 +70,9 @@ class Store(Protocol):
     attributes: Mapping[str, Any] = MappingProxyType({})
     selects_features: bool = False
 
+    def __init__(self) -> None:  # otherwise, a Protocol shows a constructor of any arguments
+        return
+
     @abstractmethod
     def keys(self) -> Collection[str]:
         """Return the keys of the elements, named as in AnnData.
@@ -207,6 +210,9 @@ class Reader(Protocol):
     """
 
     suffixes: tuple[str, ...] = ()
+
+    def __init__(self) -> None:  # as for `Store`
+        return
 
     @property
     def listed_suffixes(self) -> tuple[str, ...]:

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dasksc.train.config import Config
-    from dasksc.train.loop import Report, fit
+    from dasksc.train.loop import fit
     from dasksc.train.saved_models import load_model
 
 # Imported on first use, because checking a configuration needs neither torch nor the modules that read data.
 _MODULES = {
     "Config": "dasksc.train.config",
-    "Report": "dasksc.train.loop",
     "fit": "dasksc.train.loop",
     "load_model": "dasksc.train.saved_models",
 }
 
-__all__ = ["Config", "Report", "fit", "load_model"]
+__all__ = ["Config", "fit", "load_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,13 @@ checked without importing torch, anndata or numba.
 
 from __future__ import annotations
 
-import ast
-import glob
+import inspect
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,10 +21,10 @@ import yaml
 from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
 from dasksc.errors import InputError, MissingPathError
-from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, nearest, parameters_of, parse
+from dasksc.options import REQUIRED, InvalidValue, Parameter, Parser, check_path, nearest, parameters_of, parse
 from dasksc.train.sections import MODELS, OPTIMIZERS, STRATEGIES, TOKENIZERS, Fsdp, Scheduler, Training
 
-__all__ = ["Config", "add_sections", "keys_of"]
+__all__ = ["Config", "add_sections", "created", "found", "keys_of"]
 
 _OWN = "dasksc.train.sections"
 # Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
@@ -132,8 +132,10 @@ class Config:
         for key, value in given.items():
             paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
             for path in paths:
-                if not ("://" in path or glob.has_magic(path) or os.path.exists(path)):
-                    raise MissingPathError(f"{key}: there is no file or store at {path}")
+                try:
+                    check_path(path)
+                except MissingPathError as error:
+                    raise MissingPathError(f"{key}: {error}") from error
         resumed = self.training.resume_from
         if resumed not in (None, "auto") and not Path(str(resumed), "state.json").exists():
             raise MissingPathError(f"training.resume_from: there is no checkpoint at {resumed}")
@@ -178,7 +180,7 @@ def _parsed(arguments: list[str]) -> Config:
 
 def _checked_config(options: Any) -> Config:
     data, training = Namespace(**options.data.as_dict()), options.training.as_dict()
-    data.strategy = _named("data.strategy", data.strategy, STRATEGIES, "dasksc")
+    data.strategy = _named("data.strategy", {"name": "block_shuffling"} | _as_dict(data.strategy), STRATEGIES)
     if data.validation is False or data.validation == 0:
         data.validation = None
     if data.validation is not None:
@@ -189,16 +191,17 @@ def _checked_config(options: Any) -> Config:
     model = _as_dict(options.model)
     if model.get("name") == "vae":
         model |= {"name": "autoencoder", "variational": True}
-    model = _named("model", model, MODELS, "dasksc.train.models")
+    model = _named("model", model, MODELS)
     tokenizer = options.tokenizer
     if tokenizer is not None:
         flat = {"name": "rank_value"} | {name: one for name, one in tokenizer.items() if name != "masking"}
         flat["name"] = flat.pop("strategy", flat["name"])
         masking = tokenizer.get("masking") or {}
-        flat = _named("tokenizer", flat | masking, TOKENIZERS, "dasksc.transforms.tokens")
+        flat = _named("tokenizer", flat | masking, TOKENIZERS)
         tokenizer = {"strategy": flat.pop("name"), "masking": {name: flat.pop(name) for name in masking}, **flat}
     scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict
-    training["optimizer"] = _checked_optimizer(training["optimizer"])
+    optimizer = {"name": "adamw"} | _as_dict(training["optimizer"])
+    training["optimizer"] = _named("training.optimizer", optimizer, OPTIMIZERS)
     training["scheduler"] = Scheduler(**_checked("training.scheduler", scheduler, f"{_OWN}:Scheduler"))
     training["fsdp"] = None if fsdp is None else Fsdp(**_checked("training.fsdp", fsdp, f"{_OWN}:Fsdp"))
     if predict is not None:
@@ -210,9 +213,9 @@ def _as_dict(given: Any) -> dict[str, Any]:
     return {"name": given} if isinstance(given, str) else dict(given or {})
 
 
-def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[str, Any]:
+def _named(key: str, given: Any, known: Mapping[str, str]) -> dict[str, Any]:
     """Return the name of a class and its checked arguments; those of an import path are checked when it is imported."""
-    section = ({"name": "block_shuffling"} if known is STRATEGIES else {}) | _as_dict(given)
+    section = _as_dict(given)
     if "name" not in section:
         raise InputError(f"{key}.name is missing; expected one of {', '.join(known)}, or package.module:Class")
     name = str(section.pop("name"))
@@ -221,8 +224,7 @@ def _named(key: str, given: Any, known: Mapping[str, str], module: str) -> dict[
     if name not in known:
         advice = nearest(name, known) or f"; expected one of {', '.join(known)}."
         raise InputError(f"{key}: there is no {name!r}{advice} To use your own, give package.module:Class")
-    signature = known[name] if module == "dasksc" else f"{module}:{known[name]}"
-    return {"name": name, **_checked(key, section, signature)}
+    return {"name": name, **_checked(key, section, known[name].removeprefix("dasksc:"))}
 
 
 def keys_of(*signatures: str) -> dict[str, Parameter]:
@@ -249,18 +251,24 @@ def _checked(key: str, given: Mapping[str, Any], *signatures: str) -> dict[str, 
     return checked
 
 
-def _checked_optimizer(given: Any) -> dict[str, Any]:
-    """Check the names of the arguments of an optimizer, in the source file of torch, which is not imported."""
-    section = {"name": "adamw"} | _as_dict(given)
-    name, torch = section["name"], find_spec("torch")
-    if ":" in name or torch is None or torch.origin is None:
-        return section
-    if name not in OPTIMIZERS:
-        raise InputError(f"training.optimizer: there is no {name!r}; expected {', '.join(OPTIMIZERS)} or module:Class")
-    source = ast.parse(Path(torch.origin).with_name("optim").joinpath(f"{name}.py").read_text())
-    optimizer = next(one for one in source.body if isinstance(one, ast.ClassDef) and one.name == OPTIMIZERS[name])
-    init = next(one for one in optimizer.body if isinstance(one, ast.FunctionDef) and one.name == "__init__")
-    known = [one.arg for one in [*init.args.args[2:], *init.args.kwonlyargs]]
-    for option in section.keys() - {"name", *known}:
-        raise InputError(f"there is no option training.optimizer.{option}{nearest(option, known)}")
-    return section
+def found(name: str, known: Mapping[str, str], *, what: str) -> Any:
+    """Return the object that a known name or ``package.module:name`` stands for; errors name the key `what`."""
+    module, _, attribute = known.get(name, name).partition(":")
+    try:
+        return attrgetter(attribute)(import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"{what}={name!r} cannot be imported: {error}. Give package.module:name; is its directory on PYTHONPATH?"
+        ) from error
+
+
+def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str) -> Any:
+    """Call a class with arguments of a section of the configuration, which errors name."""
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise InputError(f"{what}: {getattr(make, '__name__', make)} has {error}") from error
+    try:
+        return make(**arguments)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{what} has an invalid value: {error}") from error

@@ -14,8 +14,7 @@ import torch
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
-from dasksc.train.config import Config
-from dasksc.train.saved_models import created, found
+from dasksc.train.config import Config, created, found
 from dasksc.train.sections import STRATEGIES
 from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import PICKLES
@@ -46,7 +45,7 @@ def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: boo
 def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> DataSets:
     """Open the atlas and create the data sets of this rank."""
     data, label, split = config.data, config.model.get("label"), config.data.validation
-    strategy_class = found(data.strategy["name"], _strategies(), what="data.strategy.name")
+    strategy_class = found(data.strategy["name"], STRATEGIES, what="data.strategy.name")
     strategy = {name: value for name, value in data.strategy.items() if name != "name"}
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
     in_sets = issubclass(strategy_class, dasksc.CellSets)
@@ -113,10 +112,6 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
             "data.validation.share so that each rank has at least one row"
         )
     return DataSets(training, validation, facts, table)
-
-
-def _strategies() -> dict[str, Any]:
-    return {name: getattr(dasksc, cls) for name, cls in STRATEGIES.items()}
 
 
 def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:

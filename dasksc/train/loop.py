@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,83 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dasksc import InputError, TrainingError
+from dasksc.inspection.report import Report
 from dasksc.train.checkpoint import Checkpoints
-from dasksc.train.config import Config
+from dasksc.train.config import Config, created, found
 from dasksc.train.data import make_datasets
-from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of, text_of
-from dasksc.train.models import BUILT_IN
+from dasksc.train.metrics import Means, Pace, Table, imported, loggers_of
 from dasksc.train.parallel import Ranks, distribute, dtype_of, joined_ranks
-from dasksc.train.predicting import predict_trained, reading_options
-from dasksc.train.saved_models import created, found, save_model
-from dasksc.train.sections import OPTIMIZERS, Scheduler
+from dasksc.train.saved_models import predict_trained, reading_options, save_model
+from dasksc.train.sections import MODELS, OPTIMIZERS, Scheduler
 
-__all__ = ["Report", "fit"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Summary of a training run.
-
-    Parameters
-    ----------
-    strategy, world_size, device
-        Parallelism (``training.strategy``), number of ranks, and type of their devices.
-    n_parameters
-        Number of trained parameters of the whole model.
-    n_steps, n_epochs
-        Numbers of steps and epochs of the run, including those before it was resumed.
-    n_cells, elapsed_s
-        Since the run was started or resumed: number of cells over all ranks, and time of training in seconds, excluding
-        validation and checkpoints.
-    cells_per_s
-        Throughput in cells per second, over all ranks.
-    wait_share
-        Share of `elapsed_s` spent waiting for data, on the rank that waited longest.
-    figures
-        Last logged value of each metric: ``loss``, ``validation_loss``, ...
-    checkpoint, model
-        Paths of the latest checkpoint and of the model for inference.
-
-    Examples
-    --------
-    >>> from dasksc.train import Config, fit
-    >>> raw = {"data": {"path": "atlas.h5ad"}, "model": {"name": "autoencoder"}, "training": {"logger": "csv"}}
-    >>> report = fit(Config.of(raw, changes=["training.max_steps=5"]), say=lambda line: None)
-    >>> report.n_steps, report.n_cells
-    (5, 320)
-    """
-
-    strategy: str
-    world_size: int
-    device: str
-    n_parameters: int
-    n_steps: int
-    n_epochs: int
-    n_cells: int
-    elapsed_s: float
-    cells_per_s: float
-    wait_share: float
-    figures: dict[str, Any]
-    checkpoint: str
-    model: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict of numbers, strings and dicts."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        lines = {
-            "ranks": f"{self.world_size} x {self.device}, {self.strategy}",
-            "parameters": f"{self.n_parameters:,}",
-            "steps": f"{self.n_steps:,} in {self.n_epochs} epoch{'s' if self.n_epochs != 1 else ''}",
-            "cells": f"{self.n_cells:,} in {self.elapsed_s:.1f} s: {self.cells_per_s:,.0f} a second",
-            "waiting for data": f"{self.wait_share:.1%} of the time",
-            **{name.replace("_", " "): text_of(name, value) for name, value in self.figures.items()},
-            "checkpoint": self.checkpoint,
-            "model": self.model,
-        }
-        width = max(map(len, lines))
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+__all__ = ["fit"]
 
 
 def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
@@ -111,7 +43,12 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     Returns
     -------
     Report
-        Summary of the run.
+        Facts by name, also as attributes: ``strategy``, ``world_size``, type of the ``device``, and number of trained
+        parameters of the whole model (``n_parameters``); ``n_steps`` and ``n_epochs`` of the run, including those
+        before it was resumed; ``n_cells`` over all ranks, ``elapsed_s`` without validation and checkpoints, and
+        ``cells_per_s`` since the start or the resumption; ``wait_share``, the share of time that the slowest rank
+        waited for data; ``figures`` with the last value of each metric; and the paths of the last ``checkpoint`` and
+        of the ``model``. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
 
     Raises
     ------
@@ -157,7 +94,7 @@ class _Run:
             if split_table is not None:
                 say(f"cells trained on and held out:\n{split_table.to_string(max_rows=40)}")
 
-        model_class = found(config.model["name"], BUILT_IN, what="model.name")
+        model_class = found(config.model["name"], MODELS, what="model.name")
         accepted = inspect.signature(model_class).parameters
         facts = {name: value for name, value in facts.items() if name in accepted}
         self.arguments = facts | {name: value for name, value in config.model.items() if name != "name"}
@@ -165,10 +102,8 @@ class _Run:
         self.model: nn.Module = created(model_class, self.arguments, what="model")
         self.n_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.whole = distribute(self.model, training, ranks)
-        built_in = {name: getattr(torch.optim, cls) for name, cls in OPTIMIZERS.items()}
-        optimizer_class = found(training.optimizer["name"], built_in, what="training.optimizer.name")
+        optimizer_class = found(training.optimizer["name"], OPTIMIZERS, what="training.optimizer.name")
         options = {"lr": 1e-3} | {name: value for name, value in training.optimizer.items() if name != "name"}
-        options["lr"] *= ranks.world_size if training.scale_lr else 1
         options["params"] = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer = created(optimizer_class, options, what="training.optimizer")
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -416,6 +351,7 @@ class _Run:
         saved = {"categories": dict(self.dataset.categories), "reading": reading, "step": self.step, **self._made()}
         save_model(path, self.model, saved, self.ranks)
         seconds = self.pace.total_s
+        shown = self.figures.keys() - {"cells_per_s", "wait_share", "lr"}
         report = Report(
             strategy=self.ranks.strategy,
             world_size=self.ranks.world_size,
@@ -427,9 +363,7 @@ class _Run:
             elapsed_s=seconds,
             cells_per_s=self.n_cells / seconds if seconds else 0.0,
             wait_share=self.pace.total_wait_s / seconds if seconds else 0.0,
-            figures={
-                name: one for name, one in self.figures.items() if name not in ("cells_per_s", "wait_share", "lr")
-            },
+            figures=Report({name: self.figures[name] for name in sorted(shown)}),
             checkpoint=str(self.checkpoints.path_of(self.step)),
             model=str(path),
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from dasksc import InputError
 from dasksc.train.parallel import Ranks
 
-__all__ = ["Means", "Pace", "Table", "imported", "loggers_of", "text_of"]
+__all__ = ["Means", "Pace", "Table", "imported", "loggers_of"]
 
 Row = Mapping[str, Any]
 
@@ -89,8 +89,7 @@ class Pace:
         return found | ({"gpu_memory_bytes": memory} if memory else {})
 
 
-def text_of(name: str, value: Any) -> str:
-    """Format the value of a metric as readable text."""
+def _text(name: str, value: Any) -> str:
     if name.removeprefix("validation_") in ("accuracy", "wait_share"):
         return f"{value:.1%}"
     if name.endswith("_bytes"):
@@ -141,7 +140,7 @@ def imported(logger: str) -> Any:
 
 def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> Iterator[Callable[[Row], Any]]:
     """Yield a function for each logger of a configuration, except the CSV file, which every run writes."""
-    for name in config.training.loggers:
+    for name in dict.fromkeys(config.training.loggers):
         module = imported(name)
         if name == "stdout":
             yield lambda row: say(_line(row))
@@ -150,7 +149,7 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
             closing.callback(writer.close)
             yield partial(_to_tensorboard, writer)
         elif name == "wandb":
-            run = module.init(project=config.training.wandb_project, config=config.to_dict())
+            run = module.init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
             closing.callback(run.finish)
             yield partial(_to_wandb, run)
 
@@ -168,4 +167,4 @@ def _line(row: Row) -> str:
     """Return metrics as a readable line, which begins with ``training`` or ``validation``."""
     prefix = "validation_"
     kind = "validation" if any(name.startswith(prefix) for name in row) else "training"
-    return "  ".join([f"{kind:<10}", *(f"{key.removeprefix(prefix)} {text_of(key, row[key])}" for key in row)])
+    return "  ".join([f"{kind:<10}", *(f"{key.removeprefix(prefix)} {_text(key, row[key])}" for key in row)])

@@ -28,9 +28,8 @@ from torch.nn import functional as F
 
 from dasksc import InputError
 from dasksc.checks import check_flags
-from dasksc.train.sections import MODELS
 
-__all__ = ["BUILT_IN", "Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
+__all__ = ["Autoencoder", "MLPClassifier", "TokenTransformer", "log_normalised"]
 
 _IGNORED = -100  # label of tokens that are not predicted
 
@@ -347,6 +346,3 @@ def _classified(scores: Tensor, labels: Tensor, *, ignored: int) -> dict[str, Te
     loss = F.cross_entropy(scores.float(), labels, ignore_index=ignored, reduction="sum") / at_least_1
     right = ((scores.argmax(dim=-1) == labels) & counted).sum() / at_least_1
     return {"loss": loss, "accuracy": right, "n": n}
-
-
-BUILT_IN: dict[str, type[nn.Module]] = {name: globals()[cls] for name, cls in MODELS.items()}

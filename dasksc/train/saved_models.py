@@ -1,52 +1,39 @@
-"""Objects by the names in a configuration, and ``model.pt``, a single file for inference with its loader."""
+"""``model.pt``, a single file for inference with a trained model, and data sets that read an atlas for it."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from dasksc import InputError, MissingPathError
-from dasksc.atlas.lookup import nearest
+import dasksc
+from dasksc import Batch, InputError, MissingPathError, scDataset
+from dasksc.options import nearest
 from dasksc.train.checkpoint import read_state, read_tensors
-from dasksc.train.models import BUILT_IN
+from dasksc.train.config import Config, created, found
+from dasksc.train.data import opened
 from dasksc.train.parallel import Ranks
+from dasksc.train.sections import MODELS
+from dasksc.transforms.tokenizer_config import from_config
+from dasksc.transforms.vocabulary import Vocabulary
 
-__all__ = ["created", "found", "load_model", "read_saved", "save_model"]
-
-
-def found(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:
-    """Return the object that a short name or ``package.module:name`` stands for; errors name the key `what`."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        if name not in built_in:
-            hint = f"{nearest(name, built_in)} To use your own, give 'package.module:name'"
-            raise InputError(f"{what}={name!r} is not known; {hint}")
-        return built_in[name]
-    try:
-        return attrgetter(attribute)(import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{what}={name!r} cannot be imported: {error}. Is its directory on PYTHONPATH?") from error
-
-
-def created(make: Callable[..., Any], arguments: Mapping[str, Any], *, what: str) -> Any:
-    """Call a class with arguments of a section of the configuration, which errors name."""
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        raise InputError(f"{what}: {getattr(make, '__name__', make)} has {error}") from error
-    try:
-        return make(**arguments)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{what} has an invalid value: {error}") from error
+__all__ = [
+    "categories_for",
+    "dataset_for",
+    "imported_model",
+    "load_model",
+    "method_of",
+    "predict_trained",
+    "read_saved",
+    "reading_options",
+    "save_model",
+]
 
 
 def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ranks) -> None:
@@ -98,7 +85,7 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
     saved = read_saved(path) if path.is_file() else read_state(path)
     arguments = dict(saved["model"])
     name = arguments.pop("name")
-    model_class = found(name, BUILT_IN, what=f"the model of {path}")
+    model_class = found(name, MODELS, what=f"the model of {path}")
     # The file may come from an unknown source, so it may name any function, such as os:system.
     if not isinstance(model_class, type) or not issubclass(model_class, nn.Module):
         raise InputError(
@@ -124,3 +111,98 @@ def read_saved(path: Path) -> dict[str, Any]:
     if not isinstance(saved, dict) or not {"model", "parameters"} <= set(saved):
         raise InputError(f"{path} is not a model.pt that dasksc train wrote: it does not contain the name of a model")
     return saved
+
+
+def reading_options(config: Config, dataset: scDataset) -> dict[str, Any]:
+    """Return how a model reads its data, the training data set, as plain types."""
+    saved = {name: getattr(config.data, name) for name in ("layers", "obsm", "obs", "layout", "dtype")}
+    saved |= {"tokenizer": None, "genes": None, "genes_key": None}
+    if config.tokenizer is not None:
+        transform: Any = dataset.transform
+        options = {name: value for name, value in config.tokenizer.items() if name not in ("masking", "vocabulary")}
+        return saved | {"tokenizer": {"options": options, "ids": dict(transform.vocabulary.ids)}}
+    match = dataset.gene_match
+    names = np.asarray(dataset.collection.var_names).astype(str)
+    if match is not None:
+        names = np.asarray(match.names)
+        saved["genes_key"] = config.data.genes_key
+    elif config.data.genes is not None:
+        names = names[np.asarray(config.data.genes)]
+    is_unique = len(set(names)) == len(names)
+    return saved | {"genes": [str(name) for name in names] if is_unique else None}
+
+
+def dataset_for(saved: Mapping[str, Any], data: Any, *, batch_size: int, **options: Any) -> scDataset:
+    """Return a data set of an atlas by `reading_options`, without masks and, from a path, without names of cells."""
+    adata = dasksc.open(data, obs=[], names=False)
+    given = {name: saved[name] for name in ("layers", "obsm", "obs", "layout", "dtype")} | options
+    transform: Any = _unchanged
+    genes, key = saved["genes"], saved["genes_key"]
+    names = adata.var_names if key is None else adata.var.get(key)
+    # Selecting columns takes time in every batch.
+    selects = genes is not None and (names is None or list(map(str, names)) != list(genes))
+    if selects:
+        given |= {"genes": genes, "genes_key": key}
+    else:
+        given.pop("genes_missing", None)
+    if (tokens := saved["tokenizer"]) is not None:
+        vocabulary = Vocabulary(tokens["ids"])
+        transform = from_config(tokens["options"], genes=adata.var_names, vocabulary=vocabulary)
+        given["layout"] = "csr"
+    return scDataset(data, dasksc.Streaming(), batch_size, transform=transform, **given)
+
+
+def _unchanged(batch: Batch) -> Batch:
+    """Return a batch unchanged: with this transform, a data set without labels yields a `Batch`, not the tensor X."""
+    return batch
+
+
+def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
+    """Return the method to call for predictions, by default ``embed`` if the model has it, or the model itself."""
+    method = getattr(model, "embed", model) if name is None else getattr(model, name, None)
+    if not callable(method):
+        methods = [one for one in dir(type(model)) if not one.startswith("_") and one not in dir(nn.Module)]
+        raise InputError(f"{type(model).__name__} has no method {name!r}{nearest(str(name), methods)}")
+    result: Callable[[Any], Any] = method
+    return result
+
+
+def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
+    label = getattr(model, "label", None)
+    return (
+        {"predicted": list(categories[label])}
+        if name == "predict" and isinstance(label, str) and label in categories
+        else {}
+    )
+
+
+def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks: Ranks) -> dasksc.PredictionReport:
+    """Predict according to the section ``predict`` of a configuration. All ranks must call this function."""
+    assert config.predict is not None
+    options = dict(config.predict)
+    path, method = options.pop("path", None) or config.data.path, options.pop("method", None)
+    is_plain = isinstance(path, str) and not any(one not in (None, False, "inner") for one in config.data.open.values())
+    reading = dataset_for(
+        reading_options(config, dataset),
+        path if is_plain else opened(path, config.data, names=True),  # from a path, names of cells are never in memory
+        batch_size=options.pop("batch_size", None) or config.data.batch_size,
+        fetch_factor=config.data.fetch_factor,
+        memory_limit=config.data.memory_limit,
+    )
+    return dasksc.predict(
+        method_of(model, method),
+        reading,
+        categories=categories_for(model, method, dict(dataset.categories)),
+        device=ranks.device,
+        progress=config.data.progress and ranks.rank == 0,
+        **options,
+    )
+
+
+def imported_model(path: str) -> Any:
+    """Return the model or function of an import path, ``package.module:name``."""
+    model = found(path, {}, what="model")
+    if isinstance(model, type) or not callable(model):
+        raise InputError(f"--model {path} is {model!r}; give a function of a batch, or a module instance")
+    return model

@@ -25,30 +25,30 @@ __all__ = [
 ]
 
 MODELS = {
-    "mlp_classifier": "MLPClassifier",
-    "autoencoder": "Autoencoder",
-    "transformer_encoder": "TokenTransformer",
+    "mlp_classifier": "dasksc.train.models:MLPClassifier",
+    "autoencoder": "dasksc.train.models:Autoencoder",
+    "transformer_encoder": "dasksc.train.models:TokenTransformer",
 }
-"""Classes of `dasksc.train.models` by the names of models; ``vae`` is the variational autoencoder."""
+"""Classes by the names of models; ``vae`` is the variational autoencoder."""
 
-STRATEGIES = {"shuffle": "BlockShuffling", "stream": "Streaming", "balance": "ClassBalancedSampling"} | {
-    name: cls
-    for snake_case, cls in {
-        "streaming": "Streaming",
-        "block_shuffling": "BlockShuffling",
-        "block_weighted_sampling": "BlockWeightedSampling",
-        "class_balanced_sampling": "ClassBalancedSampling",
-        "cell_sets": "CellSets",
+STRATEGIES = {
+    name: f"dasksc:{cls}"
+    for cls, names in {
+        "BlockShuffling": ("shuffle", "block_shuffling"),
+        "Streaming": ("stream", "streaming"),
+        "ClassBalancedSampling": ("balance", "class_balanced_sampling"),
+        "BlockWeightedSampling": ("block_weighted_sampling",),
+        "CellSets": ("cell_sets",),
     }.items()
-    for name in (snake_case, cls)
+    for name in (*names, cls)
 }
-"""Classes of `dasksc` by the names of sampling strategies."""
+"""Classes by the names of sampling strategies."""
 
-OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
-"""Classes of ``torch.optim`` by the names of optimizers."""
+OPTIMIZERS = {"adam": "torch.optim.adam:Adam", "adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"}
+"""Classes by the names of optimizers."""
 
-TOKENIZERS = {"rank_value": "RankTokens", "value_bins": "ValueBins"}
-"""Classes of `dasksc.transforms.tokens` by the names of tokenizers."""
+TOKENIZERS = {"rank_value": "dasksc.transforms.tokens:RankTokens", "value_bins": "dasksc.transforms.tokens:ValueBins"}
+"""Classes by the names of tokenizers."""
 
 _Logger = Literal["stdout", "csv", "tensorboard", "wandb"]
 
@@ -158,8 +158,6 @@ class Training:
         Name of an optimizer and its arguments: ``{name: adamw, lr: 1e-3}``.
     scheduler
         Name of a schedule of the learning rate, or a section `Scheduler`.
-    scale_lr
-        Multiply the learning rate by the number of ranks.
     seed
         Seed of the model, of dropout and, unless `data.seed` is given, of the order of the cells.
     activation_checkpointing
@@ -184,8 +182,6 @@ class Training:
         Number of epochs between validations.
     logger
         Loggers, one or a list of stdout, csv, tensorboard and wandb; metrics.csv is always written.
-    wandb_project
-        Project of Weights & Biases.
     log_every_n_steps
         Number of steps between log lines.
     find_unused_parameters
@@ -202,7 +198,6 @@ class Training:
     max_steps: int | None = None
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adamw"})
     scheduler: Scheduler = Scheduler()
-    scale_lr: bool = False
     seed: int = 0
     activation_checkpointing: bool = False
     fsdp: Fsdp | None = None
@@ -215,7 +210,6 @@ class Training:
     resume_from: str | None = None
     validate_every: int = 1
     logger: _Logger | list[_Logger] = "stdout"
-    wandb_project: str | None = None
     log_every_n_steps: int = 50
     find_unused_parameters: bool = False
     timeout_s: float = 1800.0

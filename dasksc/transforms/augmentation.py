@@ -130,7 +130,7 @@ class Augmentation:
             changed = values.to(dtype, copy=True, memory_format=torch.contiguous_format)
         if is_csr:
             # Kernels take the types of the loader's batches, since each combination of types takes seconds to compile.
-            indptr = given.crow_indices().numpy().astype(np.int64)
+            indptr = given.crow_indices().numpy().astype(np.int64, copy=False)
             columns = given.col_indices().numpy().astype(np.int32, copy=False)
             self._change(draws, indptr, columns, changed.numpy())
         else:

@@ -33,7 +33,7 @@ class Listener(logging.Handler):
 
 def main(path: str, options: str) -> None:
     messages: list[str] = []
-    logger = logging.getLogger("dasksc.dataset")
+    logger = logging.getLogger("dasksc.loader")
     logger.setLevel(logging.INFO)
     logger.addHandler(Listener(messages))
     dataset = dasksc.scDataset(

@@ -139,7 +139,8 @@ def test_no_test_module_imports_another():
 
 
 PUBLIC = (
-    *("dasksc", "dasksc.datasets", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental", "dasksc.train"),
+    *("dasksc", "dasksc.datasets", "dasksc.readers", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental"),
+    "dasksc.train",
     "dasksc.integrations.data_module",
 )
 

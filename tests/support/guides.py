@@ -186,7 +186,8 @@ MACHINE = (
     r"(?<=wait_share )[\d.]+%",
     r"[\d.]+%(?= of the time)",
     r"(?<=pid )\d+",
-    # Sizes that `dasksc suggest` recommends, and the machine that it describes.
+    # Times of a training, sizes that `dasksc suggest` recommends, and the machine that it describes.
+    r"^(?:elapsed_s|wait_share) +[\d.,]+",
     r"^ *(?:fetch_factor|block_size_\w+|estimated_memory_\w+|estimated_total_\w+|\w+_ram_gb|cpu_count) +[\d.,]+",
     r"(?:fetch_factor=\d+,|BlockShuffling\(block_size=\d+\),)$",
 )

@@ -74,7 +74,7 @@ def test_resuming_a_completed_run_does_nothing(raw, tmp_path):
 
 
 # 163 rows are 11 batches, so 6 steps per epoch.
-@pytest.mark.parametrize("at", [1, 4, 5, 11, 12, 22])
+@pytest.mark.parametrize("at", [1, 5, 11])
 def test_a_run_that_stops_at_any_batch_resumes_with_the_same_losses(at, unbroken, atlas, tmp_path):
     assert len(unbroken) == 12
     assert losses(train_fragile(atlas, tmp_path, at=at)) == unbroken
@@ -108,9 +108,7 @@ def test_a_run_resumes_from_a_named_checkpoint_in_its_own_directory(raw, tmp_pat
     assert checkpoints(tmp_path / "run") == [5, 10, 15, 20, 25, 26]
 
 
-@pytest.mark.parametrize(
-    "change", [{"data__batch_size": 32}, {"data__batch_size": 8}, {"training__gradient_accumulation": 3}], ids=str
-)
+@pytest.mark.parametrize("change", [{"data__batch_size": 32}, {"training__gradient_accumulation": 3}], ids=str)
 def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(change, raw, tmp_path):
     raw["training"]["scheduler"] = {"name": "linear_warmup", "final": 0.1}
     train(raw, training__max_steps=16)
@@ -122,10 +120,9 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
     np.testing.assert_allclose(rates, [0.1 + 0.9 * (1 - step / steps) for step in range(16, steps)])
 
 
-@pytest.mark.parametrize("end", ["max_steps", "max_epochs"])
-def test_an_epoch_without_a_batch_is_refused(end, raw):
+def test_an_epoch_without_a_batch_is_refused(raw):
     with pytest.raises(InputError, match="data.drop_last=true.*203.*256"):
-        train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True, **{f"training__{end}": 10})
+        train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True)
 
 
 def test_a_run_goes_on_in_another_precision(raw):
@@ -176,11 +173,10 @@ def test_the_classifier_learns_and_figures_are_those_of_all_rows(raw, tmp_path, 
     assert report.n_cells == 15 * (203 - len(held))
     assert report.cells_per_s == pytest.approx(report.n_cells / report.elapsed_s)
     assert 0 <= report.wait_share <= 1
-    assert json.loads(json.dumps(report.to_dict()))["n_steps"] == report.n_steps
+    assert json.loads(report.to_json())["n_steps"] == report.n_steps
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "vae"])
-@pytest.mark.parametrize("layout", ["dense", "csr"])
+@pytest.mark.parametrize(("name", "layout"), [("autoencoder", "csr"), ("vae", "dense")])
 def test_autoencoders_learn_from_x_alone(name, layout, raw):
     raw["model"] = {"name": name, "latent_dim": 4, "hidden_dim": 16}
     raw["training"]["optimizer"] = {"lr": 1e-2}
@@ -267,15 +263,6 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     assert set(controls) - set(held_out.tolist()), "controls of validation may be any of the atlas"
 
 
-def test_whole_values_of_a_column_are_held_out(atlas):
-    adata = dasksc.open(atlas)
-    rows, held = split_rows(adata, share=0.3, by="plate")
-    plates = adata.obs["plate"]
-    assert len(rows) + len(held) == 203
-    assert plates.iloc[held].nunique() == 2
-    assert not set(plates.iloc[held]) & set(plates.iloc[rows])
-
-
 def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
     obs = dasksc.open(atlas).obs
     common = obs["cell_type"].value_counts().index[0]
@@ -336,11 +323,7 @@ def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw,
         raw["model"] = {"name": "transformer_encoder", "label": "cell_type", "hidden_dim": 16, "num_layers": 1}
         raw["tokenizer"] = {"strategy": "rank_value", "max_genes": 32}
     chosen = [30, 3, 11]
-    raw["data"]["genes"] = {
-        "all": None,
-        "names": [dasksc.open(atlas).var_names[i] for i in chosen],
-        "positions": chosen,
-    }[genes]
+    raw["data"]["genes"] = [dasksc.open(atlas).var_names[i] for i in chosen] if genes == "names" else None
     raw["data"]["obs"] = ["plate"]
     loaders = {}
     for path in (atlas, other):
@@ -389,21 +372,15 @@ def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missi
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(raw):
-    with pytest.raises(
-        dasksc.TrainingError,
-        match=r"the loss is \S+ at step \d+",
-    ):
+    with pytest.raises(dasksc.TrainingError, match=r"the loss is \S+ at step \d+"):
         train(raw, training__optimizer={"name": "sgd", "lr": 1e30})
 
 
-@pytest.mark.parametrize("kind", ["mlp", "transformer", "own"])
+@pytest.mark.parametrize("kind", ["transformer", "own"])
 def test_activation_checkpointing_changes_no_gradient(kind):
     torch.manual_seed(0)
     tokens = torch.randint(3, 20, (6, 8))
-    if kind == "mlp":
-        model = MLPClassifier("kind", n_genes=10, n_labels=3, hidden_dim=16, dropout=0.5)
-        batch = {"X": torch.rand(6, 10), "obs": {"kind": torch.arange(6) % 3}}
-    elif kind == "transformer":
+    if kind == "transformer":
         model = TokenTransformer(n_tokens=20, max_seq_len=8, hidden_dim=16, num_layers=2, num_heads=2, dropout=0.5)
         batch = {"input_ids": tokens, "attention_mask": torch.ones(6, 8, dtype=torch.bool), "labels": tokens}
     else:
@@ -451,25 +428,19 @@ def half_labelled(atlas, tmp_path) -> Path:
     return tmp_path / "half.h5ad"
 
 
-def assert_two_halves_are_one_batch(raw: dict[str, Any], folder: Path) -> None:
-    """Compare batches of 16 with batches of 8 whose gradients are accumulated, two batches per step."""
-    raw["data"]["strategy"] = "streaming"
+def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw, half_labelled, tmp_path):
+    raw["data"] |= {"path": str(half_labelled), "strategy": "streaming"}
     raw["training"] |= {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "gradient_clip": 100.0}
     raw["model"]["dropout"] = 0.0
     train(raw)
-    expected = rows_of(folder / "run")
-    raw["training"]["checkpoint_dir"] = str(folder / "two")
+    expected = rows_of(tmp_path / "run")
+    raw["training"]["checkpoint_dir"] = str(tmp_path / "two")
     train(raw, data__batch_size=8, data__fetch_factor=8, training__gradient_accumulation=2)
-    found = rows_of(folder / "two")
+    found = rows_of(tmp_path / "two")
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(
             [row.get(name, -1) for row in found], [row.get(name, -1) for row in expected], rtol=1e-4, err_msg=name
         )
-
-
-def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw, half_labelled, tmp_path):
-    raw["data"]["path"] = str(half_labelled)
-    assert_two_halves_are_one_batch(raw, tmp_path)
     first, second = rows_of(tmp_path / "run")[:2]
     assert "loss" not in first
     assert first["cells_per_s"] > 0

@@ -73,10 +73,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     "no_shard": {"training__fsdp": {"sharding_strategy": "NO_SHARD"}},
     "hybrid_of_one_copy": {"training__fsdp": {"sharding_strategy": "HYBRID_SHARD", "min_num_params": 300}},
     "offloaded": {"training__fsdp": {"cpu_offload": True}},
-    "ddp_scaling_the_rate": {
-        "training__scale_lr": True,
-        "training__optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
-    },
     "ddp_checkpointing_activations": {"training__activation_checkpointing": True},
     "fsdp_checkpointing_activations": {
         "training__fsdp": {"activation_checkpointing": True, "min_num_params": 300},

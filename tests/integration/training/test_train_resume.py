@@ -10,14 +10,9 @@ import torch
 from torch import nn
 
 from dasksc import InputError
-from tests.support.training import (
-    train,
-)
+from tests.support.training import train
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("one_thread")]
-
-
-# --- Mismatches ---------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -37,14 +32,7 @@ class Wide(nn.Module):
     ("change", "message"),
     [
         ({"hidden_dim": 32}, r"'hidden_dim': 16.*'hidden_dim': 32"),
-        (
-            {"num_layers": 3},
-            r"'num_layers': 3.*layers\.blocks\.2\.0\.weight",
-        ),
-        (
-            {"num_layers": 1},
-            r"layers\.blocks\.1",
-        ),
+        ({"num_layers": 1}, r"layers\.blocks\.1"),
         ({"name": "autoencoder", "label": None}, "mlp_classifier.*autoencoder"),
     ],
     ids=str,
@@ -69,18 +57,14 @@ def test_a_checkpoint_of_changed_code_is_refused(raw, monkeypatch):
     raw["model"] = {"name": f"{__name__}:Wide"}
     train(raw)
     monkeypatch.setattr(Wide, "width", 5)
-    with pytest.raises(
-        InputError,
-        match="40.*40",
-    ):
+    with pytest.raises(InputError, match="40.*40"):
         train(raw, training__resume_from="auto")
 
 
-@pytest.mark.parametrize(("before", "after"), [("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "adam")])
-def test_a_checkpoint_of_another_optimizer_is_refused(before, after, raw):
-    train(raw, training__optimizer={"name": before})
-    with pytest.raises(InputError, match=f"optimizer .*'{before}'.*'{after}'"):
-        train(raw, training__optimizer={"name": after}, training__resume_from="auto")
+def test_a_checkpoint_of_another_optimizer_is_refused(raw):
+    train(raw, training__optimizer={"name": "adamw"})
+    with pytest.raises(InputError, match="optimizer .*'adamw'.*'adam'"):
+        train(raw, training__optimizer={"name": "adam"}, training__resume_from="auto")
 
 
 def test_an_optimizer_whose_state_the_checkpoint_lacks_is_refused(raw):

@@ -206,7 +206,7 @@ def test_a_filter_keeps_the_matching_indices_of_a_strategy(indices: Any, per_ent
 def test_a_filter_without_matches_or_without_obs_is_refused() -> None:
     with pytest.raises(InputError, match=" 120 "):
         dasksc.scDataset(atlas(), dasksc.Streaming(), 8, filter="n_genes < 0")
-    with pytest.raises(InputError, match="filter=.*obs"):
+    with pytest.raises(InputError, match="n_genes < 0.*obs"):
         dasksc.scDataset(np.ones((9, 2)), dasksc.Streaming(), 3, filter="n_genes < 0")
 
     class Own(dasksc.SamplingStrategy):

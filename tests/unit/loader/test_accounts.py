@@ -35,7 +35,7 @@ def loaded(one: scDataset, num_workers: int) -> DataLoader:
 def log(tmp_path):
     """Function that returns the lines logged at the end of epochs; forked workers write to the same file."""
     handler = logging.FileHandler(tmp_path / "log")
-    logger = logging.getLogger("dasksc.dataset")
+    logger = logging.getLogger("dasksc.loader")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield lambda: [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("epoch ")]

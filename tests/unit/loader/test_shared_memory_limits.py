@@ -23,7 +23,7 @@ LIMIT = Limit(n_bytes=2**35, held=0, source="a test")
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> dasksc.scDataset:
-    path = dasksc.datasets.synthetic(tmp_path / "atlas.h5ad", n_obs=500, n_vars=200, progress=False)
+    path = dasksc.datasets.synthetic(tmp_path / "atlas.h5ad", n_obs=500, n_vars=200)
     return dasksc.scDataset(path, batch_size=50, seed=0, memory_limit=900 * MIB)
 
 

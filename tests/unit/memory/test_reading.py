@@ -97,7 +97,7 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [
-        dasksc.datasets.synthetic(tmp_path / f"{name}.h5ad", n_obs=n_obs, n_vars=300, progress=False)
+        dasksc.datasets.synthetic(tmp_path / f"{name}.h5ad", n_obs=n_obs, n_vars=300)
         for name, n_obs in {"small": 400, "large": 4_000, "middle": 1_200}.items()
     ]
     monkeypatch.setattr(process_memory, "own_bytes", lambda: 0)

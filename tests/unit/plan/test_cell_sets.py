@@ -311,7 +311,7 @@ def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
 def test_controls_of_a_set_repeat_only_where_too_few_match(n_controls: int) -> None:
     obs = screen(400)
     pools = obs[obs.gene == "ctrl"].groupby(["line", "batch"], observed=True).size()
-    sampler = bound(obs, "gene", 8, control=CONTROL, match=["line", "batch"], n_controls=n_controls, n_sets=500)
+    sampler = bound(obs, "gene", 8, control=CONTROL, match=["line", "batch"], n_controls=n_controls, n_sets=60)
     n_repeated = 0
     for _, _, controls in sets_of(plan_of(sampler)):
         drawn = obs.iloc[list(controls)].groupby(["line", "batch"], observed=True)

@@ -204,18 +204,15 @@ def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size:
     ("n", "strategy", "sizes"),
     [
         (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 1}),
-        (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 3}),
         (70, dasksc.BlockShuffling(4), {"batch_size": 8, "fetch_factor": 1, "world_size": 2}),
-        (70, dasksc.BlockShuffling(4), {"batch_size": 4, "fetch_factor": 1, "world_size": 4}),
         (70, dasksc.BlockShuffling(4, drop_last=True), {"batch_size": 8, "fetch_factor": 2}),
-        (68, dasksc.BlockShuffling(4), {"batch_size": 6, "fetch_factor": 1}),
         (70, dasksc.BlockShuffling(4, drop_last=True), {"batch_size": 2, "drop_last": False}),
     ],
 )
 def test_drop_last_leaves_every_row_out_as_often_as_any_other(
     n: int, strategy: dasksc.SamplingStrategy, sizes: dict[str, Any]
 ) -> None:
-    n_epochs = 800
+    n_epochs = 400
     seen = np.zeros(n)
     for epoch in range(n_epochs):
         plan = plan_of(strategy, n, epoch=epoch, seed=1, **{"drop_last": True, **sizes})

@@ -14,9 +14,9 @@ import dasksc
 from dasksc import InputError, MissingPathError, World
 from dasksc.plan.named import STRATEGIES
 from dasksc.train import Config
+from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at
 from dasksc.train.parallel import local_rank_of, modules_to_shard, rendezvous, strategy_of
-from dasksc.train.saved_models import created, found
 from dasksc.train.sections import STRATEGIES as NAMES
 from dasksc.train.sections import Fsdp, Scheduler, Training
 from tests.support.commands import run_command
@@ -38,7 +38,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     # a training may open others for validation and prediction.
     opened = set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach", "obs", "mmap"}
     assert opened == data["open"].keys()
-    assert {name: cls.__name__ for name, cls in STRATEGIES.items()} == NAMES
+    assert {name: f"dasksc:{cls.__name__}" for name, cls in STRATEGIES.items()} == NAMES
 
 
 @pytest.mark.parametrize(
@@ -47,31 +47,24 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ({"modle": "vae"}, ["modle"]),
         ({"training": {"gradient_clipping": 1}}, ["training.gradient_clipping", "training.gradient_clip"]),
         ({"training": {"fsdp": {"sharding_stategy": "x"}}}, ["training.fsdp.sharding_stategy", "sharding_strategy"]),
-        ({"training": {"fsdp": {"sharding_strategy": "HALF"}}}, ["training.fsdp.sharding_strategy", "FULL_SHARD"]),
         ({"training": {"precision": "bf16"}}, ["training.precision", "bf16-mixed"]),
-        ({"training": {"strategy": "dp"}}, ["training.strategy", "'dp'"]),
         ({"training": {"logger": ["csv", "std"]}}, ["training.logger", "std"]),
         ({"training": {"scheduler": "cosine_warmpu"}}, ["training.scheduler.name", "cosine_warmup"]),
         ({"training": {"max_epochs": 0}}, ["training.max_epochs=0", "at least 1"]),
-        ({"training": {"timeout_s": "long"}}, ["training.timeout_s", "long"]),
         ({"training": {"optimizer": "adamwx"}}, ["training.optimizer", "adamwx"]),
         ({"training": {"optimizer": {"weigth_decay": 1}}}, ["training.optimizer.weigth_decay", "weight_decay"]),
+        ({"training": {"optimizer": {"lr": "fast"}}}, ["training.optimizer.lr", "fast"]),
         ({"data": {"batch_size": 8}}, ["data.path"]),
         ({"data": {"path": "a", "batch_size": True}}, ["data.batch_size", "True"]),
-        ({"data": {"path": "a", "batch_size": "many"}}, ["data.batch_size", "many"]),
         ({"data": {"path": "a", "equal_ranks": False}}, ["data.equal_ranks", "False"]),
         ({"data": {"path": "a", "open": {"joint": "outer"}}}, ["data.open.joint", "data.open.join"]),
-        ({"data": {"path": "a", "validation": {"shar": 1}}}, ["data.validation.shar", "share"]),
         ({"data": {"path": "a", "validation": {"share": 0.1, "hold_out": {"a": "b"}}}}, ["hold_out", "share"]),
-        ({"data": {"path": "a", "strategy": "blok"}}, ["data.strategy", "blok"]),
         ({"data": {"path": "a", "strategy": {"block": 4}}}, ["data.strategy.block", "block_size"]),
         ({"model": {"name": "vae", "latent_dims": 3}}, ["model.latent_dims", "latent_dim"]),
         ({"model": {"latent_dim": 3}}, ["model.name"]),
-        ({"model": "mlp"}, ["mlp", "mlp_classifier"]),
         ({"model": "mlp_classifier"}, ["model.label"]),
         ({"model": {**CLASSIFIER, "hidden_dim": 16.5}}, ["model.hidden_dim", "16.5"]),
         ({"tokenizer": {"max_gene": 4}}, ["tokenizer.max_gene", "max_genes"]),
-        ({"tokenizer": {"strategy": "rank_vale"}}, ["tokenizer", "rank_value"]),
         ({"tokenizer": {"masking": {"mask_ratios": 0.15}}}, ["mask_ratios", "mask_ratio"]),
         ({"predict": {"out": "a.zarr", "outt": "emb.zarr"}}, ["predict.outt"]),
         ({"predict": {"key": "X_mine"}}, ["predict.out is missing"]),
@@ -142,11 +135,9 @@ def test_storage_options_are_not_recorded():
     [
         ({}, 1, "single"),
         ({}, 2, "ddp"),
-        ({"fsdp": Fsdp()}, 2, "fsdp"),
         ({"fsdp": Fsdp()}, 1, "fsdp"),
         ({"fsdp": Fsdp(sharding_strategy="NO_SHARD")}, 2, "ddp"),
         ({"strategy": "ddp", "fsdp": Fsdp()}, 2, "ddp"),
-        ({"strategy": "fsdp"}, 2, "fsdp"),
         ({"num_gpus": 2}, 2, "ddp"),
     ],
 )
@@ -171,12 +162,8 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1
         # On nodes other than the first, mpirun starts a Slurm step with one task per node; the variables of this step
         # are set, too.
         ({**SBATCH, **MPIRUN, "SLURM_STEP_ID": "1", "SLURM_PROCID": "1"}, 1),
-        ({"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1"}, 1),
-        ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, 1),
         (SRUN, 1),
-        # srun with PMI, and a script that passes on the rank and world size of srun.
         ({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"}, 1),
-        ({**SRUN, "RANK": "3", "WORLD_SIZE": "4"}, 1),
         ({**SBATCH, "PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, 1),
         # No variable states the number of ranks on this node.
         ({"RANK": "3", "WORLD_SIZE": "4"}, 3),
@@ -197,7 +184,6 @@ def test_the_local_rank_comes_from_the_launcher_that_started_this_process(enviro
     ("environment", "expected"),
     [
         ({**SRUN, "SLURM_STEP_NODELIST": "gpu[003-007,12],login"}, "gpu003"),
-        ({**SRUN, "SLURM_STEP_NODELIST": "gpu3-ib,gpu4-ib"}, "gpu3-ib"),
         (SRUN, "gpu3"),
         ({**SBATCH, **MPIRUN}, "gpu3"),
         ({**SBATCH, **MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dasksc.train.parallel import Ranks, distribute, strategy_of
@@ -53,7 +52,6 @@ def spread_out(sharding_strategy: str, **options: object) -> tuple[Model, nn.Mod
     ("strategy", "options", "mesh", "placements"),
     [
         ("FULL_SHARD", {}, (4,), (Shard(0),)),
-        ("SHARD_GRAD_OP", {}, (4,), (Shard(0),)),
         ("HYBRID_SHARD", {"shard_size": 2}, (2, 2), (Replicate(), Shard(0))),
         ("HYBRID_SHARD", {}, (1, 4), (Replicate(), Shard(0))),
     ],
@@ -75,12 +73,6 @@ def test_parameters_stay_gathered_after_the_forward_pass_or_not(strategy, is_gat
     assert isinstance(model.large.weight, DTensor)
     whole({"X": torch.ones(3, 64)})
     assert isinstance(model.large.weight, DTensor) is not is_gathered
-
-
-def test_without_sharding_it_is_ddp():
-    model, whole = spread_out("NO_SHARD")
-    assert isinstance(whole, DistributedDataParallel)
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("min_num_params", "n_groups"), [(1000, 2), (100, 3), (10**6, 1)])
