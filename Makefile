@@ -6,7 +6,7 @@
 #   make test-faults    run the tests of faults, memory and hostile files, and the property tests with more examples
 #   make test-all       run all three kinds of tests
 #   make docs           build the site into .cache/site, and execute its tutorials
-#   make tutorials-record  run the tutorials that need a memory limit or a browser, and record their output
+#   make tutorials-record  run the tutorial that needs a memory limit, and record its output
 #   make lowest         run the core tests with the lowest versions of the dependencies
 #   make rapids         run the core tests with the versions that RAPIDS 26.02 requires
 #   make check          run all checks of CI
@@ -97,8 +97,7 @@ docs: $(VENV)/.dev
 	[ -d .cache/site/_static ] || { rm -f .cache/site/_static; mkdir -p .cache/site/_static; }
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -d .cache/doctrees docs .cache/site
 
-# Record the output and pictures of the tutorials that the site does not execute. Memory limits (cgroups) need root, and pictures
-# need chromium.
+# Record the output of the tutorial that the site does not execute. Memory limits (cgroups) need root.
 tutorials-record: $(VENV)/.dev
 	$(BIN)/python docs/tutorials/record.py
 

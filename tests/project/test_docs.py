@@ -16,8 +16,8 @@ pytestmark = pytest.mark.programs
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-# docs/tutorials/record.py runs the tutorials that need a memory limit or a browser, and the site shows the output that
-# the script recorded.
+# docs/tutorials/record.py runs the tutorial that needs a memory limit, and the site shows the output that the script
+# recorded.
 RECORDS = {page: page.parent / "recorded" / f"{page.stem}.txt" for page in TUTORIALS}
 RECORDED = [page for page, record in RECORDS.items() if record.exists()]
 
