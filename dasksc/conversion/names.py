@@ -29,7 +29,6 @@ class StagedNames:
 
     @property
     def dtype(self) -> Any:
-        """Data type of the pandas index of the names."""
         return self.unread.dtype
 
     def write(self, n: int) -> bool:

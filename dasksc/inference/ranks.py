@@ -22,10 +22,7 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 
 
 class Ranks:
-    """Records of this call of `predict` in the key-value store of the process group, if there is one.
-
-    Ranks use no collectives, which hang if a rank fails. Calls on different ranks are matched by their order.
-    """
+    """Records of this call in the process group's key-value store: collectives would hang if a rank fails."""
 
     def __init__(self, world: World) -> None:
         self.world = world
