@@ -34,7 +34,6 @@ class Ranks:
 
     @property
     def can_agree(self) -> bool:
-        """True if there is one rank, or a process group."""
         return self.world.world_size == 1 or self._store is not None
 
     @property

@@ -39,9 +39,10 @@ def is_node(path: Path) -> bool:
 
 
 def shard_index(chunks: list[tuple[int, int]], n_chunks: int) -> bytes:
-    """Return the end of a shard of `n_chunks` chunks: offset and size of those written, and the checksum of these."""
-    index = np.array(chunks + [_ABSENT] * (n_chunks - len(chunks)), dtype="<u8").tobytes()
-    return index + google_crc32c.value(index).to_bytes(4, "little")
+    """Return the end of a shard of `n_chunks` chunks: offset and size of those written, and a checksum."""
+    index: bytes = np.array(chunks + [_ABSENT] * (n_chunks - len(chunks)), dtype="<u8").tobytes()
+    checksum: int = google_crc32c.value(index)
+    return index + checksum.to_bytes(4, "little")
 
 
 def write_group(folder: Path, attributes: dict[str, Any]) -> None:
