@@ -38,7 +38,6 @@ class Contents:
 
     @property
     def n_obs(self) -> int:
-        """Number of cells."""
         return len(self.cells["obs"])
 
 
@@ -131,11 +130,7 @@ def _genes(var: pd.DataFrame, columns: Columns, match: GeneMatch | None, key: st
 
 
 def _storable(element: Any, what: str) -> Any:
-    """Convert the object columns of a table to data types that AnnData writes without changing values.
-
-    AnnData writes any Python object as a string: ``"nan"`` for a missing value, ``"1"`` for 1. Strings with missing
-    values therefore become categories, and numbers and booleans become columns of their type.
-    """
+    """Give object columns a type: AnnData writes objects as strings, ``"nan"`` for a missing value, ``"1"`` for 1."""
     if not isinstance(element, pd.DataFrame):
         return element
     typed = element.copy(deep=False)

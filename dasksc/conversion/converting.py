@@ -74,7 +74,6 @@ class Conversion:
         self._advance: Callable[[float, str], None] = lambda n, what: None
 
     def run(self, *, verify: bool, shown: bool) -> None:
-        """Run or resume the conversion until the store is complete."""
         n_obs, store = self._n_obs, self._work_folder.store
         how = {name: self._plan[name] for name in ("order", "group_by", "seed")}
         groups = names_or_none("group_by", how["group_by"])
@@ -198,11 +197,7 @@ class Conversion:
 
 
 def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed: int, out: NDArray[np.int64]) -> None:
-    """Compute the input row of each output row; arguments as for `dasksc.convert`.
-
-    Groups are sorted by the first column, then by the next. Categorical columns keep the order of their categories; the
-    values of other columns are sorted. Rows with a missing category come last.
-    """
+    """Compute the input row of each output row; groups are sorted by the first column, then by the next."""
     n_obs = len(obs)
     keyed = BlockOrder.storage(n_obs) if order == "keep" or n_obs == 0 else BlockOrder.shuffled(n_obs, seed, 0)
     if group_by:
@@ -213,8 +208,7 @@ def _fill_order(obs: pd.DataFrame, *, order: str, group_by: Sequence[str], seed:
         count_codes(n_obs, codes, np.empty(0, dtype=np.int64), counts)
         # Missing categories have the code -1; their rows come last.
         places = np.concatenate([[0], np.cumsum(counts[1:])])
-    for start in range(0, n_obs, _PIECE_ROWS):
-        stop = min(start + _PIECE_ROWS, n_obs)
+    for start, stop in pieces(0, n_obs, _PIECE_ROWS):
         rows = keyed.at(np.arange(start, stop, dtype=np.int64))
         if not group_by:
             out[start:stop] = rows

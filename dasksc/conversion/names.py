@@ -29,7 +29,6 @@ class StagedNames:
 
     @property
     def dtype(self) -> Any:
-        """Data type of the pandas index of the names."""
         return self.unread.dtype
 
     def write(self, n: int) -> bool:
@@ -50,7 +49,6 @@ class StagedNames:
         return any_equal(hashes)
 
     def take(self, rows: NDArray[np.int64]) -> Any:
-        """Return the names of rows in any order, as a pandas array."""
         return self.index(rows).array
 
     def index(self, rows: NDArray[np.int64]) -> pd.Index[Any]:

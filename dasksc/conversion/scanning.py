@@ -87,15 +87,12 @@ class Pass:
 
     @property
     def n_parts(self) -> int:
-        """Number of parts."""
         return -(-self.matrix.shape[0] // self.part_rows)
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the range of the rows of part `k`."""
         return k * self.part_rows, min((k + 1) * self.part_rows, self.matrix.shape[0])
 
     def is_done(self, k: int) -> bool:
-        """Return True if part `k` has been written."""
         return (self.folder / f"{k}.npy").exists()
 
     def __call__(self, k: int) -> None:

@@ -8,29 +8,25 @@ that of LZ4, and faster to decode, because it consists of fewer pieces to copy; 
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import google_crc32c
 import numpy as np
 import zarr
 from numcodecs import blosc  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 from zarr.codecs import BloscCodec
 
-from dasksc.output.work_folder import atomic_path
+from dasksc.output.elements import shard_index
+from dasksc.output.work_folder import atomic_path, sync
 
 __all__ = ["ShardWriter", "ShardedArray", "Shuffle", "shard_writer"]
 
 Shuffle = Literal["noshuffle", "shuffle"]
 
-# Index entry of a chunk that was not written.
-_ABSENT = 2**64 - 1
 _CODEC: Literal["lz4hc"] = "lz4hc"
 _LEVEL = 4
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1}
@@ -60,16 +56,13 @@ class ShardedArray:
 
     @property
     def n_shards(self) -> int:
-        """Number of shards."""
         return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
 
     @property
     def shard_bytes(self) -> int:
-        """Uncompressed size of a shard."""
         return self.shard_rows * math.prod(self.shape[1:]) * self.dtype.itemsize
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the range of the rows of shard `k`."""
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.shape[0])
 
     def path(self, k: int) -> Path:
@@ -80,25 +73,19 @@ class ShardedArray:
         """Make the folder a Zarr array; shards in it are kept."""
         # Zarr does not allow empty chunks, which an array without columns would have.
         across = [max(1, length) for length in self.shape[1:]]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=self.folder) as empty:
-            zarr.create_array(
-                empty,
-                shape=self.shape,
-                dtype=self.dtype,
-                chunks=(self.chunk_rows, *across),
-                shards=(self.shard_rows, *across),
-                compressors=BloscCodec(
-                    typesize=self.dtype.itemsize,
-                    cname=_CODEC,
-                    clevel=_LEVEL,
-                    shuffle=self.shuffle,
-                    blocksize=_BLOCK_BYTES,
-                ),
-                fill_value=0,
-                attributes=attributes,
-            )
-            os.replace(Path(empty, "zarr.json"), self.folder / "zarr.json")
+        (self.folder / "zarr.json").unlink(missing_ok=True)  # of a process that was killed
+        zarr.create_array(
+            self.folder,
+            shape=self.shape,
+            dtype=self.dtype,
+            chunks=(self.chunk_rows, *across),
+            shards=(self.shard_rows, *across),
+            compressors=BloscCodec(
+                typesize=self.dtype.itemsize, cname=_CODEC, clevel=_LEVEL, shuffle=self.shuffle, blocksize=_BLOCK_BYTES
+            ),
+            fill_value=0,
+            attributes=attributes,
+        )
 
 
 class ShardWriter:
@@ -108,8 +95,8 @@ class ShardWriter:
         self._array = array
         self._file = file
         self._chunk = np.zeros((array.chunk_rows, *array.shape[1:]), dtype=array.dtype.newbyteorder("<"))
-        self._n_held = self._n_chunks = self._n_bytes = 0
-        self._index = np.full((array.shard_rows // array.chunk_rows, 2), _ABSENT, dtype="<u8")
+        self._n_held = self._n_bytes = 0
+        self._chunks: list[tuple[int, int]] = []  # offsets and sizes
 
     def append(self, rows: NDArray[Any]) -> None:
         """Append rows, which are cast to the type of the array."""
@@ -128,17 +115,14 @@ class ShardWriter:
         shuffle = _SHUFFLES[self._array.shuffle]
         encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)
         self._file.write(encoded)
-        self._index[self._n_chunks] = self._n_bytes, len(encoded)
+        self._chunks.append((self._n_bytes, len(encoded)))
         self._n_bytes += len(encoded)
-        self._n_chunks += 1
         self._n_held = 0
 
     def finish(self) -> None:
-        """Write the last chunk and the index."""
         if self._n_held:
             self._write_chunk()
-        index = self._index.tobytes()
-        self._file.write(index + google_crc32c.value(index).to_bytes(4, "little"))
+        self._file.write(shard_index(self._chunks, self._array.shard_rows // self._array.chunk_rows))
         sync(self._file)
 
 
@@ -149,9 +133,3 @@ def shard_writer(array: ShardedArray, k: int) -> Iterator[ShardWriter]:
         writer = ShardWriter(array, file)
         yield writer
         writer.finish()
-
-
-def sync(file: BinaryIO) -> None:
-    """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -1,7 +1,4 @@
-"""Tables and other elements of a store, except matrices with one row per cell.
-
-AnnData writes these elements to a temporary folder. They are moved into place once the matrices are complete.
-"""
+"""Tables and other elements of a store, except matrices with one row per cell."""
 
 from __future__ import annotations
 
@@ -61,10 +58,7 @@ def write_tables(
     how: Mapping[str, Any],
     names: StagedNames | None,
 ) -> None:
-    """Write everything but the matrices, by way of a temporary folder, and then the metadata of the store.
-
-    `order` has the row of the input for each row of the store; `how` describes it, as an attribute of the store.
-    """
+    """Write everything but the matrices, by way of `folder`, then the metadata; `how` describes `order`."""
     shutil.rmtree(folder, ignore_errors=True)
     with as_anndata_writes():
         written = zarr.open_group(folder, mode="w", zarr_format=3)

@@ -28,21 +28,15 @@ _PIECE_ROWS = 2**18
 
 
 def count_dtype(dtype: np.dtype[Any], largest: float, *, narrow: bool) -> np.dtype[Any]:
-    """Return the narrowest unsigned type for counts up to `largest`, if `dtype` is wider or cannot hold them.
-
-    `largest` is infinite if the values are not counts. Sums of duplicate entries may exceed the type of the input.
-    """
+    """Return the narrowest unsigned type for counts up to `largest` (infinite: no counts), or `dtype` if it fits."""
+    # Sums of duplicate entries may exceed the type of the input.
     fits = dtype.kind == "f" or largest <= (1 if dtype.kind == "b" else np.iinfo(dtype).max)
     count = next((np.dtype(f"u{n}") for n in (1, 2, 4, 8) if largest <= np.iinfo(f"u{n}").max), dtype)
     return count if not fits or (narrow and count.itemsize < dtype.itemsize) else dtype
 
 
 class Copy:
-    """Copy of a matrix in a Zarr group or array, with data types chosen from the descriptions of its rows.
-
-    The file `order` has the row of `matrix` for each row of the copy, and `rows` has the descriptions. Memory holds
-    `piece_rows` rows, of which those of a CSR matrix have about `piece_values` values.
-    """
+    """Copy of a matrix in a store: row ``order[i]`` becomes row i; memory holds `piece_rows` rows or `piece_values`."""
 
     def __init__(
         self,
@@ -93,7 +87,6 @@ class Copy:
         return self._arrays[0].n_shards
 
     def is_done(self, k: int) -> bool:
-        """Return True if shard `k` of every array has been written."""
         return all(array.path(k).exists() for array in self._arrays)
 
     @property
@@ -103,7 +96,6 @@ class Copy:
         return remaining * sum(array.shard_bytes for array in self._arrays)
 
     def __call__(self, k: int) -> None:
-        """Write shard `k`."""
         with ExitStack() as stack:
             writers = [stack.enter_context(shard_writer(array, k)) for array in self._arrays]
             start, stop = self._arrays[0].rows(k)
@@ -122,7 +114,6 @@ class Copy:
         return self.matrix.fetch(rows), positions
 
     def _copy_csr(self, indices_to: ShardWriter, data_to: ShardWriter, start: int, stop: int) -> None:
-        """Copy stored values ``[start, stop)``."""
         indptr = mapped_array(self._indptr)
         first = int(np.searchsorted(indptr, start, side="right")) - 1
         end = int(np.searchsorted(indptr, stop, side="left"))
@@ -160,7 +151,6 @@ class Copy:
 
 
 def _fill_indptr(indptr: NDArray[np.int64], rows: NDArray[Any], order: NDArray[np.int64]) -> None:
-    """Compute the offset of each row of the output."""
     indptr[0] = 0
     for start, stop in pieces(0, len(order), _PIECE_ROWS):
         np.cumsum(rows["length"][order[start:stop]], out=indptr[start + 1 : stop + 1])

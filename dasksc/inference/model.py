@@ -54,7 +54,6 @@ class Predictor:
         return cls(function=model, module=owner)
 
     def __call__(self, batch: Any) -> Any:
-        """Return the result for a batch."""
         try:
             return self.function(batch)
         except AttributeError as error:
@@ -108,16 +107,13 @@ class Output:
 
     @property
     def key(self) -> str:
-        """Key of the array in a store."""
         return f"obs/{self.name}" if self.width is None else f"obsm/{self.name}"
 
     @property
     def row_bytes(self) -> int:
-        """Size of a row in bytes."""
         return np.dtype(self.dtype).itemsize * (1 if self.width is None else self.width)
 
     def shape(self, n_rows: int) -> tuple[int, ...]:
-        """Return the shape of an array of `n_rows` rows."""
         return (n_rows,) if self.width is None else (n_rows, self.width)
 
 
@@ -175,7 +171,6 @@ class Outputs:
         return codes.astype(np.min_scalar_type(-max(1, n_labels)))
 
     def described(self, arrays: Mapping[str, NDArray[Any]]) -> list[Output]:
-        """Return the specifications of arrays."""
         return [
             Output(
                 name=name,

@@ -20,13 +20,14 @@ from anndata.io import write_elem
 
 from dasksc.atlas.attaching import NAMES_ATTRIBUTE, names_digest_of
 from dasksc.errors import InputError, StorageError
+from dasksc.output.elements import is_node
 from dasksc.output.work_folder import WorkFolder, sync_folder
 from dasksc.readers.names import digest_names
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 from dasksc.storage import is_url
 
-__all__ = ["Names", "complete_store", "extend_store", "is_node", "metadata_of", "require_same_cells", "target_path"]
+__all__ = ["Names", "complete_store", "extend_store", "metadata_of", "require_same_cells", "target_path"]
 
 Names = Callable[[], Iterable[Sequence[str]] | None]
 """Function that returns the names of the cells in pieces; None if the cells have no names."""
@@ -59,11 +60,6 @@ def target_path(out: Any) -> Path:
     elif not (path / "obs").exists():
         raise InputError(f"{path} is not an AnnData store: it has no obs; give another out=")
     return path
-
-
-def is_node(path: Path) -> bool:
-    """Return True if a folder is a Zarr group or array."""
-    return any((path / marker).exists() for marker in ("zarr.json", ".zgroup", ".zarray"))
 
 
 def metadata_of(folder: Path) -> dict[str, Any]:

@@ -22,10 +22,7 @@ _ordinals: defaultdict[tuple[int, str], Iterator[int]] = defaultdict(itertools.c
 
 
 class Ranks:
-    """Records of this call of `predict` in the key-value store of the process group, if there is one.
-
-    Ranks use no collectives, which hang if a rank fails. Calls on different ranks are matched by their order.
-    """
+    """Records of this call in the process group's key-value store: collectives would hang if a rank fails."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -37,7 +34,6 @@ class Ranks:
 
     @property
     def can_agree(self) -> bool:
-        """True if there is one rank, or a process group."""
         return self.world.world_size == 1 or self._store is not None
 
     @property

@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import google_crc32c
 import numpy as np
 import zarr
 from anndata.io import write_elem
@@ -27,9 +26,9 @@ from numpy.typing import NDArray
 
 from dasksc.errors import DaskscError, InputError, StorageError
 from dasksc.inference.model import Output, check_same
-from dasksc.inference.publishing import Names, complete_store, extend_store, is_node, metadata_of, require_same_cells
-from dasksc.output.elements import as_anndata_writes
-from dasksc.output.work_folder import WorkFolder, atomic_path, sync_folder
+from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
+from dasksc.output.elements import as_anndata_writes, is_node, shard_index
+from dasksc.output.work_folder import WorkFolder, atomic_path, sync, sync_folder
 
 __all__ = ["COMPLETE", "NEW", "Element", "PredictionStore", "ShardWriter"]
 
@@ -48,8 +47,6 @@ _HELD_BYTES = 2**22
 _NAMED = 5
 # Estimate of the disk space of the name of a cell.
 _NAME_BYTES = 24
-# Index entry of a chunk that was not written.
-_ABSENT = 2**64 - 1
 
 
 class Element(NamedTuple):
@@ -88,8 +85,6 @@ class PredictionStore(WorkFolder):
 
     def _is_same(self, begun: Mapping[str, Any] | None) -> bool:
         return begun is not None and begun.get("plan") == self.plan
-
-    # --- Beginning --------------------------------------------------------------------------------------
 
     def start(self, *, overwrite: bool) -> str:
         """Return the name of the run for `join`, or `NEW`, or `COMPLETE` if there is nothing to do; create nothing."""
@@ -182,8 +177,6 @@ class PredictionStore(WorkFolder):
             attributes=_ARRAY | own,
         )
 
-    # --- Shards -----------------------------------------------------------------------------------------
-
     @property
     def _store(self) -> Path:
         return self.folder / "store"
@@ -200,7 +193,6 @@ class PredictionStore(WorkFolder):
         return next(n for n in range(min(most, self.unit_rows), 0, -1) if self.unit_rows % n == 0)
 
     def rows(self, k: int) -> tuple[int, int]:
-        """Return the range ``[start, stop)`` of the rows of unit `k`."""
         return k * self.unit_rows, min((k + 1) * self.unit_rows, self.n_obs)
 
     def missing(self, first: int, last: int) -> list[int]:
@@ -232,11 +224,9 @@ class PredictionStore(WorkFolder):
                 chunk_rows = self.chunk_rows(one)
                 n_chunks = -(-n_rows // chunk_rows)
                 file.write(bytes((n_chunks * chunk_rows - n_rows) * one.row_bytes))
-                index = np.full((self.unit_rows // chunk_rows, 2), _ABSENT, dtype="<u8")
-                index[:n_chunks, 1] = chunk_rows * one.row_bytes
-                index[:n_chunks, 0] = np.arange(n_chunks) * (chunk_rows * one.row_bytes)
-                file.write(index.tobytes())
-                file.write(google_crc32c.value(index.tobytes()).to_bytes(4, "little"))
+                n_bytes = chunk_rows * one.row_bytes
+                chunks = [(i * n_bytes, n_bytes) for i in range(n_chunks)]
+                file.write(shard_index(chunks, self.unit_rows // chunk_rows))
                 sync(file)
                 file.close()
             if nan:
@@ -263,8 +253,6 @@ class PredictionStore(WorkFolder):
             if self.folder.exists():
                 error.add_note(f"Finished predictions are kept in {self.folder}. Run the same command again to resume.")
             raise
-
-    # --- Publishing -------------------------------------------------------------------------------------
 
     def publish(self, *, overwrite: bool) -> None:
         """Make the predictions visible if all shards exist."""
@@ -297,8 +285,6 @@ class PredictionStore(WorkFolder):
             own = [note[one.name] for note in found if one.name in note]
             rows = [row for _, rows in own for row in rows][:_NAMED]
             zarr.open(self._store / one.key, mode="r+").attrs[_NAN] = [sum(n for n, _ in own), rows]
-
-    # --- Results ----------------------------------------------------------------------------------------
 
     def found(self) -> dict[str, Element]:
         """Return the published predictions of this run, or of any run with these options if it has no name yet."""
@@ -341,18 +327,8 @@ class PredictionStore(WorkFolder):
             raise self.disk_full_error(error, needed_bytes=needed) from error
 
 
-def sync(file: BinaryIO) -> None:
-    """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 class ShardWriter:
-    """Writer of the batches of units, in ascending order of rows.
-
-    A thread writes several batches together: the disk does not keep the model waiting, and the thread rarely takes the
-    GIL from those that make batches.
-    """
+    """Writer of batches in ascending order of rows; a thread writes several together, so the model need not wait."""
 
     def __init__(self, store: PredictionStore) -> None:
         self._store = store

@@ -197,15 +197,12 @@ class DataModule:
 
 
 class _TrainingLoader:
-    """Loader that Lightning iterates during training.
-
-    Lightning stops after the last batch without exhausting the iterator. In a resumed epoch, Lightning continues its
-    own batch count, which no longer matches the position in the data set if the number of ranks has changed.
-    """
+    """Loader that Lightning iterates during training; Lightning does not exhaust it."""
 
     def __init__(self, module: DataModule, dataset: scDataset) -> None:
         self._module, self._dataset = module, dataset
         self._position = 0  # number of batches of this epoch yielded to Lightning
+        # If the number of ranks has changed, Lightning's own batch count no longer matches the position.
         self._shift = 0
 
     def __len__(self) -> int:

@@ -11,13 +11,7 @@ __all__ = ["require_tqdm", "progress_bar"]
 
 
 def require_tqdm() -> None:
-    """Check that a progress bar can be shown.
-
-    Raises
-    ------
-    InputError
-        If tqdm is not installed.
-    """
+    """Raise `InputError` if tqdm is not installed."""
     try:
         import tqdm.auto  # noqa: F401
     except ImportError as error:

@@ -22,6 +22,7 @@ from dask.utils import format_bytes
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError, StorageError
+from dasksc.output.elements import is_node
 from dasksc.platforms import lock_file
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "discard",
     "extend",
     "mapped_array",
+    "sync",
     "sync_folder",
 ]
 
@@ -140,22 +142,14 @@ class WorkFolder:
 
 
 class StoreWorkFolder(WorkFolder):
-    """Work folder of a store that is written as a whole, and becomes the target by a final rename.
-
-    It holds the plan, the order and descriptions of the rows (``order.npy``, ``scan``, with sorted copies of input that
-    is slow to read in random order), and the store (``store``), whose metadata are written last.
-    """
+    """Work folder of a store that is written as a whole, and becomes the target by a final rename."""
 
     def __init__(self, target: Path) -> None:
         super().__init__(target, target.with_name(target.name + ".partial"), what="conversion")
         self.store = self.folder / "store"
-        self._replaced = self.folder / "replaced"
 
     def begin(self, plan: dict[str, Any], *, overwrite: bool) -> bool:
-        """Prepare the folder for work with a plan; return False if the target is already complete.
-
-        Raises `InputError` if the target or unfinished work with another plan exists and must not be replaced.
-        """
+        """Prepare the folder for work with a plan; return False if the target is already complete."""
         begun = self.read_plan()
         published = begun is not None and begun.pop("published", False) and not self.store.exists()
         if published and begun == plan and self.target.exists() and not overwrite:
@@ -164,10 +158,10 @@ class StoreWorkFolder(WorkFolder):
             return False
         if published:
             begun = None
-        if self._is_taken():
+        if os.path.lexists(self.target):  # True for a dangling link, too
             if not overwrite:
                 raise InputError(f"{self.target} exists. Give another target, or overwrite=True (--overwrite).")
-            if not self._may_be_replaced():
+            if not is_node(self.target):
                 raise InputError(f"{self.target} is not a Zarr store, so it is not overwritten. Give another target.")
         if begun is not None and begun != plan and not overwrite:
             raise self.other_plan_error(begun, plan)
@@ -176,15 +170,9 @@ class StoreWorkFolder(WorkFolder):
             self.write_plan(plan)
         return True
 
-    def _is_taken(self) -> bool:
-        return os.path.lexists(self.target)  # True for a dangling link, too
-
-    def _may_be_replaced(self) -> bool:
-        return any((self.target / marker).exists() for marker in ("zarr.json", ".zgroup"))
-
     def publish(self, *, overwrite: bool) -> None:
         """Rename the store to the target (atomic if it replaces none), and remove the work folder."""
-        if self._is_taken() and not (overwrite and self._may_be_replaced()):
+        if os.path.lexists(self.target) and not (overwrite and is_node(self.target)):
             raise InputError(
                 f"{self.target} was created by another process during the conversion, so it is not replaced. The "
                 f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
@@ -195,9 +183,9 @@ class StoreWorkFolder(WorkFolder):
             discard(leftover)
         begun = self.read_plan() or {}
         self.write_plan(begun | {"published": True})
-        if self._is_taken():
-            discard(self._replaced)
-            os.rename(self.target, self._replaced)
+        if os.path.lexists(self.target):
+            discard(self.folder / "replaced")
+            os.rename(self.target, self.folder / "replaced")
         os.rename(self.store, self.target)
         sync_folder(self.target.parent)
         self.remove()
@@ -224,15 +212,13 @@ def mapped_array(path: Path, *, mode: Literal["r", "r+"] = "r") -> np.memmap[Any
 
 @contextmanager
 def atomic_array(path: Path, dtype: DTypeLike, n: int) -> Iterator[NDArray[Any]]:
-    """Yield a memory-mapped array to fill, shape (n,); then save it as the ``.npy`` file `path`, atomically.
-
-    Space is reserved first (`OSError` if the disk is full): writing to a mapped page without disk space is fatal.
-    """
+    """Yield a memory-mapped array to fill, shape (n,); then save it as the ``.npy`` file `path`, atomically."""
     dtype = np.dtype(dtype)
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (n,)}
     with atomic_path(path) as partial:
         with partial.open("wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
+            # Writing to a mapped page without disk space would kill the process.
             extend(file, n * dtype.itemsize)
         out = mapped_array(partial, mode="r+")
         yield out
@@ -261,6 +247,12 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Flush a file to the disk, so that its name never refers to incomplete contents after a power loss."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -189,7 +189,6 @@ class _Cells:
         self._counts = np.full(source.n_rows, 0)
 
     def add(self, rows: PassRows) -> None:
-        """Compute the statistics of some rows."""
         totals, counts = self._totals[rows.places], self._counts[rows.places]
         kernels.add_rows(rows.indptr, rows.columns, rows.values, self._masks, totals, counts)
 

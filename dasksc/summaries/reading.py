@@ -123,11 +123,7 @@ class Pass:
 
 
 class Groups:
-    """Groups of rows: the combinations of labels that occur in columns of obs; without columns, one group, ``"all"``.
-
-    `labels` has one row per group, named as in `scanpy.get.aggregate`. `n_rows` has the size of each group and, if
-    there are rows that lack a label, their number at the end. With `is_sorted`, the order of categories is ignored.
-    """
+    """Combinations of labels in obs, one per row of `labels`; rows that lack a label count last in `n_rows`."""
 
     def __init__(self, obs: pd.DataFrame, names: Sequence[str], *, is_sorted: bool = False) -> None:
         columns = [pd.Categorical(obs[name]) for name in names]
@@ -172,10 +168,7 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Moments of each gene in each group, shape (n_groups, n_vars); `n_rows` has shape (n_groups,).
-
-    `mean` is NaN for a group without rows. `squares` are the sums of squared differences from the mean.
-    """
+    """Moments of each gene in each group, shape (n_groups, n_vars); `squares` are summed about `mean`."""
 
     n_rows: NDArray[np.int64]
     n_nonzero: NDArray[np.int64]
@@ -199,10 +192,7 @@ class Moments:
 
 
 def moments_of(source: Pass, groups: Groups, each: Callable[[PassRows], None], value_bytes: int = 64) -> Moments:
-    """Read all rows, pass them to `each`, and return their moments.
-
-    `value_bytes` is the memory for each gene of each group: the sums, and the results computed from them.
-    """
+    """Read all rows, pass them to `each`, and return their moments; each of a group's genes needs `value_bytes`."""
     n_groups, n_vars = len(groups.n_rows), source.adata.n_vars
     source.reserved_bytes += groups.nbytes
     what = f"statistics of {n_groups:,} groups of cells x {n_vars:,} genes"

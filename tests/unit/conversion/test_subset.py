@@ -12,7 +12,6 @@ import pytest
 import scipy.sparse as sp
 
 import dasksc
-from dasksc.errors import InputError, MissingKeyError
 from tests.support.conversions import read
 from tests.support.data import dense, make_adata, write_store
 
@@ -155,16 +154,3 @@ def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:
     expected[30:, 0] = dense(parts[1].X)[:, 15]
     expected[:30, 1] = dense(parts[0].X)[:, 3]
     np.testing.assert_array_equal(dense(found.X), expected[kept])
-
-
-def test_a_filter_that_selects_no_cells_is_refused(tmp_path: Path, adata: ad.AnnData) -> None:
-    path = write_store(adata, tmp_path, "h5ad")
-    with pytest.raises(InputError, match="filter=.*1000.*60"):
-        dasksc.convert(path, tmp_path / "a.zarr", filter="int64 > 1000")
-    with pytest.raises(MissingKeyError, match="int65"):
-        dasksc.convert(path, tmp_path / "a.zarr", filter="int65 > 0")
-    with pytest.raises(InputError, match="genes_missing=.*genes="):
-        dasksc.convert(path, tmp_path / "a.zarr", genes_missing="zero")
-    with pytest.raises(MissingKeyError, match="'gene99'"):
-        dasksc.convert(path, tmp_path / "a.zarr", genes=["gene1", "gene99"])
-    assert not list(tmp_path.glob("a.zarr*"))

@@ -60,15 +60,10 @@ def in_memory(folder: Path, layout: str, **options: Any) -> str:
 STORES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "h5ad": (h5ad, {}),
     "v2": (stored, {"format": 2}),
-    "v2 nested": (stored, {"format": 2, "chunk_key_encoding": {"name": "v2", "separator": "/"}}),
     "v3": (stored, {}),
-    "v3 flat": (stored, {"chunk_key_encoding": {"name": "v2", "separator": "."}}),
     "v3 sharded": (stored, {"sharded": True}),
-    "v2 zipped": (stored, {"format": 2, "zipped": True}),
     "v3 zipped": (stored, {"zipped": True}),
     "v3 by zarr-python": (stored, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),
-    "v2 behind a URL": (in_memory, {"format": 2}),
-    "v3 behind a URL": (in_memory, {}),
     "v3 sharded behind a URL": (in_memory, {"sharded": True}),
     "v3 behind a URL by zarr-python": (in_memory, {"filters": [zarr.codecs.TransposeCodec(order=(0,))]}),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import anndata as ad
@@ -12,13 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dasksc
 from dasksc import InputError, MissingKeyError, WrongTypeError
-from dasksc.kernels import moments as kernels
-from dasksc.summaries.reading import Groups, Moments
+from dasksc.summaries.reading import Groups
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -91,55 +87,20 @@ def test_a_filter_leaves_cells_out(tmp_path):
     assert one.genes["var"].isna().all()
 
 
-def test_variances_about_a_large_mean_are_right_over_a_million_rows():
+def test_variances_about_a_large_mean_are_right_in_many_rows():
     rng = np.random.default_rng(0)
     first = rng.normal(size=(10_000, 3)) * [1, 3, 0.01] + [1e6, 1e7, 1e5]
-    rows = da.concatenate([da.from_array(first, chunks=(10_000, 3)) + 1e-3 * i for i in range(100)])
+    rows = da.concatenate([da.from_array(first, chunks=(10_000, 3)) + 1e-3 * i for i in range(20)])
     values = rows.compute()
-    groups = np.repeat(["a", "b"], [300_000, 700_000])
-    adata = ad.AnnData(values, obs=pd.DataFrame({"group": pd.Categorical(groups)}, index=np.arange(10**6).astype(str)))
+    groups, n = np.repeat(["a", "b"], [60_000, 140_000]), 200_000
+    adata = ad.AnnData(values, obs=pd.DataFrame({"group": pd.Categorical(groups)}, index=np.arange(n).astype(str)))
     found = dasksc.statistics(adata, by="group")
     exact = (values.astype(np.longdouble) - values.mean(axis=0, dtype=np.longdouble)) ** 2
-    np.testing.assert_allclose(found.genes["var"], (exact.sum(axis=0) / (10**6 - 1)).astype(float), rtol=1e-6)
+    np.testing.assert_allclose(found.genes["var"], (exact.sum(axis=0) / (n - 1)).astype(float), rtol=1e-6)
     np.testing.assert_allclose(found.genes["mean"], values.mean(axis=0), rtol=1e-12)
     for i, name in enumerate("ab"):
         part = values[groups == name]
         np.testing.assert_allclose(found.groups.layers["var"][i], part.var(axis=0, ddof=1), rtol=1e-6)
-
-
-VALUES = st.sampled_from([0.0, 0.0, 0.0, 1.0, 2.5, -3.0, 1e8, 1e8 + 1])
-
-
-@given(
-    cells=st.lists(st.tuples(st.integers(0, 2), st.lists(VALUES, min_size=4, max_size=4)), max_size=12),
-    size=st.integers(1, 5),
-)
-def test_moments_do_not_depend_on_how_rows_are_cut(cells, size):
-    codes = np.array([code for code, _ in cells], dtype=np.int64)
-    values = np.array([row for _, row in cells], dtype=np.float64).reshape(-1, 4)
-    n_rows, sums = np.bincount(codes, minlength=3), np.zeros((3, 4, 4))
-    for start in range(0, len(cells), size):
-        part, own = sp.csr_matrix(values[start : start + size]), codes[start : start + size]
-        kernels.add_moments(part.indptr, part.indices, part.data, own, np.argsort(own, kind="stable"), sums)
-    n_nonzero, *results = np.empty((3, 4), dtype=np.int64), *np.empty((3, 3, 4))
-    kernels.finish_moments(sums, n_rows, n_nonzero, *results)
-    moments = Moments(n_rows, n_nonzero, *results)
-    exact = values.astype(np.longdouble)
-    for group in range(3):
-        own = exact[codes == group]
-        np.testing.assert_allclose(moments.sum[group], own.sum(axis=0).astype(float), rtol=1e-12)
-        if len(own) > 1:
-            variance = own.var(axis=0, ddof=1).astype(float)
-            np.testing.assert_allclose(moments.variance()[group], variance, rtol=1e-6, atol=1e-9)
-    if len(cells):
-        mean, squares = moments.over_all()
-        np.testing.assert_allclose(mean, exact.mean(axis=0).astype(float), rtol=1e-12)
-        expected = ((exact - exact.mean(axis=0)) ** 2).sum(axis=0).astype(float)
-        np.testing.assert_allclose(squares, expected, rtol=1e-6, atol=1e-9)
-    kinds = kernels.kinds_of(values.reshape(-1))
-    assert bool(kinds & kernels.NEGATIVE) == bool((values < 0).any())
-    assert bool(kinds & kernels.FRACTIONS) == bool((values == 2.5).any())
-    assert not kinds & kernels.NOT_A_NUMBER
 
 
 # --- Groups ---------------------------------------------------------------------------------------------
@@ -216,35 +177,21 @@ def test_cells_have_the_totals_and_shares_of_scanpy(tmp_path):
     assert list(dasksc.statistics(path, qc=[]).cells.columns) == ["n_genes_by_counts", "total_counts"]
 
 
-def test_names_that_an_open_atlas_lacks_are_reported_with_its_path(tmp_path):
-    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
-    for options, group in (({"by": "celltype"}, "obs"), ({"layer": "count"}, "layers"), ({"qc": ["nothing"]}, "var")):
-        with pytest.raises(MissingKeyError, match=f"{group}.*{re.escape(str(path))}"):
-            dasksc.statistics(dasksc.open(path), **options)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"by": "nothing"}, MissingKeyError, "nothing"),
+        ({"by": "nothing"}, MissingKeyError, "obs.*atlas.h5ad"),
         ({"by": []}, InputError, r"by=\[\] is empty"),
-        ({"layer": "nothing"}, MissingKeyError, "layers.*'nothing'"),
+        ({"layer": "nothing"}, MissingKeyError, "layers.*atlas.h5ad.*'nothing'"),
         ({"filter": "nothing > 3"}, MissingKeyError, "nothing"),
         ({"qc": 5}, WrongTypeError, "qc.* 5"),
-        ({"qc": ["nothing"]}, MissingKeyError, "var.*'nothing'"),
+        ({"qc": ["nothing"]}, MissingKeyError, "var.*atlas.h5ad.*'nothing'"),
         ({"qc": ["mean"]}, InputError, "needs a boolean for each gene"),
-        ({"qc": {"mito": ["nothing"]}}, MissingKeyError, "nothing"),
+        ({"qc": {"mito": ["gene0", "MT-CO1", "MT-ND1"]}}, MissingKeyError, "var_names.*'MT-CO1'.*'MT-ND1'"),
+        ({"qc": {"mito": "MT-"}}, WrongTypeError, r"qc\['mito'\]='MT-'.*str\.startswith\('MT-'\)"),
     ],
 )
-def test_what_does_not_fit_the_atlas_is_refused(options, error, message):
+def test_what_does_not_fit_the_atlas_is_refused(options, error, message, tmp_path):
+    path = write_store(make_adata(60, 17), tmp_path, "h5ad")
     with pytest.raises(error, match=message):
-        dasksc.statistics(make_adata(60, 17), **options)
-
-
-def test_genes_of_a_set_that_the_atlas_lacks_raise():
-    adata = make_adata(20, 9, layout="csr")
-    first = adata.var_names[0]
-    with pytest.raises(MissingKeyError, match="var_names.*'MT-CO1'.*'MT-ND1'"):
-        dasksc.statistics(adata, qc={"mt": [first, "MT-CO1", "MT-ND1"]})
-    with pytest.raises(WrongTypeError, match=r"qc\['mt'\]='MT-'.*str\.startswith\('MT-'\)"):
-        dasksc.statistics(adata, qc={"mt": "MT-"})
+        dasksc.statistics(path, **options)

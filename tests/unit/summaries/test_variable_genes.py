@@ -1,4 +1,4 @@
-"""Highly variable genes, compared with scanpy in memory on real and synthetic atlases."""
+"""Highly variable genes, compared with scanpy in memory on synthetic atlases."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ import scipy.sparse as sp
 
 import dasksc
 from dasksc import InputError, MissingKeyError
-from tests.support.data import sample, write_store
+from tests.support.data import write_store
 
 pytestmark = pytest.mark.core
-
-# The last atlas is used without batches: in batches of 35 cells, many genes have identical scores.
-REAL = [
-    *[("pbmc_5k_protein_v3", key) for key in (None, "batch")],
-    ("brainlarge_dataset_test", None),
-]
 
 
 def made_up(n_obs: int = 600, n_vars: int = 400, n_batches: int = 3) -> ad.AnnData:
@@ -38,16 +32,6 @@ def made_up(n_obs: int = 600, n_vars: int = 400, n_batches: int = 3) -> ad.AnnDa
     counts[batches == 1, 11] = 0
     obs = pd.DataFrame({"batch": pd.Categorical([f"b{i}" for i in batches])}, index=[f"c{i}" for i in range(n_obs)])
     return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(n_vars)]))
-
-
-def real(name: str) -> ad.AnnData:
-    path = sample(f"{name}.h5ad")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about duplicate names
-        stored = ad.read_h5ad(path)
-    counts = sp.csr_matrix(stored.X).astype(np.float32)
-    obs = pd.DataFrame({"batch": pd.Categorical(np.arange(len(stored)) % 2)}, index=np.arange(len(stored)).astype(str))
-    return ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=np.arange(counts.shape[1]).astype(str)))
 
 
 def moments_of_batches(adata: ad.AnnData, by: str, func: list[str]) -> ad.AnnData:
@@ -96,7 +80,7 @@ def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
         assert np.isclose(chosen, ours.loc[gene, "variances_norm"], rtol=1e-6, atol=1e-12).any(), gene
 
 
-@pytest.mark.parametrize("n_top_genes", [1, 50, 300, 1000])
+@pytest.mark.parametrize("n_top_genes", [1, 50, 1000])
 @pytest.mark.parametrize("batch_key", [None, "batch"])
 def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tmp_path):
     adata = made_up()
@@ -106,18 +90,6 @@ def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tm
     assert_same(ours, theirs)
     assert ours["highly_variable"].tolist() == theirs["highly_variable"].tolist()
     assert ours["highly_variable"].dtype == bool
-
-
-@pytest.mark.parametrize(("name", "batch_key"), REAL)
-def test_genes_of_a_real_atlas_are_those_of_scanpy(name, batch_key):
-    adata = real(name)
-    try:
-        theirs = of_scanpy(adata, 100, batch_key)
-    except ValueError:  # the atlas has too few cells for the fit
-        with pytest.raises(InputError, match="batch"):
-            dasksc.highly_variable_genes(adata, 100, batch_key=batch_key)
-        return
-    assert_same(dasksc.highly_variable_genes(adata, 100, batch_key=batch_key), theirs)
 
 
 def sparse_counts() -> ad.AnnData:
@@ -131,7 +103,7 @@ def sparse_counts() -> ad.AnnData:
     return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
 
 
-@pytest.mark.parametrize("n_top_genes", [100, 400, 700])
+@pytest.mark.parametrize("n_top_genes", [400])
 def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
     adata, obs = sparse_counts(), sparse_counts().obs
     theirs = of_scanpy(adata, n_top_genes, "batch")
