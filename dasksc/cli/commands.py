@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -64,6 +64,13 @@ def _opened(options: Mapping[str, Any], *, names: bool = False) -> Any:
 def _genes_of(text: Any) -> Any:
     """Return the names in ``A,B``, or the path of a vocabulary file."""
     return (Path(text) if os.path.isfile(text) else text.split(",")) if isinstance(text, str) else text
+
+
+def _title_of(paths: Sequence[str]) -> str:
+    """Return paths for display, without the secrets of URLs."""
+    from dasksc.storage import is_url, redact_url
+
+    return ", ".join(redact_url(path) if is_url(path) else path for path in paths)
 
 
 def _shows_progress(given: bool | None) -> bool:
@@ -129,6 +136,7 @@ def check(parser: Parser) -> Run:
         named |= {"genes": _genes_of(options["genes"]), "label_key": None, "rank": 0, "world_size": 1}
         dataset = dasksc.scDataset(adata, **named)
         found = dasksc.check(dataset, **arguments_of("check", options))
+        found["name"] = f"{_title_of(options['paths'])} by {type(dataset.strategy).__name__}"
         _show(found, options)
         return int(options["strict"] and bool(found.warnings))
 

@@ -87,6 +87,7 @@ def test_check_is_what_dasksc_check_says(folder: Path) -> None:
     expected = dasksc.check(dataset, 3, label_key="cell_type")
     assert [rank["n_batches"] for rank in report["ranks"]] == [rank.n_batches for rank in expected.ranks]
     assert report["world_size"] == 3
+    assert report["name"] == f"{folder / 'plain.h5ad'} by BlockShuffling"
     assert {one["name"]: one["stored"] for one in report["classes"]} == {
         one.name: one.stored for one in expected.classes
     }
