@@ -197,7 +197,9 @@ def open(
             "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
         )
     if not isinstance(storage_options, Mapping | None):
-        raise WrongTypeError(f"storage_options must be a dict of options, or None; got {storage_options!r}")
+        raise WrongTypeError(
+            f"storage_options must be a dict of options, or None; got a {type(storage_options).__name__}"
+        )
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
