@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dasksc._compat.unsupported import UnsupportedVersionError
+from dasksc.errors import DaskscError
 
-__all__ = ["check_training", "default_store", "set_collation"]
+__all__ = ["UnsupportedVersionError", "check_training", "default_store", "set_collation"]
+
+
+class UnsupportedVersionError(DaskscError, RuntimeError):
+    """Error for a version of PyTorch that lacks something that dasksc uses."""
 
 
 def check_training(version: str) -> None:
@@ -15,7 +19,9 @@ def check_training(version: str) -> None:
     # Before 2.7, ``torch.distributed.checkpoint.save`` has no ``no_dist``, and FSDP fails on CPUs. In 2.7 and 2.8, two
     # ranks under FSDP on CPUs compute different losses than one process.
     if tuple(map(int, version.split(".")[:2])) < (2, 9):
-        raise UnsupportedVersionError("torch", "working FSDP checkpoints (fixed in torch 2.9)")
+        raise UnsupportedVersionError(
+            f"torch {version} has no working FSDP checkpoints, which dasksc needs. Install torch 2.9 or later"
+        )
 
 
 def default_store(distributed: Any) -> Any:

@@ -12,17 +12,19 @@ The reports of a rank are dropped when its Client disconnects.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 from urllib.parse import urlsplit
 
 import distributed
 
 from dasksc._compat.distributed import add_pages, http_address, page_names
-from dasksc._compat.unsupported import UnsupportedVersionError, warn_once
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
 
 __all__ = ["dask_setup", "install", "routes"]
+
+logger = logging.getLogger("dasksc.dashboard")
 
 # Tuples of path, handler and arguments, as Dask's extension point requires.
 routes: list[tuple[str, type, dict[str, Any]]] = [
@@ -88,8 +90,8 @@ def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
         add_pages(dask_scheduler, handlers)
         if "loader" not in (pages := page_names(dask_scheduler)):
             pages.append("loader")  # in the navigation bar of the other pages
-    except UnsupportedVersionError as error:  # The scheduler must start even without the page.
-        warn_once(error, without="there is no loader page")
+    except (AttributeError, ImportError) as error:  # The scheduler must start even without the page.
+        logger.warning("There is no loader page, since this version of distributed is not supported: %s", error)
     return http_address(dask_scheduler)
 
 

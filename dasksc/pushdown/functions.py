@@ -155,10 +155,11 @@ def _is_known(function: Any, keywords: Mapping[str, Any]) -> bool:
 
 def is_elementwise(function: Any) -> bool:
     """Return True if a function is known to be elementwise."""
-    if isinstance(function, np.ufunc):  # of NumPy, SciPy or numba; one with a signature, like matmul, combines elements
+    if isinstance(function, np.ufunc):  # of NumPy or SciPy; one with a signature, like matmul, combines elements
         return function.nout == 1 and function.signature is None
     if isinstance(function, np.vectorize):
-        return function.signature is None
+        # Without `otypes`, the first element of a call determines the type of its results.
+        return function.signature is None and function.otypes is not None
     return _is_among(function, ZEROS)
 
 
@@ -241,6 +242,8 @@ def _elementwise(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     """Apply an elementwise function to blocks of any class."""
     args = tuple(map(_plain, args))
     blocks = [arg for arg in args if sp.issparse(arg)]
+    if any(map(sp.issparse, kwargs.values())):
+        args, kwargs, blocks = tuple(map(_dense, args)), {key: _dense(arg) for key, arg in kwargs.items()}, []
     if not blocks:
         return function(*args, **kwargs)
     others = [arg for arg in (*args, *kwargs.values()) if not sp.issparse(arg) and np.ndim(arg)]
@@ -253,7 +256,11 @@ def _elementwise(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
             return args[0].multiply(args[1]).tocsr()
         if function in (operator.add, operator.sub) and args[0].shape == args[1].shape:
             return function(*args)  # SciPy's operators are elementwise, but do not broadcast
-    return function(*(arg.toarray() if sp.issparse(arg) else arg for arg in args), **kwargs)
+    return function(*map(_dense, args), **kwargs)
+
+
+def _dense(arg: Any) -> Any:
+    return arg.toarray() if sp.issparse(arg) else arg
 
 
 def _of_values(
@@ -273,7 +280,9 @@ def _of_values(
     if zeros == "filled":
         return call(block.toarray(), *others)
     if not block.has_canonical_format or block.indptr[-1] != len(block.indices):  # add up duplicate entries first
-        block = block.tocoo().tocsr()
+        block = block.copy()
+        block.prune()
+        block.sum_duplicates()
     return _with_values(block, call(block.data, *(_at_values(other, block) for other in others)))
 
 

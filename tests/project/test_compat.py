@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dasksc._compat.torch import check_training
-from dasksc._compat.unsupported import UnsupportedVersionError
+from dasksc._compat.torch import UnsupportedVersionError, check_training
 
 pytestmark = pytest.mark.core
 

@@ -122,12 +122,20 @@ def test_malicious_stores_are_refused_before_they_fill_memory(tmp_path: Path, na
     assert fact in str(caught.value)
 
 
-@pytest.mark.parametrize(("where", "name"), [("obs/int8", "pickle"), ("X", "pickle"), ("obs/int8", r"pi\u0063kle")])
-def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "name", "encoding"),
+    [
+        ("obs/int8", "pickle", "utf-8"),
+        ("X", "pickle", "utf-8"),
+        ("obs/int8", r"pi\u0063kle", "utf-8"),
+        ("obs/int8", "pickle", "utf-16"),
+    ],
+)
+def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, name: str, encoding: str) -> None:
     mark = tmp_path / "unpickled"
     path = store_with_pickles(tmp_path, where, mark)
     for metadata in (path / where / ".zarray", path / ".zmetadata"):
-        metadata.write_text(metadata.read_text().replace('"pickle"', f'"{name}"'))
+        metadata.write_text(metadata.read_text().replace('"pickle"', f'"{name}"'), encoding)
     with pytest.raises(StorageError, match="pickle"):
         dasksc.open(path).X.compute()
     assert not mark.exists()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from dasksc import config
 from dasksc.errors import CorruptDataError, DaskscError
@@ -30,7 +30,7 @@ T = TypeVar("T")
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https", "file")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_SECRET = re.compile(r"key|secret|token|password|sas|credential|signature|authorization", re.IGNORECASE)
+_SECRET = re.compile(r"key|secret|token|pass|pwd|sas|credential|signature|auth|cookie|connection", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +119,14 @@ def redact_error(error: Exception, secrets: Sequence[str]) -> str:
 def secrets_of(root: str, options: Mapping[str, Any]) -> list[str]:
     """Return the secrets in a URL and in options, longest first."""
 
-    def of(values: Mapping[str, Any]) -> Iterator[str]:
+    def of(values: Mapping[str, Any]) -> Iterator[Any]:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 yield from of(value)
-            elif isinstance(value, str) and _SECRET.search(name):
-                yield value
+            elif _SECRET.search(name):
+                texts = value if isinstance(value, tuple | list) else [value]
+                yield from (one.decode(errors="ignore") if isinstance(one, bytes) else one for one in texts)
 
-    found = [*of(options), *(part for part in (urlsplit(root).query, urlsplit(root).password) if part)]
-    return sorted((one for one in found if len(one) > 3), key=len, reverse=True)
+    url = urlsplit(root)
+    found = [*of(options), *(part for part in (url.query, unquote(url.query), url.password) if part)]
+    return sorted((one for one in found if isinstance(one, str) and len(one) > 3), key=len, reverse=True)

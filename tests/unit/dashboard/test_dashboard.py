@@ -154,6 +154,16 @@ def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path):
         process.wait()
 
 
+def test_a_scheduler_starts_without_the_page_if_its_version_lacks_a_part(monkeypatch, caplog):
+    def missing(*_):
+        raise AttributeError("no attribute 'http_application'")
+
+    monkeypatch.setattr("dasksc.dashboard.add_pages", missing)
+    with distributed.LocalCluster(**ON_LOOPBACK) as cluster:
+        dashboard.dask_setup(cluster.scheduler)
+    assert "http_application" in caplog.text
+
+
 def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):
     with (
         distributed.LocalCluster(protocol="tcp://", host="127.0.0.1", **ON_LOOPBACK) as cluster,

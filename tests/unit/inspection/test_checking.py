@@ -35,6 +35,8 @@ def dataset(data, strategy=None, **options) -> scDataset:
         (1, True, True),
         (3, False, True),
         (3, True, True),
+        (3, False, False),
+        (4, True, False),
         (4, False, True),
     ],
 )

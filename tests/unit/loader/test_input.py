@@ -60,6 +60,7 @@ def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
     refuse(
         MissingPathError, r"^(?!.*SECRET).*did you mean https://host/atlas\.h5ad", "https:/me:SECRET@host/atlas.h5ad"
     )
+    refuse(MissingPathError, r"did you mean s3://bucket/atlas\.zarr\?", "s3:/bucket/atlas.zarr")
     refuse(MissingPathError, "there is nothing at (?!.*did you mean)", tmp_path / "disk:" / "atlas.h5ad")
 
 

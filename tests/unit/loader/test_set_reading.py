@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -180,3 +180,17 @@ def test_groups_and_controls_survive_every_transform(name: str, layout: Any) -> 
         assert len(after.control.X) == len(before.control.X)
         if name != "tokens" and name != "bins":
             assert after.control.X.sum() < before.control.X.sum()
+
+
+def test_hooks_receive_sets_as_neighbouring_rows_with_their_labels() -> None:
+    def groups_of(batches: Iterator[Any], by_index: bool) -> list[list[tuple[Any, ...]]]:
+        obs = screen().obs
+        found = []
+        for batch in batches:
+            own = obs.iloc[batch.index.numpy()] if by_index else batch.obs
+            found.append(list(zip(own.line, own.gene, strict=True)))
+        return found
+
+    alone = sets(control=None)
+    hooked = dataset(screen(), alone, batch_transform=lambda adata: adata)
+    assert groups_of(iter(hooked), by_index=False) == groups_of(iter(dataset(screen(), alone)), by_index=True)

@@ -193,6 +193,23 @@ CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0, float("inf")])
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_temperature_flattens_the_natural_distribution(temperature: float, replace: bool) -> None:
+    # Without replacement, counts differ from the expected ones by rounding only; with replacement, by at most five
+    # standard deviations.
+    sizes = np.array([8000, 1500, 400, 100])
+    labels = np.repeat(["T", "B", "NK", "mast"], sizes)
+    exact = (sizes / sizes.sum()) ** (1 / temperature)
+    exact /= exact.sum()
+    total = 40_000 if replace else int((sizes / exact).min())
+    strategy = ClassBalancedSampling(labels, 8, temperature=temperature, total_size=total, replace=replace)
+    drawn = np.array([np.sum(labels[rows_of(strategy, len(labels))] == name) for name in ("T", "B", "NK", "mast")])
+    spread = 5 * np.sqrt(total * exact * (1 - exact)) if replace else 1
+    assert drawn.sum() == total
+    assert (abs(drawn - total * exact) <= spread).all()
+
+
 def test_a_temperature_takes_class_weights_and_leaves_out_what_has_no_label() -> None:
     labels = np.repeat([0, 1, 2, -1], [900, 90, 10, 500])
     strategy = ClassBalancedSampling(

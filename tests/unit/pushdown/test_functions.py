@@ -101,6 +101,7 @@ OTHER_USES: dict[str, Callable[[da.Array], da.Array]] = {
     "rounded to tenths": lambda x: da.round(x / 3, 1),
     "a ufunc of SciPy": scipy.special.expit,
     "vectorized by NumPy": lambda x: x.map_blocks(tripled, dtype=x.dtype, meta=x._meta),
+    "a sparse keyword": lambda x: x.map_blocks(np.isclose, b=sp.csr_matrix(ROW), dtype=bool),
     "weights by one gene": lambda x: ROW * x[:, [1]],
     "all genes by one": lambda x: x * x[:, [1]],
 }
@@ -116,6 +117,20 @@ def test_other_uses_of_known_functions_give_the_values_of_dense_rows(name: str) 
     got, expected = (dense(gather_block(one.fetch(rows), np.arange(len(rows)))) for one in (sparse, whole))
     np.testing.assert_array_equal(got, expected)
     assert sparse.dtype == whole.dtype
+
+
+def test_a_vectorized_function_without_a_type_is_computed_on_whole_chunks() -> None:
+    halves = np.vectorize(lambda value: 0 if value < 2 else value / 2)
+    array = to_dask(as_matrix(values(np.float32), "X")).map_blocks(halves, dtype=float, meta=np.empty((0, 0)))
+    assert type(matrix_of(array)) is DaskMatrix
+
+
+def test_a_block_with_unused_space_has_the_values_of_its_rows() -> None:
+    block = with_stored_zeros(abs(values(np.float32)[2:4]))
+    longer = block.copy()
+    longer.indices, longer.data = (np.append(part, part[:3]) for part in (block.indices, block.data))
+    found = for_blocks(np.sqrt)(longer)
+    np.testing.assert_array_equal(found.toarray(), np.sqrt(block.toarray()))
 
 
 @pytest.mark.parametrize(
