@@ -19,10 +19,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-
-# Private functions with which Dask indexes, shuffles and joins chunks; the fields of `Blockwise` are not documented.
 from dask.array import chunk
-from dask.array._shuffle import _getitem, concatenate_arrays
 from dask.array.core import concatenate_shaped, getter, getter_inline, getter_nofancy
 from dask.blockwise import Blockwise
 from dask.core import toposort
@@ -30,6 +27,7 @@ from dask.optimization import cull
 from dask.task_spec import Alias, DataNode, GraphNode, Task, TaskRef
 from numpy.typing import NDArray
 
+from dasksc._compat.dask import concatenate_arrays, shuffled_rows
 from dasksc.pushdown.dask_leaf import MatrixRows
 from dasksc.pushdown.dask_matrix import Key, layer_of
 from dasksc.pushdown.functions import is_elementwise, row_local, unknown_function
@@ -39,7 +37,7 @@ __all__ = ["Apply", "Compiler", "Concat", "Node", "NotRowLocalError", "Read", "T
 
 Rows = range | NDArray[np.int64]
 
-_GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy, _getitem)
+_GETITEMS = (chunk.getitem, operator.getitem, getter, getter_inline, getter_nofancy, shuffled_rows)
 # Planning and steps recurse through the nodes, and Python limits recursion.
 _MAX_DEPTH = 200
 # Classes whose values are compared by repr, which distinguishes 0.0 from -0.0; values of others, by identity.
@@ -187,7 +185,7 @@ class Compiler:
     def _taken(self, key: Key, task: Task) -> Node:
         """Compile a task that indexes a chunk."""
         index = self._literal(key, task.args[1])
-        if task.func is _getitem:  # a shuffle hides its index from Dask's optimization, in a pair
+        if task.func is shuffled_rows:  # a shuffle hides its index from Dask's optimization, in a pair
             index = index[1]
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if all(isinstance(one, slice) and one == slice(None) for one in rest):

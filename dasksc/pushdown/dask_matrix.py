@@ -13,9 +13,6 @@ import cloudpickle
 import dask.array as da
 import numpy as np
 import scipy.sparse as sp
-
-# Not public: Dask has no public function that returns the tasks of a graph, and its scheduler is public only by name.
-from dask._task_spec import convert_legacy_graph
 from dask.base import normalize_token
 from dask.core import toposort
 from dask.local import get_sync
@@ -25,6 +22,7 @@ from dask.task_spec import DataNode, GraphNode
 from dask.utils import ensure_dict
 from numpy.typing import NDArray
 
+from dasksc._compat.dask import convert_legacy_graph
 from dasksc.errors import InputError
 from dasksc.pushdown.functions import with_blocks
 from dasksc.storage import FetchCost, RowBuffer, as_matrix

@@ -18,16 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy.sparse as sp
-
-# Private functions that Dask applies to chunks.
-from dask._task_spec import _identity_cast
 from dask.array import chunk
 from dask.array import reductions as of_dask
-from dask.array.core import _concatenate2, _elemwise_handle_where, _enforce_dtype
 from dask.base import tokenize
 from dask.task_spec import DataNode, GraphNode, List, Task
 from numpy.typing import NDArray
 
+from dasksc._compat.dask import concatenate2, elemwise_handle_where, enforce_dtype, identity_cast
 from dasksc.errors import InputError
 from dasksc.pushdown.reductions import chunk_moments, chunk_sum, combine_moments, variance_of
 
@@ -75,7 +72,7 @@ _SCANPY_SUMS = (
 _CONVERSIONS = frozenset(
     [
         *(np.asarray, np.ascontiguousarray, sp.csr_matrix, sp.csr_array, chunk.astype, list, tuple, variance_of),
-        *(_concatenate2, _elemwise_handle_where, _enforce_dtype, _identity_cast, List.to_container),
+        *(concatenate2, elemwise_handle_where, enforce_dtype, identity_cast, List.to_container),
     ]
 )
 # Functions that treat every row independently if they reduce columns only (``axis=1``).
