@@ -129,7 +129,7 @@ def _is_ascending_at(columns_at, start, stop, like_indices):
 
 
 @kernel
-def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices, any_order=True):
+def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices, any_order):
     """Write CSR rows into a dense `out`, shape (n_rows, n_vars). Repeated columns are summed, as in SciPy."""
     n_columns = np.uint64(n_vars)
     for i in range(len(positions)):
@@ -240,7 +240,7 @@ def _renumber(columns_at, n, lookup, columns, next_columns_at, next_values_at, l
 
 @kernel
 def scatter_columns(
-    positions, lengths, data_at, indices_at, maps, lookups, drops, out, like_data, like_indices, any_order=True
+    positions, lengths, data_at, indices_at, maps, lookups, drops, out, like_data, like_indices, any_order
 ):
     """Write the kept columns of CSR rows into a dense `out`, shape (n_rows, n_kept)."""
     longest = _longest(positions, lengths) if drops else 0
@@ -293,7 +293,7 @@ def row_starts(positions, lengths, indptr):
 
 @kernel
 def copy_rows_csr(
-    positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices, any_order=True
+    positions, lengths, data_at, indices_at, n_vars, indptr, indices, data, like_data, like_indices, any_order
 ):
     """Copy CSR rows into `indices` and `data`; row i begins at ``indptr[i]``."""
     for i in range(len(positions)):
@@ -369,7 +369,7 @@ def copy_columns_csr(
     data,
     like_data,
     like_indices,
-    any_order=True,
+    any_order,
 ):
     """Copy and renumber the kept columns of CSR rows; row i begins at ``indptr[i]``, as `count_columns` counts."""
     longest = _longest(positions, lengths) if drops else 0

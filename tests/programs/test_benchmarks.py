@@ -218,15 +218,3 @@ def test_every_contender_hands_over_every_value_once_an_epoch(work, tmp_path, na
     total = ad.read_h5ad(spec["path"]).X.sum(dtype=np.float64)
     assert epoch["n_rows"] == CELLS
     assert epoch["checksum"] == pytest.approx(total, rel=1e-5)
-
-
-def test_plans_names_the_targets_that_are_missed():
-    from plans import missed
-
-    good = {"first_fetch_s": 0.001, "peak_bytes": 5e5, "ratio": 600, "share_of_reading": {"dense": 0.01, "csr": 0.02}}
-    assert missed({"case": "blocks", "block": 64, **good}) == []
-    bad = {"first_fetch_s": 0.006, "peak_bytes": 5e5, "ratio": 499, "share_of_reading": {"dense": 0.01, "csr": 0.021}}
-    assert missed({"case": "blocks", "block": 64, **bad}) == ["first_fetch_s", "ratio", "share of reading csr"]
-    assert missed({"case": "one huge weight", "block": 1, "share_of_reading": {"dense": 0.05, "csr": 0.07}}) == [
-        "share of reading csr"
-    ]

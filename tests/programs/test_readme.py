@@ -40,14 +40,6 @@ def test_programs_make_their_own_data_and_print_what_the_page_shows(page, tmp_pa
     assert comparable(masked[0]) == comparable(masked[1])
 
 
-def test_the_readme_is_short_and_its_pictures_exist():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
-    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
-    assert pictures
-    assert all((ROOT / picture).is_file() for picture in pictures)
-
-
 # test_guides.py runs the guides, and docs/tutorials/record.py the recorded tutorial.
 RECORDED = ("larger_than_memory",)
 ELSEWHERE = ("get_started", *RECORDED)
@@ -92,9 +84,3 @@ def test_shell_commands_refer_to_existing_files_and_targets(line):
         if match := re.fullmatch(r"(?:\.|dasksc)\[([\w,]+)\]", word):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             assert set(match[1].split(",")) <= set(extras)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target

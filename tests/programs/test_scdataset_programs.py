@@ -20,7 +20,7 @@ from dasksc import (
     Streaming,
     scDataset,
 )
-from dasksc.transforms.hooks import adata_to_mindex, fetch_transform_adata, hf_tahoe_to_tensor
+from dasksc.transforms.hooks import adata_to_mindex
 
 N_OBS, N_VARS = 600, 30
 BATCH, FETCH_FACTOR = 16, 4
@@ -124,29 +124,6 @@ def test_adata_to_mindex_with_obs_columns(adata, num_workers):
     assert sorted(seen) == list(range(N_OBS))
 
 
-def test_fetch_transform_adata_gives_batches_of_tensors(adata):
-    dataset = scDataset(adata, Streaming(), BATCH, FETCH_FACTOR, fetch_transform=fetch_transform_adata)
-    batches = list(dataset)
-    assert all(isinstance(batch, torch.Tensor) and batch.dtype == torch.float32 for batch in batches)
-    np.testing.assert_array_equal(torch.cat(batches).numpy(), counts())
-
-
-def test_batches_without_hooks_equal_those_of_fetch_transform_adata(path):
-    options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
-    hooked = scDataset(path, fetch_transform=fetch_transform_adata, **options)
-    for ours, theirs in zip(scDataset(path, **options), hooked, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_obs_yields_the_codes_of_the_values_of_adata_to_mindex(path):
-    options = {"strategy": BlockShuffling(4), "batch_size": BATCH, "seed": 0}
-    hooked = scDataset(path, fetch_transform=partial(adata_to_mindex, columns=["cell_type"]), **options)
-    plain = scDataset(path, obs=["cell_type"], **options)
-    for ours, theirs in zip(plain, hooked, strict=True):
-        assert [plain.categories["cell_type"][code] for code in ours.obs["cell_type"]] == list(theirs["cell_type"])
-        np.testing.assert_array_equal(ours.X, theirs["X"])
-
-
 def test_an_ann_collection_of_backed_files(path):
     experimental = pytest.importorskip("anndata.experimental")
     files = [ad.read_h5ad(path, backed="r") for _ in range(2)]
@@ -171,55 +148,17 @@ def test_an_ann_collection_of_backed_files(path):
 # --- Other collections --------------------------------------------------------------------------------
 
 
-class FakeHuggingFace:
-    """Stand-in for a Hugging Face data set: a dict for one row, a dict of lists for several."""
-
-    features = ("genes", "expressions", "drug")
-
-    def __init__(self, X: np.ndarray) -> None:
-        self.cells = [{"genes": np.flatnonzero(x), "expressions": x[x != 0]} for x in X]
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def __getitem__(self, key):
-        if isinstance(key, str):
-            return [self._cell(i)[key] for i in range(len(self))]
-        if isinstance(key, (int, np.integer)):
-            return self._cell(int(key))
-        cells = [self._cell(int(i)) for i in (range(len(self))[key] if isinstance(key, slice) else key)]
-        return {name: [cell[name] for cell in cells] for name in self.features}
-
-    def _cell(self, i: int) -> dict:
-        return {**self.cells[i], "drug": f"drug{i}"}
-
-
-def test_a_hugging_face_data_set_to_tensors():
-    X = counts()
-    X[5] = 0  # an empty cell, which does not contain its row number
-    dataset = scDataset(
-        FakeHuggingFace(X),
-        BlockShuffling(block_size=8),
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_transform=partial(hf_tahoe_to_tensor, num_genes=N_VARS),
-    )
-    rows = rows_of(dataset)
-    assert sorted(rows) == sorted([*range(5), -1, *range(6, N_OBS)])
-
-
 # Each collection once, and each strategy with arrays, sparse matrices and objects.
 @pytest.mark.parametrize(
     ("collection", "kind", "dense", "strategy"),
     [
         (counts(), np.ndarray, np.asarray, Streaming()),
-        (sp.csr_matrix(counts()), sp.csr_matrix, lambda batch: batch.toarray(), BlockShuffling(8)),
         (sp.csr_array(counts()), sp.csr_array, lambda batch: batch.toarray(), Streaming()),
         (torch.from_numpy(counts()), torch.Tensor, lambda batch: batch.numpy(), BlockShuffling(8)),
         (pd.DataFrame(counts(), index=np.arange(N_OBS)[::-1]), pd.DataFrame, lambda b: b.to_numpy(), Streaming()),
         (MultiIndexable(y=np.arange(N_OBS), X=counts()), MultiIndexable, lambda batch: batch["X"], BlockShuffling(8)),
     ],
-    ids=["numpy", "csr_matrix", "csr_array", "torch", "pandas", "MultiIndexable"],
+    ids=["numpy", "csr_array", "torch", "pandas", "MultiIndexable"],
 )
 def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, kind, dense, strategy):
     batches = list(scDataset(collection, strategy, batch_size=BATCH, fetch_factor=FETCH_FACTOR))
@@ -231,18 +170,6 @@ def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, 
         assert rows == list(range(N_OBS))
     if kind is MultiIndexable:
         assert np.concatenate([batch["y"] for batch in batches]).tolist() == rows
-
-
-# --- Hooks --------------------------------------------------------------------------------------------
-
-
-def test_the_attributes_that_programs_read():
-    data, strategy = np.arange(64), Streaming()
-    dataset = scDataset(data, strategy, 8, 2, True, rank=1, world_size=2, seed=0)
-    assert dataset.collection is data
-    assert dataset.strategy is strategy
-    assert (dataset.batch_size, dataset.fetch_factor, dataset.fetch_size) == (8, 2, 16)
-    assert (dataset.drop_last, dataset.rank, dataset.world_size) == (True, 1, 2)
 
 
 # --- User-defined strategies --------------------------------------------------------------------------
@@ -308,20 +235,3 @@ def test_four_workers_and_prefetch_factor_of_one_more_than_fetch_factor(adata, p
         epochs.append(rows_of(batch["X"] for batch in batches))
         assert sorted(epochs[-1]) == list(range(N_OBS))
     assert epochs[0] != epochs[1]
-
-
-def test_every_public_name_is_found_where_it_was():
-    import dasksc
-    import dasksc.experimental
-    import dasksc.transforms.hooks
-
-    names = """
-        scDataset SamplingStrategy Streaming BlockShuffling BlockWeightedSampling ClassBalancedSampling
-        MultiIndexable suggest_parameters estimate_sample_size adata_to_mindex hf_tahoe_to_tensor
-        bionemo_to_tensor
-    """
-    for name in names.split():
-        assert callable(getattr(dasksc, name)), name
-        assert name in dasksc.__all__
-    for name in ("suggest_parameters", "estimate_sample_size"):
-        assert getattr(dasksc.experimental, name) is getattr(dasksc, name)

@@ -85,11 +85,3 @@ def test_a_recorded_tutorial_has_the_programs_of_its_record_and_shows_all_of_the
     assert numbers
     pictures = {path.name for path in RECORDS[page].parent.glob(f"{page.stem}-*.png")}
     assert pictures == set(re.findall(r"\]\(recorded/(\S+\.png)\)", text))
-
-
-@pytest.fixture
-def inventories():
-    spec = importlib.util.spec_from_file_location("inventories", ROOT / "docs" / "inventories.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

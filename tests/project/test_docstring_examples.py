@@ -63,9 +63,3 @@ def test_options_of_a_data_set_are_those_of_its_signature():
     unused = {"strategy", "filter", "drop_last", "equal_ranks", "label_key", "seed", "return_index", "data_collection"}
     assert options - set(predict) == unused
     assert predict["batch_size"].default == 1024
-
-
-def test_the_parameters_of_a_data_set_are_grouped():
-    text = inspect.getdoc(dasksc.scDataset).partition("Parameters\n----------")[0]
-    names = [name for name in inspect.signature(dasksc.scDataset).parameters if f"`{name}`" in text]
-    assert set(inspect.signature(dasksc.scDataset).parameters) == set(names)

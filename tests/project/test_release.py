@@ -49,22 +49,3 @@ def test_the_recipe_is_one_for_rattler_build():
     rendered = variant.recipe.to_dict()
     assert rendered["package"] == {"name": "dasksc", "version": PROJECT["version"]}
     assert rendered["build"]["noarch"] == "python"
-
-
-def test_the_citation_has_what_its_format_asks_for():
-    # The required keys and the allowed types of the Citation File Format 1.2.0.
-    found = citation()
-    assert found["cff-version"] == "1.2.0"
-    assert found["type"] == "software"
-    assert found["title"] == PROJECT["name"]
-    assert found["license"] == PROJECT["license"]
-    assert found["authors"] == [{"name": author["name"]} for author in PROJECT["authors"]]
-    assert found["keywords"] == PROJECT["keywords"]
-    assert set(found) == {
-        *("cff-version", "message", "type", "title", "abstract", "authors", "version", "license", "keywords")
-    }
-
-
-def test_the_release_checklist_has_ten_lines():
-    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## Releasing\n")[2]
-    assert re.findall(r"^(\d+)\. ", text, re.MULTILINE) == [str(i + 1) for i in range(10)]

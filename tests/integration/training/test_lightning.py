@@ -172,18 +172,6 @@ def test_epochs_cut_short_by_lightning_resume_as_lightning_does(path, tmp_path):
         assert again.seen["train"] == unbroken.seen["train"][step:], step
 
 
-def test_a_run_that_stops_at_a_number_of_steps_is_gone_on_with(path, tmp_path):
-    unbroken = Recorder()
-    trainer(tmp_path, max_epochs=-1, max_steps=20).fit(unbroken, module(path))
-    first = Recorder()
-    one = trainer(tmp_path, max_epochs=-1, max_steps=10)
-    one.fit(first, module(path))
-    one.save_checkpoint(tmp_path / "stopped.ckpt")
-    again = Recorder()
-    trainer(tmp_path, max_epochs=-1, max_steps=20).fit(again, module(path), ckpt_path=tmp_path / "stopped.ckpt")
-    assert first.seen["train"] + again.seen["train"] == unbroken.seen["train"]
-
-
 @pytest.mark.parametrize("before", [4, 16])
 def test_with_another_batch_size_the_rest_of_the_epoch_is_read_once(path, tmp_path, before):
     first = Recorder()
@@ -218,13 +206,6 @@ def test_training_without_validation_is_fine_and_validating_says_what_is_missing
     assert len(model.seen["train"]) == 7
     with pytest.raises(InputError, match="pass validate="):
         trainer(tmp_path).validate(model, data)
-
-
-def test_wrong_arguments_are_refused(path):
-    with pytest.raises(InputError, match="no strategy given"):
-        scDataModule(path, 8)
-    with pytest.raises(InputError, match="call setup"):
-        module(path).train_dataloader()
 
 
 def test_two_processes_resume_in_the_middle_of_an_epoch_and_one_takes_over(path, tmp_path):

@@ -117,12 +117,6 @@ def test_a_saved_model_is_loaded_with_the_module(path, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_layer_can_be_read_instead_of_x(adata, path):
-    data = data_module(path, layer="double")
-    batch = next(iter(data.inference_dataloader(batch_size=N_OBS)))
-    np.testing.assert_array_equal(batch["X"].numpy(), adata.layers["double"])
-
-
 def test_columns_that_do_not_fit_are_refused(path):
     with pytest.raises(InputError, match=r"obs\['age'\]"):
         data_module(path, batch_key="age")

@@ -78,7 +78,7 @@ LZF = lzf(VALUES[:1000].tobytes())
 
 
 @pytest.mark.parametrize(("codec", "stored"), CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("rows", [(0, N), (0, 1), (17, 70_003), (N - 1, N)], ids=str)
+@pytest.mark.parametrize("rows", [(0, N), (17, 70_003), (N - 1, N)], ids=str)
 def test_a_decoded_part_equals_that_of_the_whole(codec: Codec, stored: bytes, rows: tuple[int, int]) -> None:
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=rows), VALUES[slice(*rows)])
@@ -191,8 +191,8 @@ def test_pieces_of_blosc_chunks_equal_those_of_the_whole(cuts: list[list[int]], 
 
 
 @needs_getitem
-@pytest.mark.parametrize("at", [2, 3, 4, 8, 12, 16, 17, 20], ids=lambda at: f"byte {at}")
-@pytest.mark.parametrize("value", [0, 127, 255])
+@pytest.mark.parametrize("at", [2, 4, 8, 12, 16, 20], ids=lambda at: f"byte {at}")
+@pytest.mark.parametrize("value", [0, 255])
 def test_any_byte_of_a_blosc_header_may_be_wrong(at: int, value: int) -> None:
     stored = bytearray(blosc_chunk(VALUES))
     stored[at] = value
@@ -255,7 +255,6 @@ def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matri
     ("n_vars", "dtype", "chunk", "held"),
     [
         (3000, "int32", 300_000, "uint16"),
-        (3000, "int64", 300_000, "uint16"),
         (65_536, "uint32", 300_000, "uint16"),
         (65_537, "int32", 300_000, "int32"),
         (3000, "uint16", 600_000, "uint16"),

@@ -39,10 +39,8 @@ pytestmark = pytest.mark.core
 DTYPES = [
     ("float32", "int32"),
     ("float64", "int64"),
-    ("int8", "uint16"),
     ("uint16", "uint32"),
-    ("int64", "int32"),
-    ("bool", "int64"),
+    ("bool", "uint16"),
 ]
 
 
