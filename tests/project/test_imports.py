@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.data import make_adata, write_store
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.programs
 
 IMPORTED = """
 import sys

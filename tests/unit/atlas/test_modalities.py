@@ -140,8 +140,7 @@ def test_each_batch_holds_the_same_cells_of_every_modality(tmp_path: Path, kind:
     assert dataset.categories["prot:kind"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("scheduler", ["synchronous", "threads"])
-def test_filters_splits_genes_and_copies_work_as_for_one(tmp_path: Path, scheduler: Any) -> None:
+def test_filters_splits_genes_and_copies_work_as_for_one(tmp_path: Path) -> None:
     opened = dasksc.Modalities(store(tmp_path, "paths"))
     rows = dasksc.split(opened, fractions=(0.5, 0.5), stratify="rna:kind")["train"]
     dataset = dasksc.scDataset(
@@ -150,7 +149,6 @@ def test_filters_splits_genes_and_copies_work_as_for_one(tmp_path: Path, schedul
         8,
         genes={"rna": ["v1-3", "v1-0"]},
         filter="`prot:kind` == 'a'",
-        scheduler=scheduler,
         seed=0,
     )
     expected = set(rows) & set(np.flatnonzero(opened.obs["prot:kind"] == "a"))
@@ -234,9 +232,8 @@ def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[in
 # --- Passes and predictions -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["h5mu", "dict"])
-def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path, kind: str) -> None:
-    data = dasksc.Modalities(store(tmp_path, kind))
+def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path) -> None:
+    data = dasksc.Modalities(store(tmp_path, "h5mu"))
 
     def sums(batch: Any) -> dict[str, torch.Tensor]:
         return {"X_joint": torch.stack([batch[name].X.sum(dim=1) for name in ("rna", "prot")], dim=1)}
@@ -255,7 +252,7 @@ def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Pa
     np.testing.assert_allclose(rna.obsm["X_joint"].compute(), expected)
 
 
-@pytest.mark.parametrize("kind", ["h5mu", "zarr", "memory"])
+@pytest.mark.parametrize("kind", ["zarr", "memory"])
 def test_columns_and_obsm_of_the_mudata_itself_are_available(tmp_path: Path, kind: str) -> None:
     own = {"rna:leiden": "own", "batch:1": "own", "rna:score": "a copy"}
     path = store(tmp_path, "h5mu" if kind == "memory" else kind, own)

@@ -27,18 +27,18 @@ def written(tmp_path: Path, data: Any, **options: Any) -> ad.AnnData:
 
 @pytest.fixture
 def adata() -> ad.AnnData:
-    made = make_adata(60, 17, has_everything=True)
-    made.raw = made
+    made = make_adata(60, 17)
+    made.raw = ad.AnnData(made.X, var=made.var)
     made.var["symbol"] = ["twice" if i in (2, 9) else f"S{i}" for i in range(17)]
     made.var["n"] = np.arange(17)
     made.varm["loadings"] = np.arange(34.0).reshape(17, 2)
     return made
 
 
-@pytest.mark.parametrize(("format", "layout"), [("h5ad", "csr"), ("zarr3", "dense")])
-def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format: str, layout: str) -> None:
-    adata.X = adata.X if layout == "csr" else adata.X.toarray()
-    path = write_store(adata, tmp_path, format)
+def test_cells_are_those_of_the_filter(tmp_path: Path) -> None:
+    adata = make_adata(60, 17, has_everything=True)
+    adata.raw = adata
+    path = write_store(adata, tmp_path, "h5ad")
     found = written(tmp_path, path, filter=NEEDED)
     rows = dasksc.rows_where(path, NEEDED)
     expected = adata[rows]
@@ -64,7 +64,6 @@ def test_cells_are_those_of_the_filter(tmp_path: Path, adata: ad.AnnData, format
     ("genes", "layout", "narrow"),
     [
         ({"genes": ["gene5", "gene0", "gene16"]}, "csr", True),
-        ({"genes": slice(2, 9)}, "dense", False),
         ({"genes": ["gene5", "new", "gene0"], "genes_missing": "drop"}, "csr", True),
         (
             {"genes": ["new", "twice", "S1"], "genes_key": "symbol", "genes_repeated": "sum", "genes_missing": "zero"},
@@ -116,9 +115,8 @@ def test_var_follows_the_genes(tmp_path: Path, adata: ad.AnnData) -> None:
     report = dasksc.convert(path, tmp_path / "b.zarr", genes=["gene5", "new"], genes_missing="drop")
     assert report.genes is not None
     assert report.genes.startswith("1 of 2 genes matched by var_names (50.0%); 1 missing, left out: new")
-    pure = dasksc.convert(path, tmp_path / "c.zarr", genes=["gene5", "gene0"])
+    dasksc.convert(path, tmp_path / "c.zarr", genes=["gene5", "gene0"])
     np.testing.assert_array_equal(read(tmp_path / "c.zarr").varm["loadings"], adata.varm["loadings"][[5, 0]])
-    assert pure.left_out == ("obsp/neighbours",)
 
 
 def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad.AnnData) -> None:
@@ -132,14 +130,11 @@ def test_missing_genes_have_the_key_that_was_asked_for(tmp_path: Path, adata: ad
 def test_sums_of_narrow_counts_do_not_wrap(tmp_path: Path) -> None:
     values = np.full((20, 3), 200, dtype=np.uint8)
     var = pd.DataFrame({"symbol": ["a", "a", "b"]}, index=["x", "y", "z"])
-    for i, x in enumerate((sp.csr_matrix(values), values)):
-        path = tmp_path / f"{i}.h5ad"
-        ad.AnnData(x, var=var).write_h5ad(path)
-        for narrow in (True, False):
-            options: dict[str, Any] = {"genes_key": "symbol", "genes_repeated": "sum", "narrow": narrow}
-            found = written(tmp_path, path, genes=["a", "b"], overwrite=True, **options)
-            np.testing.assert_array_equal(dense(found.X), [[400, 200]] * 20)
-            assert found.X.dtype == (np.uint16 if narrow else np.uint64)
+    for x, narrow in ((sp.csr_matrix(values), True), (values, False)):
+        options: dict[str, Any] = {"genes_key": "symbol", "genes_repeated": "sum", "narrow": narrow}
+        found = written(tmp_path, ad.AnnData(x, var=var), genes=["a", "b"], overwrite=True, **options)
+        np.testing.assert_array_equal(dense(found.X), [[400, 200]] * 20)
+        assert found.X.dtype == (np.uint16 if narrow else np.uint64)
 
 
 def test_several_atlases_become_an_aligned_subset(tmp_path: Path) -> None:

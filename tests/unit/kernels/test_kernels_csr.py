@@ -62,7 +62,9 @@ def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
 def test_scattered_rows_equal_the_dense_matrix(stored: str, wanted: str) -> None:
     rows = Rows(data_dtype=stored)
     out = garbage((len(rows.positions), N_VARS), wanted)
-    bad = kernels.scatter_rows(rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes, True)
+    bad = kernels.scatter_rows(
+        rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes, True
+    )
     assert bad == -1
     np.testing.assert_array_equal(out, rows.expected.astype(wanted))
 
@@ -80,7 +82,15 @@ def test_long_rows_are_cleared_whatever_the_order_of_their_columns(n_vars: int, 
     data_at, indices_at = (np.uint64(part.ctypes.data) + starts * np.uint64(4) for part in (data, indices))
     out = garbage((20, n_vars), "float32")
     bad = kernels.scatter_rows(
-        np.arange(20), np.diff(csr.indptr).astype(np.int64), data_at, indices_at, n_vars, out, data[:0], indices[:0], True
+        np.arange(20),
+        np.diff(csr.indptr).astype(np.int64),
+        data_at,
+        indices_at,
+        n_vars,
+        out,
+        data[:0],
+        indices[:0],
+        True,
     )
     assert bad == -1
     np.testing.assert_array_equal(out, csr.toarray())
@@ -127,7 +137,9 @@ def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) 
     where = (positions, rows.lengths, rows.data_at, indices_at)
     assert kernels.scatter_rows(*where, N_VARS, np.empty((n, N_VARS), "f4"), *rows.likes, True) == culprit
     for drops in (True, False):
-        assert kernels.scatter_columns(*where, *lookup, drops, np.empty((n, N_VARS), "f4"), *rows.likes, True) == culprit
+        assert (
+            kernels.scatter_columns(*where, *lookup, drops, np.empty((n, N_VARS), "f4"), *rows.likes, True) == culprit
+        )
         assert kernels.copy_columns_csr(*where, *lookup, drops, indptr, *everything, *rows.likes, True) == culprit
     assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes, True) == culprit
     merge = indptr.copy(), *everything, np.empty(N_VARS, "f4")
@@ -194,7 +206,9 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     where = (lengths, address(csr.data) + starts * np.uint64(4), address(csr.indices) + starts * np.uint64(4))
     positions = rng.permutation(n)
     out = garbage((n, kept), "float32")
-    assert kernels.scatter_columns(positions, *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0], True) == -1
+    assert (
+        kernels.scatter_columns(positions, *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0], True) == -1
+    )
     np.testing.assert_array_equal(out, twin[positions])
     counts = garbage((n,), "int64")
     assert kernels.count_columns(positions, lengths, where[2], maps, lookups, counts, csr.indices[:0]) == -1
@@ -208,7 +222,8 @@ def test_rows_of_several_matrices_are_gathered_each_by_its_own_map(n_vars: int) 
     row = int(np.flatnonzero((maps == 1) & (lengths > 0))[0])
     csr.indices[csr.indptr[row]] = widths[1]
     assert (
-        kernels.scatter_columns(np.array([row]), *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0], True) == row
+        kernels.scatter_columns(np.array([row]), *where, maps, lookups, True, out, csr.data[:0], csr.indices[:0], True)
+        == row
     )
     assert kernels.copy_columns_csr(np.array([row]), *where, maps, lookups, True, *to) == row
 

@@ -50,10 +50,9 @@ def test_a_truncated_file(path, tmp_path):
     refuse(CorruptDataError, f"is truncated: it has {n_bytes:,} of {n_all:,} bytes", truncated)
 
 
-@pytest.mark.parametrize("name", ["cells.csv", "cells.rds", "cells.pdf"])
-def test_a_file_of_another_kind(tmp_path, name):
-    (tmp_path / name).write_text("a,b\n1,2\n")
-    refuse(StorageError, rf"{name}.*\.h5ad", tmp_path / name)
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "cells.csv").write_text("a,b\n1,2\n")
+    refuse(StorageError, r"cells\.csv.*\.h5ad", tmp_path / "cells.csv")
 
 
 def test_a_url_without_a_slash_is_shown_without_its_password(tmp_path):
@@ -80,8 +79,9 @@ def test_a_list_without_an_atlas(nothing):
     refuse(InputError, "contains no atlas; give at least one path or AnnData", nothing)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "fetch_factor", "prefetch"])
-@pytest.mark.parametrize("value", [0, -1, 2.5, "8", True])
+@pytest.mark.parametrize(
+    ("name", "value"), [("batch_size", 0), ("batch_size", 2.5), ("fetch_factor", "8"), ("prefetch", True)]
+)
 def test_sizes_that_are_no_whole_numbers(path, name, value):
     refuse(InputError, f"{name} must be a whole number of at least 1; got {value!r}", path, **{name: value})
 

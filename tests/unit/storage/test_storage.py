@@ -205,8 +205,6 @@ def test_a_matrix_and_what_it_fetched_read_the_same_after_pickling(written: Path
         check_fetched(pickle.loads(pickle.dumps(fetched)), expected)
 
 
-
-
 def test_threads_fetch_and_gather_at_once(written: Path) -> None:
     matrix = open_matrix(written, "X")
     expected = values_of(atlas(), "X")

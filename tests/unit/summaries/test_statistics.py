@@ -44,13 +44,14 @@ def assert_are(found: pd.DataFrame, values: Any) -> None:
 # --- Genes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "u1", "f2", "?"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("csr", "f4"), ("csr", "u1"), ("dense", "f8"), ("dense", "f2"), ("dense", "?")]
+)
 def test_statistics_of_genes_are_those_of_numpy(layout, dtype, tmp_path):
     values = dense(make_adata(60, 17).X) % 200
     adata = ad.AnnData(sp.csr_matrix(values.astype("f4")) if layout == "csr" else values.astype(dtype))
     if layout == "csr":
-        adata.X = sp.csr_matrix(values.astype("f4" if dtype == "f2" else dtype))
+        adata.X = sp.csr_matrix(values.astype(dtype))
     for data in (adata, write_store(adata, tmp_path, "h5ad")):
         found = dasksc.statistics(data)
         assert_are(found.genes, adata.X)

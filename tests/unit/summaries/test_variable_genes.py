@@ -81,7 +81,7 @@ def assert_same(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
 
 
 # The last atlas is used without batches: in batches of 35 cells, many genes have identical scores.
-REAL = [("pbmc_5k_protein_v3", None), ("pbmc_5k_protein_v3", "batch"), ("brainlarge_dataset_test", None)]
+REAL = [("pbmc_5k_protein_v3", "batch"), ("brainlarge_dataset_test", None)]
 
 
 def real(name: str) -> ad.AnnData:
@@ -106,8 +106,7 @@ def test_genes_of_a_real_atlas_are_those_of_scanpy(name, batch_key):
     assert_same(dasksc.highly_variable_genes(adata, 100, batch_key=batch_key), theirs)
 
 
-@pytest.mark.parametrize("n_top_genes", [1, 50, 1000])
-@pytest.mark.parametrize("batch_key", [None, "batch"])
+@pytest.mark.parametrize(("batch_key", "n_top_genes"), [(None, 1000), ("batch", 50)])
 def test_genes_of_a_made_up_atlas_are_those_of_scanpy(batch_key, n_top_genes, tmp_path):
     adata = made_up()
     theirs = of_scanpy(adata, n_top_genes, batch_key)
@@ -129,8 +128,8 @@ def sparse_counts() -> ad.AnnData:
     return ad.AnnData(sp.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=np.arange(2_000).astype(str)))
 
 
-@pytest.mark.parametrize("n_top_genes", [100, 400, 700])
-def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them(n_top_genes):
+def test_genes_tied_in_a_batch_are_chosen_as_scanpy_chooses_them():
+    n_top_genes = 400
     adata, obs = sparse_counts(), sparse_counts().obs
     theirs = of_scanpy(adata, n_top_genes, "batch")
     ours = dasksc.highly_variable_genes(adata, n_top_genes, "seurat_v3", "batch")
@@ -170,10 +169,9 @@ def test_batches_that_need_more_memory_than_there_may_be_are_refused_before_a_pa
         dasksc.highly_variable_genes(adata, 50, "seurat_v3", "batch")
 
 
-@pytest.mark.parametrize("flavor", ["seurat", "cell_ranger", "pearson_residuals", "seurat_v4"])
-def test_other_flavors_are_left_to_scanpy(flavor):
-    with pytest.raises(InputError, match=f"'{flavor}'.*'seurat_v3'.*scanpy"):
-        dasksc.highly_variable_genes(made_up(30, 40), 5, flavor)
+def test_other_flavors_are_left_to_scanpy():
+    with pytest.raises(InputError, match="'seurat'.*'seurat_v3'.*scanpy"):
+        dasksc.highly_variable_genes(made_up(30, 40), 5, "seurat")
 
 
 def test_what_cannot_be_compared_is_refused(caplog):
