@@ -27,10 +27,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgro
 # The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
-# The quickest checks come first. The site is built by one process, so the other short checks run beside it. A test of
-# `make test-faults` reads damaged files, too; `make fuzz` does so for longer.
-FIRST := lint types
-SHORT_CHECKS := docs demo bounds
+# The quickest check comes first. Types are checked and the site is built by one process each, so the other short checks
+# run beside them. A test of `make test-faults` reads damaged files, too; `make fuzz` does so for longer.
+FIRST := lint
+SHORT_CHECKS := docs types bounds demo
 TESTS := test-faults test-programs
 
 .PHONY: env demo test test-programs test-faults test-all check lint types bounds fuzz docs tutorials-record lowest rapids clean
@@ -116,7 +116,7 @@ rapids:
 
 # Run all checks, print the wall-clock and CPU time of each, and stop at the first failure.
 check: $(VENV)/.dev
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(FIRST:%=timed-%)
+	@$(MAKE) --no-print-directory $(FIRST:%=timed-%)
 	@$(MAKE) --no-print-directory timed-test
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(SHORT_CHECKS:%=timed-%)
 	@$(MAKE) --no-print-directory --jobs 1 $(TESTS:%=timed-%)

@@ -35,7 +35,7 @@ TIERS = {"core", "programs", "faults"}
 # `make test-faults` more (--hypothesis-profile=thorough). Both are deterministic, so that a failure is due to a change.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 settings.register_profile("fast", max_examples=10, derandomize=True, **COMMON)
-settings.register_profile("thorough", max_examples=50, derandomize=True, **COMMON)
+settings.register_profile("thorough", max_examples=30, derandomize=True, **COMMON)
 settings.load_profile("fast")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

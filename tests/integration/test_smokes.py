@@ -21,6 +21,7 @@ from tests.support.training import alone, assert_same, changed, training
 
 pytestmark = [
     pytest.mark.core,
+    pytest.mark.xdist_group("torchrun"),  # one server of preloaded processes
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
 

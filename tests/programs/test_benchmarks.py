@@ -183,19 +183,13 @@ def test_opening_measures_each_work_in_a_process_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("dasksc threads", "dense"),
         ("dasksc threads", "csr"),
-        ("dasksc synchronous", "dense"),
         ("dasksc client", "dense"),
         ("dasksc without Dask", "dense"),
-        ("dasksc without Dask", "csr"),
-        ("scDataset", "dense"),
         ("scDataset", "csr"),
         ("scDataset per fetch", "dense"),
-        ("annbatch own store", "dense"),
         ("annbatch own store", "csr"),
         ("annbatch AnnData zarr", "dense"),
-        ("anndata backed", "dense"),
         ("anndata backed", "csr"),
     ],
 )

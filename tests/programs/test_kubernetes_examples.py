@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from dasksc.train import Config
 from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.programs
@@ -45,8 +44,3 @@ def test_a_manifest_fits_the_schema_of_its_kind(manifest):
             check("V1PodSpec", manifest["spec"][part]["spec"])
     else:
         check(KINDS[manifest["kind"]], manifest)
-
-
-def test_the_configuration_in_a_config_map_is_one_of_dasksc_train():
-    (text,) = (text for one in MANIFESTS if one["kind"] == "ConfigMap" for text in one["data"].values())
-    assert Config.of(yaml.safe_load(text)).training.resume_from == "auto"

@@ -13,7 +13,7 @@ from tests.support.data import make_adata, write_store
 from tests.support.predictions import plain, written
 from tests.support.programs import torchrun
 
-pytestmark = [pytest.mark.core, pytest.mark.xdist_group("ddp")]
+pytestmark = [pytest.mark.core, pytest.mark.xdist_group("torchrun")]
 
 N_OBS = 1009
 
