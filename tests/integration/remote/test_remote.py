@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import shutil
 import traceback
 from collections.abc import Callable
@@ -20,22 +19,12 @@ from dasksc.errors import InputError, StorageError
 from dasksc.output.inputs import token_of
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
-from dasksc.storage.hdf5.remote import BlockReader
-from dasksc.storage.remote.remote_file import RemoteFile
-from dasksc.storage.remote.urls import RemoteLocation
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.programs
-
-
-# A file and a store, each layout once; the test of the web server covers every pair of format and layout.
-@pytest.mark.parametrize("name", ["csr.h5ad", "dense.zarr3.zarr"])
-def test_an_atlas_on_s3_is_the_local_one(stores: Path, s3_stores: Bucket, name: str) -> None:
-    remote = dasksc.open(f"s3://{s3_stores.name}/{name}", storage_options=s3_stores.options)
-    same(remote, dasksc.open(stores / name))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -50,20 +39,9 @@ def test_an_atlas_on_a_web_server_is_the_local_one(
 def test_a_server_that_is_not_there_is_named() -> None:
     with (
         dask.config.set({"dasksc.retry-timeout": "200ms"}),
-        pytest.raises(StorageError, match="http://127.0.0.1:9/atlas.h5ad") as caught,
+        pytest.raises(StorageError, match="http://127.0.0.1:9/atlas.h5ad"),
     ):
         dasksc.open("http://127.0.0.1:9/atlas.h5ad")
-    assert re.fullmatch(
-        r"http://127.0.0.1:9/atlas.h5ad cannot be read: HTTP error: error sending request \(retried for \d+ ms\)\. "
-        r"Check that the address is right and that the server responds\.",
-        str(caught.value),
-    )
-
-
-def test_a_server_without_ranges_is_refused(web_stores: HTTPServer) -> None:
-    web_stores.faults.ranges = False
-    with pytest.raises(StorageError, match="must serve byte ranges"):
-        dasksc.open(f"{web_stores.url}/csr.h5ad")
 
 
 @pytest.mark.parametrize(("name", "status"), [("csr.h5ad", 400), ("csr.h5ad", 501), ("dense.zarr3.zarr", 403)])
@@ -111,8 +89,7 @@ def test_compressed_answers_are_refused(stores: Path, web_stores: HTTPServer, na
         dasksc.open(f"{web_stores.url}/{name}")
 
 
-@pytest.mark.parametrize("place", ["s3", "web"])
-@pytest.mark.parametrize("format", ["h5ad", "zarr2", "zarr3"])
+@pytest.mark.parametrize(("place", "format"), [("s3", "h5ad"), ("s3", "zarr3"), ("web", "zarr2")])
 def test_a_chunk_changed_in_place_changes_the_token(
     tmp_path: Path, s3: Callable[[str], Bucket], place: str, format: str
 ) -> None:
@@ -179,15 +156,6 @@ def test_forked_dataloader_workers_are_told_to_spawn(web_stores: HTTPServer) -> 
         next(iter(loader))
 
 
-def test_dataloader_workers_of_a_fork_server_read_for_themselves(web_stores: HTTPServer) -> None:
-    data = dasksc.open(f"{web_stores.url}/csr.h5ad")
-    expected = batches(data)
-    dataset = dasksc.scDataset(data, dasksc.BlockShuffling(8), 16, fetch_factor=2, seed=0, rank=0, world_size=1)
-    loader = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
-    for one, other in zip(loader, expected, strict=True):
-        np.testing.assert_array_equal(one.numpy(), other)
-
-
 def test_dask_workers_in_processes_read_for_themselves(s3_stores: Bucket, two_process_client: Client) -> None:
     client = two_process_client
     data = dasksc.open(f"s3://{s3_stores.name}/csr.h5ad", storage_options=s3_stores.options)
@@ -219,44 +187,12 @@ def test_urls_that_lead_nowhere_are_refused(url: str, says: str) -> None:
         dasksc.open(url)
 
 
-def test_several_urls_are_one_atlas(stores: Path, web_stores: HTTPServer) -> None:
-    urls = [f"{web_stores.url}/csr.h5ad", str(stores / "csr.zarr3.zarr")]
-    joined = dasksc.open(urls, index_unique="-")
-    assert joined.shape == (400, 30)
-    assert len(batches(joined)) == 25
-
-
 def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     dasksc.open(f"{web_stores.url}/csr.h5ad")
     # The file has more than 60 groups and datasets, but fits in one block. For each matrix, two more requests read the
     # version and the header of the file.
     assert len(web_stores.faults.requests) < 40
     assert sum(method == "GET" for method, _, _ in web_stores.faults.requests) < 20
-
-
-@pytest.mark.parametrize(
-    ("places", "most"),
-    [
-        # Blocks that are read from an object with 64 blocks: all in random order, every eighth, all in order.
-        (np.random.default_rng(0).permutation(64), 12),
-        (np.arange(0, 64, 8), 8),
-        (np.arange(64), 9),
-    ],
-    ids=["mixed", "scattered", "in order"],
-)
-def test_blocks_are_requested_together_where_many_are_needed(tmp_path: Path, places: np.ndarray, most: int) -> None:
-    content = np.random.default_rng(0).bytes(64 * 2**18 - 100)
-    (tmp_path / "object").write_bytes(content)
-    with serving(tmp_path) as server:
-        reader = BlockReader(RemoteFile.of(RemoteLocation.of(f"{server.url}/object", {})))
-        server.faults.requests.clear()
-        for location in places.tolist():
-            reader.seek(location * 2**18 + 500)
-            assert reader.read(1000) == content[location * 2**18 + 500 :][:1000]
-        assert len(server.faults.requests) <= most
-        # For scattered reads, reading the surrounding bytes does not pay off.
-        wanted = len(places) * 2**18
-        assert server.faults.sent_bytes <= wanted * 1.5
 
 
 def test_a_store_on_a_web_server_needs_consolidated_metadata(tmp_path: Path) -> None:

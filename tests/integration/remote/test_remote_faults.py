@@ -46,14 +46,6 @@ def test_collecting_open_files_does_not_block_the_requests_of_open(stores: Path)
     run([sys.executable, PROGRAMS / "collecting_requests.py", stores / "csr.h5ad"])
 
 
-def test_a_slow_link_loses_nothing_either(stores: Path, web_stores: HTTPServer) -> None:
-    web_stores.faults.latency_s, web_stores.faults.bytes_per_s = 0.03, 1e6
-    for one, other in zip(
-        batches(dasksc.open(f"{web_stores.url}/csr.h5ad")), batches(dasksc.open(stores / "csr.h5ad")), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize(
     ("status", "says"), [(500, "500"), (503, "503"), (429, "429"), (403, "credentials"), (404, "nothing at")]
 )

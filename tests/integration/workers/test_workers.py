@@ -122,13 +122,6 @@ def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
     assert sorted(rows(loader)) == sorted(epochs[1])
 
 
-def test_reseeding_torch_before_every_epoch_repeats_no_epoch(path, epochs):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=2)
-    for epoch in epochs:
-        torch.manual_seed(0)
-        assert sorted(rows(loader)) == sorted(epoch)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_set_epoch_says_which_epoch_is_next(path, epochs, num_workers):
     one = dataset(path)

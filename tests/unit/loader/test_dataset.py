@@ -123,10 +123,14 @@ def _batch_rows(one: scDataset) -> list[np.ndarray]:
     return [plan.batch_rows(i) for i in range(plan.n_batches)]
 
 
-@pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize(
-    "genes",
-    [["gene3", "gene0", "gene16"], np.array([3, 0, 16]), np.arange(17) % 3 == 1, slice(2, 9)],
+    ("genes", "layout"),
+    [
+        (["gene3", "gene0", "gene16"], "csr"),
+        (np.array([3, 0, 16]), "dense"),
+        (np.arange(17) % 3 == 1, "csr"),
+        (slice(2, 9), "dense"),
+    ],
     ids=["names", "positions", "mask", "slice"],
 )
 def test_genes_keeps_columns_in_the_order_asked_for(adata, path, genes, layout):
@@ -142,10 +146,8 @@ def test_genes_keeps_columns_in_the_order_asked_for(adata, path, genes, layout):
     ("dtype", "expected"),
     [
         (None, torch.float32),
-        ("float64", torch.float64),
         (torch.float16, torch.float16),
-        (np.int32, torch.int32),
-        (">i2", torch.int16),
+        (">i4", torch.int32),
     ],
 )
 def test_dtype_is_that_of_the_values(adata, path, dtype, expected):

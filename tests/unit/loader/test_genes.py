@@ -56,8 +56,7 @@ def expected(wanted: list[str], held: list[Any], dtype: str, *, drop: bool = Fal
 
 @pytest.mark.parametrize("stored", ["csr", "dense"])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("dtype", ["float32", "uint8", "float64", "int64"])
-@pytest.mark.parametrize("key", [None, "key"])
+@pytest.mark.parametrize(("dtype", "key"), [("float32", None), ("uint8", "key")])
 def test_missing_genes_are_zeros_and_repeated_ones_sums(stored: str, layout: str, dtype: str, key: str | None) -> None:
     wanted = ["d", "x", "b", "a", "y"] if key is None else ["E5", "E9", "E2", "E1"]
     adata = atlas(stored, dtype)
@@ -133,8 +132,7 @@ def test_atlases_that_lack_genes_are_aligned_like_one(stored: str, tmp_path: Pat
         assert not found["x"].any()
 
 
-@pytest.mark.parametrize("stored", ["csr", "dense"])
-@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize(("stored", "layout"), [("csr", "dense"), ("dense", "csr")])
 def test_sums_that_the_wanted_type_cannot_hold_are_refused(stored: str, layout: str) -> None:
     adata = AnnData(X=np.full((4, 3), 200, "u1"), var=pd.DataFrame(index=["a", "b", "a"]))
     if stored == "csr":

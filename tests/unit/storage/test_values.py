@@ -280,15 +280,14 @@ def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, l
 
 
 def test_joined_stores_of_several_stored_types_compute_in_a_type_that_holds_all(tmp_path: Path) -> None:
-    parts = {dtype: stores_of(dtype, "csr", tmp_path) for dtype in ("uint8", "int16", "uint32")}
-    for names in (["uint8", "int16"], ["uint8", "uint32"]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            joined = dasksc.open([parts[name][0]["converted"] for name in names], index_unique="-")
-        expected = np.concatenate([parts[name][1] for name in names])
-        assert joined.X.dtype == ("float64" if "uint32" in names else "float32")
-        np.testing.assert_allclose(rows_of(joined.X**2), expected**2, rtol=1e-6)
-        np.testing.assert_array_equal(rows_of(-joined.X), -expected)
+    parts = {dtype: stores_of(dtype, "csr", tmp_path) for dtype in ("uint8", "uint32")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joined = dasksc.open([paths["converted"] for paths, _ in parts.values()], index_unique="-")
+    expected = np.concatenate([values for _, values in parts.values()])
+    assert joined.X.dtype == "float64"
+    np.testing.assert_allclose(rows_of(joined.X**2), expected**2, rtol=1e-6)
+    np.testing.assert_array_equal(rows_of(-joined.X), -expected)
 
 
 def set_attribute(store: Path, value: dict[str, str]) -> None:
@@ -324,7 +323,6 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
     [
         ("float32", -1.0, "uint8", "csr", "csr"),
         ("float32", 300.0, "uint8", "csr", "dense"),
-        ("float32", 40.5, "int16", "dense", "csr"),
         ("float64", np.nan, "int32", "dense", "dense"),
         ("uint64", 2**64 - 1, "int64", "csr", "dense"),
         ("float32", 70_000.0, "float16", "csr", "dense"),
@@ -352,7 +350,6 @@ def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
     ("stored", "value", "layout", "tensors"),
     [
         ("int64", 2**53 + 1, "csr", "dense"),
-        ("int64", -(2**62) - 1, "dense", "dense"),
         ("uint64", 2**64 - 1, "csr", "csr"),
     ],
 )
