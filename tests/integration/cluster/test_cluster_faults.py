@@ -26,19 +26,9 @@ from dasksc.executor import schedulers as window_schedulers
 from dasksc.executor.window import Window
 from tests.support.dask_processes import DaskProcesses
 from tests.support.data import make_adata, write_store
+from tests.support.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.faults
-
-WAIT_S = 60.0  # timeout of events that must happen soon; only a failing test waits this long
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,9 @@ import pytest
 
 import dasksc
 from dasksc import dashboard
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.core
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,20 +21,13 @@ import torch.utils.data
 import dasksc
 from dasksc import dashboard
 from dasksc.executor import reporting
+from tests.support.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.programs
 
-WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
 LABELS = {"key", "name", "worker", "host", "pid", "tasks", "n_fetches"}
 ADDED = {"recent", "age_s", "has_ended", "clock_s", "waited_s", "wait_share_now", "diagnosis"}
 ON_LOOPBACK = {"n_workers": 1, "processes": False, "dashboard_address": "127.0.0.1:0"}
-
-
-def eventually(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture(scope="module")

@@ -22,19 +22,9 @@ from dask.diagnostics import Profiler, ProgressBar
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import default_threads, resolve_scheduler
 from dasksc.executor.window import Window
+from tests.support.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.core
-
-WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.fixture(params=["synchronous", "threads"])

@@ -21,19 +21,9 @@ import pytest
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import resolve_scheduler
 from dasksc.executor.window import Window
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.programs
-
-WAIT_S = 60.0  # timeout in seconds; only a failing test waits this long
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.fixture(params=["in_process_client", "two_process_client"])
