@@ -1,4 +1,4 @@
-"""Open MPI's mpirun, and loaders that restart a data set as DeepSpeed does."""
+"""Open MPI's mpirun."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import re
 import socket
 import sys
 from collections import Counter
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import dasksc
 from tests.support.programs import MPIRUN, PROGRAMS, ROOT, run
 
 pytestmark = pytest.mark.programs
@@ -56,29 +54,3 @@ def test_mpirun_starts_ranks_that_share_an_epoch(mpirun, tmp_path):
 def test_ddp_trains_under_mpirun(mpirun, atlas):
     printed = start([*MPIRUN, sys.executable, TRAIN, atlas, "--batch-size", 32])
     assert re.search(r"epoch 0: [\d,]+ cells/s on 2 ranks", printed)
-
-
-class Repeating:
-    """Loader that restarts without setting the epoch, as DeepSpeed's `RepeatingLoader` does."""
-
-    def __init__(self, loader):
-        self.loader = loader
-        self.batches = iter(loader)
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        try:
-            return next(self.batches)
-        except StopIteration:
-            self.batches = iter(self.loader)
-            return next(self.batches)
-
-
-def test_a_loader_repeated_without_set_epoch_reads_new_epochs():
-    dataset = dasksc.scDataset(np.arange(40), dasksc.BlockShuffling(4), batch_size=10, seed=0)
-    batches = [batch.tolist() for batch in islice(Repeating(dataset), 12)]
-    epochs = [list(chain(*batches[i : i + 4])) for i in (0, 4, 8)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(40))] * 3
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]

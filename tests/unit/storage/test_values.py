@@ -264,6 +264,8 @@ def test_array_code_computes_as_on_float64_whatever_type_is_stored(dtype: str, l
             assert array.dtype.kind == "f" == array.compute().dtype.kind, (format, key)
             assert array.dtype == array._meta.dtype == array.compute().dtype
             np.testing.assert_array_equal(dense(array.compute()), of)
+            if key != "X":
+                continue
             with np.errstate(all="ignore"):
                 for name, code in BY_ROW.items():
                     wanted = code(da.from_array(of)).compute(scheduler="synchronous")
