@@ -27,6 +27,7 @@ SMOKES = (
     "tests/integration/ranks/test_ddp.py",  # torchrun
     "tests/integration/cluster/test_two_processes.py",
     "tests/integration/cluster/test_loader_page.py",  # a browser
+    "tests/unit/loader/test_recorded.py",  # a digest of many epochs, which is never recorded anew
 )
 # Audit events of CPython.
 _OUTSIDE = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "socket.bind"}

@@ -251,12 +251,12 @@ def to_memory(adata: AnnData) -> AnnData:
 def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) -> None:
     import zarr
 
-    parts = [atlas(i, 20, GENES, has=[]) for i in range(11)]  # sorted as text, part 10 would precede part 2
+    parts = {i: atlas(i, 20, GENES, has=[]) for i in (0, 2, 10)}  # sorted as text, part 10 would precede part 2
     zarr.open_group(tmp_path / "store", mode="w", zarr_format=3)
-    for i, part in enumerate(parts):
+    for i, part in parts.items():
         write(part, tmp_path / f"part{i}", "zarr").rename(tmp_path / "store" / f"dataset_{i}")
     got = dasksc.open(tmp_path / "store")
-    assert_same(got, anndata.concat(parts))
+    assert_same(got, anndata.concat(list(parts.values())))
 
 
 def test_columns_of_obs_that_some_lack_are_missing_there(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
 
 
 KINDS = ["equal", "weights", "weights of some", "codes", "codes of some"]
-N = [1, 2, 63, 64, 65, 200, 1000]
+N = [1, 63, 64, 65, 1000]
 
 
 def tree_of(source: Source, n: int) -> NDArray[np.float64]:
@@ -115,8 +115,8 @@ def test_twin_of_counts(codes: list[int], some: bool) -> None:
 # --- Binomials --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 64, 65, 100, 1000, 10**6, 10**9])
-@pytest.mark.parametrize("p", [1e-9, 0.001, 0.02, 0.3, 0.5, 0.77, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("n", [1, 64, 65, 1000, 10**9])
+@pytest.mark.parametrize("p", [1e-9, 0.02, 0.3, 0.5, 0.999])
 def test_binomials_have_their_distribution(n: int, p: float) -> None:
     heads = np.array([draw.binomial(np.uint64(key * 7919), n, p) for key in range(6000)])
     assert heads.min() >= 0

@@ -115,9 +115,9 @@ def sets_of(batch: Any) -> Counter[tuple[Any, ...]]:
     return Counter(zip(batch.sets.tolist(), map(tuple, rows), map(tuple, controls), strict=True))
 
 
-@pytest.mark.parametrize("replace", [True, False])
-@pytest.mark.parametrize("equal_ranks", [True, False])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "equal_ranks", "replace"), [(1, 2, True, True), (3, 2, True, False), (3, 2, False, True)]
+)
 def test_ranks_of_another_number_resume_with_the_rest_of_the_sets(
     path: Path, before: int, after: int, equal_ranks: bool, replace: bool
 ) -> None:
@@ -168,8 +168,7 @@ def counted() -> anndata.AnnData:
     return adata
 
 
-@pytest.mark.parametrize("layout", ["dense", "csr"])
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("name", "layout"), zip(TRANSFORMS, ["csr", "dense", "csr", "dense", "csr"], strict=True))
 def test_groups_and_controls_survive_every_transform(name: str, layout: Any) -> None:
     plain = dataset(counted(), layout=layout)
     changed = dataset(counted(), layout=layout, transform=TRANSFORMS[name]())
