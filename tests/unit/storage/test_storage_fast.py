@@ -367,57 +367,6 @@ def test_a_damaged_zarr_chunk_or_shard_is_an_error(random: Random, change: str, 
         open_matrix(path, "X").fetch(np.arange(60))
 
 
-def check_damaged(path: Path, **kwargs: Any) -> None:
-    """Read a damaged file, which must give CorruptDataError or well-formed values, never a crash or another error."""
-    with contextlib.suppress(CorruptDataError):
-        matrix = open_matrix(path, "X", **kwargs)
-        every = np.arange(matrix.shape[0])
-        matrix.fetch(every).gather(every, out=np.empty(matrix.shape))
-
-
-# A few cases, which also run with bounds checks (`make bounds`); test_fuzz covers all layouts and kinds of damage.
-@pytest.mark.parametrize(
-    ("filters", "use_mmap"), [({}, True), ({}, False), ({"compression": "gzip", "shuffle": True}, True)]
-)
-def test_flipped_bytes_in_h5ad_never_crash_a_reader(
-    random: Random, filters: dict[str, Any], use_mmap: bool, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.h5ad"
-    write_h5(path, random, chunks=16, **filters)
-    with h5py.File(path) as file:
-        places = []
-        for name in ("data", "indices", "indptr"):
-            file[f"X/{name}"].id.chunk_iter(lambda chunk: places.append((chunk.byte_offset, chunk.size)))
-    whole = path.read_bytes()
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        damaged = bytearray(whole)
-        for offset, size in rng.permutation(places)[:2].tolist():
-            damaged[offset + int(rng.integers(size))] ^= int(rng.integers(1, 256))
-        path.write_bytes(damaged)
-        check_damaged(path, use_mmap=use_mmap)
-
-
-@pytest.mark.parametrize(
-    ("codec", "shard"),
-    [(BloscCodec(cname="lz4"), 1), (BloscCodec(cname="lz4"), 3), (ZstdCodec(), 3), (GzipCodec(), 1)],
-    ids=["blosc", "blosc in shards", "zstd in shards", "gzip"],
-)
-def test_flipped_bytes_in_zarr_never_crash_a_reader(random: Random, codec: Any, shard: int, tmp_path: Path) -> None:
-    path = tmp_path / "x.zarr"
-    write_zarr(path, random, chunk=64, shard=shard, zarr_format=3, compressors=codec)
-    files = [file for name in ("data", "indices", "indptr") for file in chunk_files(path, f"X/{name}")]
-    wholes = {file: file.read_bytes() for file in files}
-    rng = np.random.default_rng(0)
-    for _ in range(25):
-        file = files[rng.integers(len(files))]
-        damaged = bytearray(wholes[file])
-        damaged[rng.integers(len(damaged))] ^= int(rng.integers(1, 256))
-        file.write_bytes(damaged)
-        check_damaged(path)
-        file.write_bytes(wholes[file])
-
-
 def test_a_chunk_beyond_the_end_of_the_file_is_refused_at_once(tmp_path: Path) -> None:
     path = tmp_path / "x.h5ad"
     with h5py.File(path, "w") as file:
