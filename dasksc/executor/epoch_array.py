@@ -43,6 +43,9 @@ def epoch_array(
     graph: dict[Any, Any] = {source: DataNode(source, spec)}
     for k in range(plan.n_fetches):
         graph[name, k, 0] = Task((name, k, 0), _chunk, TaskRef(source), _PlannedRows(plan, k))
+    if not plan.n_fetches:  # Dask's arrays have at least one chunk
+        none = np.empty(0, dtype=np.int64)
+        graph[name, 0, 0] = Task((name, 0, 0), _chunk, TaskRef(source), _Rows(none, none))
     full, rest = divmod(plan.n_rank_rows, plan.fetch_rows)
     rows = (plan.fetch_rows,) * full + ((rest,) if rest else ())
     meta = sp.csr_matrix((0, 0), dtype=dtype) if layout == "csr" else np.empty((0, 0), dtype=dtype)

@@ -2,7 +2,8 @@
 
 DataLoader workers hold copies of the data set, and non-persistent workers discard theirs after each epoch. A counter in
 the object would therefore start again from zero in every epoch. `EpochCounter` keeps the count in a small file that all
-copies share, whether they were made by fork or by pickling.
+copies share, whether they were made by fork or by pickling. On Linux, this file is in memory and belongs to the process
+that made it, so nothing is left behind even if that process is killed.
 
 The base seed of the DataLoader identifies the workers of one pass. A new base seed begins an epoch. A worker that joins
 again with the same base seed also begins a new epoch: either the user reseeded torch, or the workers are persistent.
@@ -13,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -28,26 +31,27 @@ _REMEMBERED_PASSES = 16
 
 
 class _File:
-    """File of a count; the process that made it removes it together with the last of its counters, or when it exits."""
+    """File of a count, which disappears with the last of the counters of its process."""
 
     def __init__(self, next_epoch: int) -> None:
         try:
-            descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
-            finalizer = weakref.finalize(self, _remove, self.path, os.getpid())
-            try:
-                with os.fdopen(descriptor, "w") as file:
-                    json.dump({"next": next_epoch, "passes": [], "by_workers": False}, file)
-            except OSError:
-                finalizer()
-                raise
+            if sys.platform == "linux":
+                descriptor = os.memfd_create(f"dasksc-epoch-{secrets.token_hex(8)}")
+                self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            else:
+                descriptor, self.path = tempfile.mkstemp(prefix="dasksc-epoch-")
+                weakref.finalize(self, _remove, self.path, os.getpid())
+            weakref.finalize(self, os.close, descriptor)
+            os.write(descriptor, json.dumps({"next": next_epoch, "passes": [], "by_workers": False}).encode())
         except OSError as error:
             raise StorageError(
-                f"the epoch counter cannot be written to {tempfile.gettempdir()}: {error}. Free disk space there, or "
-                "set TMPDIR to another folder"
+                f"the file of an epoch counter cannot be made: {error}. Free memory or disk space, or close files"
             ) from error
+        # The name of the file behind the path: the number of a descriptor may later stand for another file.
+        self.name = os.path.realpath(self.path)
 
 
-# Files that this process made, by path.
+# Files that this process made, by name.
 _files: weakref.WeakValueDictionary[str, _File] = weakref.WeakValueDictionary()
 
 
@@ -62,24 +66,26 @@ class EpochCounter:
 
     def _make(self, next_epoch: int) -> None:
         self._file: _File | None = _File(next_epoch)
-        self._path = self._file.path
-        _files[self._path] = self._file
+        self._path, self._name = self._file.path, self._file.name
+        _files[self._name] = self._file
         self._next = next_epoch
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self._path, "next": self.peek(), "pid": self._pid}
+        return {"next": self.peek(), "path": self._path, "name": self._name, "pid": self._pid}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._path, self._next, self._pid = state["path"], state["next"], state["pid"]
-        self._file = _files.get(self._path)  # None in another process
-        if not os.path.exists(self._path):  # DataLoader workers of this process shall share the new file
+        self._next, self._path, self._name, self._pid = (state[name] for name in ("next", "path", "name", "pid"))
+        self._file = _files.get(self._name)  # None in another process
+        self._require_file()  # DataLoader workers of this process shall share a new file
+
+    def _require_file(self) -> None:
+        if not (os.path.exists(self._path) and os.path.realpath(self._path) == self._name):
             self._make(self._next)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[dict[str, Any]]:
-        if not os.path.exists(self._path):
-            self._make(self._next)
+        self._require_file()
         with open(self._path, "r+b", buffering=0) as file:
             lock_file(file, wait=True)
             before = file.readall()

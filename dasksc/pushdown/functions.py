@@ -248,7 +248,7 @@ def _elementwise(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     shape = np.broadcast_shapes(*(np.shape(one) for one in (*blocks, *others)))
     if len(blocks) == 1 and len(others) <= 1 and shape == blocks[0].shape:
         return _of_values(function, args, kwargs, blocks[0], *others)
-    if len(blocks) == len(args) == 2 and not kwargs:
+    if len(blocks) == len(args) == 2 and not kwargs and all(block.dtype != np.float16 for block in blocks):
         if function in (operator.mul, np.multiply) and all(np.isfinite(block.data).all() for block in blocks):
             return args[0].multiply(args[1]).tocsr()
         if function in (operator.add, operator.sub) and args[0].shape == args[1].shape:
@@ -257,7 +257,10 @@ def _elementwise(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def _dense(arg: Any) -> Any:
-    return arg.toarray() if sp.issparse(arg) else arg
+    if not sp.issparse(arg):
+        return arg
+    # SciPy has no function for float16, the type of NumPy's square roots of 8-bit integers.
+    return arg.astype(np.float32).toarray().astype(np.float16) if arg.dtype == np.float16 else arg.toarray()
 
 
 def _of_values(
@@ -275,7 +278,7 @@ def _of_values(
         with np.errstate(all="ignore"):
             zeros = "filled" if call(np.zeros(1, block.dtype), *others).any() else "kept"  # NaN counts as filled
     if zeros == "filled":
-        return call(block.toarray(), *others)
+        return call(_dense(block), *others)
     if not block.has_canonical_format or block.indptr[-1] != len(block.indices):  # add up duplicate entries first
         block = block.copy()
         block.prune()

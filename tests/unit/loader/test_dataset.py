@@ -312,6 +312,12 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
     assert array.dtype == expected.dtype
 
 
+@pytest.mark.parametrize("layout", ["dense", "csr"])
+def test_to_dask_of_no_rows_is_an_empty_array(path, layout):
+    one = dasksc.scDataset(path, dasksc.Streaming(indices=[]), layout=layout)
+    assert one.to_dask().compute().shape == (0, one.to_dask().shape[1])
+
+
 # --- Laziness ---------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import sys
+import tempfile
 
 import pytest
 
@@ -77,3 +79,22 @@ def test_a_copy_shares_the_count_and_outlives_the_original() -> None:
     # A counter that is loaded elsewhere makes a file at once, which its DataLoader workers share.
     loaded = pickle.loads(saved)
     assert [pickle.loads(pickle.dumps(loaded)).join(seed, 0, 1) for seed in (13, 14)] == [3, 4]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, the count is in a temporary file")
+def test_a_killed_process_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    counter = EpochCounter()
+    assert counter.advance() == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_copy_leaves_a_file_alone_that_has_the_place_of_the_count(tmp_path):
+    counter = EpochCounter()
+    counter.set(4)
+    saved = pickle.dumps(counter)
+    del counter
+    with open(tmp_path / "other", "w+") as other:  # probably has the number of the descriptor
+        loaded = pickle.loads(saved)
+        assert [loaded.advance(), loaded.advance()] == [4, 5]
+        assert other.read() == ""

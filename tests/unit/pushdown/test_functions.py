@@ -85,6 +85,19 @@ def test_a_known_function_of_csr_rows_is_the_function_of_dense_rows(function: Ca
     assert n_checked
 
 
+@pytest.mark.parametrize(
+    "code", [lambda x: da.exp(da.sqrt(x)), lambda x: da.sqrt(x) + 1, lambda x: da.sqrt(x) * da.sqrt(x)]
+)
+def test_float16_results_of_bytes_are_those_of_numpy(code: Callable[[da.Array], da.Array]) -> None:
+    block = values(np.uint8)
+    sparse, whole = (to_dask(as_matrix(one, "X"), chunk_rows=5) for one in (with_stored_zeros(block), block))
+    rows = np.array([0, 1, 1, 11])
+    got = dense(gather_block(matrix_of(code(sparse)).fetch(rows), np.arange(len(rows))))
+    expected = code(whole).compute(scheduler="synchronous")[rows]
+    np.testing.assert_array_equal(got, expected)
+    assert got.dtype == expected.dtype == np.float16
+
+
 def test_every_ufunc_of_numpy_with_one_result_is_known() -> None:
     ufuncs = [one for one in vars(np).values() if isinstance(one, np.ufunc) and one.nout == 1 and not one.signature]
     assert [one for one in ufuncs if one not in ZEROS] == [np.isnat]
