@@ -12,10 +12,11 @@ import numpy as np
 __all__ = ["blosc_getitem_address", "zstd_addresses"]
 
 
-# Functions that decode a Zstandard frame block by block.
+# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
 _ZSTD_FUNCTIONS = (
     "ZSTD_createDCtx",
     "ZSTD_freeDCtx",
+    "ZSTD_getFrameContentSize",
     "ZSTD_decompressBegin",
     "ZSTD_nextSrcSizeToDecompress",
     "ZSTD_decompressContinue",

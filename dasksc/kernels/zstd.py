@@ -1,6 +1,6 @@
-"""Decoding of the beginning of a Zstandard frame.
+"""Decoding of parts of Zstandard frames.
 
-The kernel decodes block by block, straight into place, and stops after the last block that is needed. A streaming
+The kernels decode block by block, straight into place, and stop after the last block that is needed. A streaming
 decompressor would copy each block twice, and would allocate its window again for every frame.
 """
 
@@ -9,32 +9,74 @@ from __future__ import annotations
 import numpy as np
 
 from dasksc.kernels.compiled import kernel
+from dasksc.kernels.csr import load
 from dasksc.kernels.foreign import call
 
-__all__ = ["decode_beginning"]
+__all__ = ["decode_beginning", "decode_pieces"]
 
 _FIRST_ERROR = np.uint64(2**64 - 120)  # larger results are error codes
+_HAS_CHECKSUM = 0x04  # in the byte after the magic number
+
+
+@kernel
+def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops, to, scratch, out):
+    """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1."""
+    # The arguments are those of `dasksc.kernels.blosc.getitems`, with the addresses of
+    # `dasksc._compat.numcodecs.zstd_addresses`. Frames fail if they do not state their size, or if there are several.
+    create, free, content_size, _, _, _ = functions
+    byte = np.empty(0, dtype=np.uint8)
+    context = call(create, ())
+    first, failed = 0, -1
+    while first < len(chunks) and failed < 0:
+        chunk = chunks[first]
+        after = first + 1
+        while after < len(chunks) and chunks[after] == chunk:
+            after += 1
+        is_whole = stops[first] - starts[first] == chunk_bytes
+        target = np.uint64(out.ctypes.data) + np.uint64(to[first]) if is_whole else np.uint64(scratch.ctypes.data)
+        source, size, n_bytes = sources[chunk], np.uint64(sizes[chunk]), np.uint64(chunk_bytes)
+        if context == 0 or call(content_size, (source, size)) != n_bytes:
+            failed = first
+            break
+        # A checksum can be verified only for the whole frame.
+        n_needed = n_bytes if load(source, 4, byte) & _HAS_CHECKSUM else np.uint64(stops[after - 1])
+        if not _decode(functions, context, source, size, n_needed, target, n_bytes):
+            failed = first
+        elif not is_whole:
+            for i in range(first, after):
+                out[to[i] : to[i] + stops[i] - starts[i]] = scratch[starts[i] : stops[i]]
+        first = after
+    if context != 0:
+        call(free, (context,))
+    return failed
 
 
 @kernel
 def decode_beginning(functions, frame, n_needed, out):
     """Decode a frame into `out`, both uint8, up to at least `n_needed` bytes; return False if that fails."""
-    # `functions` are the addresses of `dasksc._compat.numcodecs.zstd_addresses`.
-    create, free, begin, next_size, proceed = functions
-    context = call(create, ())
+    context = call(functions[0], ())
     if context == 0:
         return False
+    sizes = np.uint64(len(frame)), np.uint64(n_needed), np.uint64(len(out))
+    source, target = np.uint64(frame.ctypes.data), np.uint64(out.ctypes.data)
+    is_decoded = _decode(functions, context, source, sizes[0], sizes[1], target, sizes[2])
+    call(functions[1], (context,))
+    return is_decoded
+
+
+@kernel
+def _decode(functions, context, source, size, n_needed, target, n_bytes):
+    """Decode the frame of `size` bytes at `source` to `target`, up to at least `n_needed` of its `n_bytes` bytes."""
+    _, _, _, begin, next_size, proceed = functions
     call(begin, (context,))
     done = at = np.uint64(0)
-    while done < n_needed:
-        n = call(next_size, (context,))
-        if n == 0 or n > np.uint64(len(frame)) - at:
-            break
-        to = np.uint64(out.ctypes.data) + done, np.uint64(len(out)) - done
-        got = call(proceed, (context, *to, np.uint64(frame.ctypes.data) + at, n))
+    n = call(next_size, (context,))
+    # The end of a frame that is needed whole must be that of the chunk.
+    while n != 0 and n <= size - at and (done < n_needed or n_needed == n_bytes):
+        got = call(proceed, (context, target + done, n_bytes - done, source + at, n))
         if got > _FIRST_ERROR:
-            break
+            return False
         done += got
         at += n
-    call(free, (context,))
-    return done >= n_needed
+        n = call(next_size, (context,))
+    return done >= n_needed and (n_needed < n_bytes or (n == 0 and at == size))

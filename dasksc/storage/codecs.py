@@ -38,6 +38,7 @@ __all__ = [
     "Zstd",
     "blosc_getitem",
     "codec_of_config",
+    "zstd_functions",
 ]
 
 # Maximum number of bytes that codecs add, such as checksums and headers.
