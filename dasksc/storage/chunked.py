@@ -162,6 +162,11 @@ class ChunkedArray:
         return self._chunk_shape[0]
 
     @property
+    def decoded_length(self) -> int:
+        """Return 0 for Blosc, of whose chunks only blocks are decoded, and otherwise the length of a chunk."""
+        return 0 if self._chain.codecs == (Blosc(),) else self.chunk_length
+
+    @property
     def working_bytes(self) -> int:
         """Memory for four copies of a chunk (stored, decoded, and two in between) and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
