@@ -33,8 +33,8 @@ _MAX_COUNTED_ROWS = 2**20
 # Warnings are given if batches have less than this fraction of the label entropy of random batches, if more than this
 # fraction of the rows is dropped, and if less than this fraction of the data transferred or decoded is used.
 _MIXED, _MUCH_DROPPED, _MIN_USED_SHARE = 0.9, 0.05, 0.5
-# If a fetch uses a share s of the rows that it decodes, a converted store is read 2 + x / s times as fast, with x by the
-# layout of X. Measured with AnnData's Zarr stores and blocks of 16 to 1,024 rows; see `benchmarks/README.md`.
+# If a fetch uses a share s of the rows that it decodes, a converted store is read 2 + x / s times as fast. Values of x
+# by layout, from AnnData's Zarr stores and blocks of 16 to 1,024 rows; see `benchmarks/README.md`.
 _CONVERTED = {"csr": 0.6, "dense": 1.2}
 
 
