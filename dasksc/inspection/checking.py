@@ -245,7 +245,7 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     for name, matrix in source.matrices.items():
         chunk_rows = matrix.cost.chunk_rows
         share = used_share(n_rows, run_rows, source.n_obs, chunk_rows)
-        if n_rows < chunk_rows:
+        if n_rows < (chunk_rows if is_url(matrix.label) else matrix.cost.decoded_rows):
             yield (
                 f"a fetch ({n_rows:,} rows) is smaller than a storage chunk of {name} (about {chunk_rows:,.0f} rows): "
                 "chunks are decoded again and again for a few rows each. Raise fetch_factor, or store smaller chunks"
