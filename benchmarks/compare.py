@@ -98,7 +98,8 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
     def spec_of(row: _targets.Row) -> dict[str, Any]:
         own_store = row.files == "annbatch"
         path = Path(task["annbatch_path"]) / "dataset_0" if own_store else atlas(options, row.files)
-        return task | {"path": str(path), **{key: getattr(row, key) for key in ("layout", "block", "cold")}}
+        paths = {"path": str(path), "zarr_path": str(path)}
+        return task | paths | {key: getattr(row, key) for key in ("layout", "block", "cold")}
 
     def start(name: str, *, spec: dict[str, Any], label: str, drop: Any = None) -> Contender:
         return Contender(

@@ -10,7 +10,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
-from dasksc.kernels.foreign import call
+from dasksc.kernels.foreign import call, copy_bytes
 
 __all__ = ["getitems"]
 
@@ -59,7 +59,6 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
             return first
         if not alone:
             for i in range(first, after):
-                for k in range(stops[i] - starts[i]):
-                    out[to[i] + k] = scratch[starts[i] - start + k]
+                copy_bytes(scratch[starts[i] - start : stops[i] - start], out[to[i] :])
         first = after
     return -1

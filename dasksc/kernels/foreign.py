@@ -1,4 +1,4 @@
-"""Calls of functions of C libraries, by their addresses, from compiled code."""
+"""Calls of functions of C libraries by their addresses, and copies of the bytes that they return."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["call"]
+from dasksc.kernels.compiled import kernel
+
+__all__ = ["call", "copy_bytes"]
 
 
 @intrinsic
@@ -24,3 +26,11 @@ def call(typingctx: Any, function: Any, words: Any) -> Any:
         return builder.call(builder.inttoptr(args[0], called_type.as_pointer()), given)
 
     return signature, codegen
+
+
+@kernel
+def copy_bytes(source, out):
+    """Copy `source` to the beginning of `out`, both uint8."""
+    # Assigning slices, or indices that may be negative, is ten times slower, since it is not vectorized.
+    for i in range(len(source)):
+        out[i] = source[i]

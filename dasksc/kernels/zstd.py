@@ -10,7 +10,7 @@ import numpy as np
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
-from dasksc.kernels.foreign import call
+from dasksc.kernels.foreign import call, copy_bytes
 
 __all__ = ["decode_beginning", "decode_pieces"]
 
@@ -44,7 +44,7 @@ def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops,
             failed = first
         elif not is_whole:
             for i in range(first, after):
-                out[to[i] : to[i] + stops[i] - starts[i]] = scratch[starts[i] : stops[i]]
+                copy_bytes(scratch[starts[i] : stops[i]], out[to[i] :])
         first = after
     if context != 0:
         call(free, (context,))
