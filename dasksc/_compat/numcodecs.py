@@ -28,7 +28,7 @@ def blosc_getitem_address() -> np.uint64 | None:
     # The function of C-Blosc2 (3.3.5) cannot replace it: it returns wrong bytes for a range that is as long as a block
     # but spans two blocks.
     addresses = _addresses(numcodecs.blosc, "blosc_getitem")
-    return addresses and addresses[0]
+    return None if addresses is None else addresses[0]
 
 
 def zstd_addresses() -> tuple[np.uint64, ...] | None:
@@ -41,7 +41,7 @@ def _addresses(module: Any, *names: str) -> tuple[np.uint64, ...] | None:
     # C library that exports them.
     try:
         library = ctypes.CDLL(module.__file__)
-        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
+        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names]
     except (OSError, AttributeError):  # built in or in a zip file; a build that does not export the functions
         return None
-    return tuple(np.uint64(function) for function in functions)
+    return tuple(np.uint64(function.value or 0) for function in functions)

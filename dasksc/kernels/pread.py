@@ -18,7 +18,7 @@ __all__ = ["read_ranges"]
 def read_ranges(function, descriptor, offsets, sizes, enough, addresses):
     """Read at least `enough` bytes of each range to its address; return the first range that failed, or -1."""
     for i in range(len(offsets)):
-        done = 0
+        done = np.int64(0)
         while done < enough[i]:
             to = addresses[i] + np.uint64(done)
             n = np.int64(call(function, (descriptor, to, sizes[i] - done, offsets[i] + done)))
