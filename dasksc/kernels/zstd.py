@@ -23,31 +23,23 @@ def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops,
     """Decode pieces of chunks into `out`, uint8; return the number of the first piece that failed, or -1."""
     # The arguments are those of `dasksc.kernels.blosc.getitems`, with the addresses of
     # `dasksc._compat.numcodecs.zstd_addresses`. Frames fail if they do not state their size, or if there are several.
-    create, free, content_size, _, _, _ = functions
-    byte = np.empty(0, dtype=np.uint8)
-    context = call(create, ())
+    context = call(functions[0], ())
     first, failed = 0, -1
-    while first < len(chunks) and failed < 0:
+    while first < len(chunks):
         chunk = chunks[first]
         after = first + 1
         while after < len(chunks) and chunks[after] == chunk:
             after += 1
         is_whole = stops[first] - starts[first] == chunk_bytes
         target = np.uint64(out.ctypes.data) + np.uint64(to[first]) if is_whole else np.uint64(scratch.ctypes.data)
-        source, size, n_bytes = sources[chunk], np.uint64(sizes[chunk]), np.uint64(chunk_bytes)
-        if context == 0 or call(content_size, (source, size)) != n_bytes:
+        if not _decode(functions, context, sources[chunk], sizes[chunk], stops[after - 1], target, chunk_bytes):
             failed = first
             break
-        # A checksum can be verified only for the whole frame.
-        n_needed = n_bytes if load(source, 4, byte) & _HAS_CHECKSUM else np.uint64(stops[after - 1])
-        if not _decode(functions, context, source, size, n_needed, target, n_bytes):
-            failed = first
-        elif not is_whole:
+        if not is_whole:
             for i in range(first, after):
                 copy_bytes(scratch[starts[i] : stops[i]], out[to[i] :])
         first = after
-    if context != 0:
-        call(free, (context,))
+    call(functions[1], (context,))
     return failed
 
 
@@ -55,11 +47,8 @@ def decode_pieces(functions, sources, sizes, chunk_bytes, chunks, starts, stops,
 def decode_beginning(functions, frame, n_needed, out):
     """Decode a frame into `out`, both uint8, up to at least `n_needed` bytes; return False if that fails."""
     context = call(functions[0], ())
-    if context == 0:
-        return False
-    sizes = np.uint64(len(frame)), np.uint64(n_needed), np.uint64(len(out))
     source, target = np.uint64(frame.ctypes.data), np.uint64(out.ctypes.data)
-    is_decoded = _decode(functions, context, source, sizes[0], sizes[1], target, sizes[2])
+    is_decoded = _decode(functions, context, source, len(frame), n_needed, target, len(out))
     call(functions[1], (context,))
     return is_decoded
 
@@ -67,11 +56,16 @@ def decode_beginning(functions, frame, n_needed, out):
 @kernel
 def _decode(functions, context, source, size, n_needed, target, n_bytes):
     """Decode the frame of `size` bytes at `source` to `target`, up to at least `n_needed` of its `n_bytes` bytes."""
-    _, _, _, begin, next_size, proceed = functions
+    _, _, content_size, begin, next_size, proceed = functions
+    size, n_needed, n_bytes = np.uint64(size), np.uint64(n_needed), np.uint64(n_bytes)
+    if context == 0 or call(content_size, (source, size)) != n_bytes:
+        return False
+    # A checksum can be verified only for the whole frame.
+    if load(source, 4, np.empty(0, dtype=np.uint8)) & _HAS_CHECKSUM:
+        n_needed = n_bytes
     call(begin, (context,))
     done = at = np.uint64(0)
     n = call(next_size, (context,))
-    # The end of a frame that is needed whole must be that of the chunk.
     while n != 0 and n <= size - at and (done < n_needed or n_needed == n_bytes):
         got = call(proceed, (context, target + done, n_bytes - done, source + at, n))
         if got > _FIRST_ERROR:
@@ -79,4 +73,5 @@ def _decode(functions, context, source, size, n_needed, target, n_bytes):
         done += got
         at += n
         n = call(next_size, (context,))
+    # The end of a frame that is decoded whole must be that of the chunk.
     return done >= n_needed and (n_needed < n_bytes or (n == 0 and at == size))

@@ -116,18 +116,14 @@ class Zstd:
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
         """Return bytes [start, stop) of the decompressed frame."""
-        frame = np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8)
         functions = zstd_functions()
-        # A checksum can be verified only for the whole frame.
-        size = zstd.get_frame_info(frame).decompressed_size
-        if functions is None or stop == n_bytes or size != n_bytes or frame[4] & _HAS_CHECKSUM:
-            return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
-        if not decode_beginning(functions, frame, stop, into):
-            raise ValueError(f"the first {stop} bytes of the chunk cannot be decoded by Zstandard")
-        return into[start:stop]
+        if functions is not None and stop < n_bytes:
+            frame = np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8)
+            if decode_beginning(functions, frame, stop, into):
+                return into[start:stop]
+        return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
 
 
-_HAS_CHECKSUM = 0x04  # in the byte after the magic number of a Zstandard frame
 _ZSTD = numcodecs.Zstd()
 
 
