@@ -161,12 +161,18 @@ def scdataset_loader(spec: Spec, *, densify: str) -> Epoch:
 
 
 def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
-    """Load only X, from annbatch's preshuffled store or from a Zarr store written by AnnData."""
+    """Load only X, from annbatch's preshuffled store or from a Zarr store written by AnnData.
+
+    Without torch, batches stay SciPy matrices and NumPy arrays, which saves time.
+    """
+    import importlib.util
+
     import anndata
     import numpy as np
-    import torch
     import zarr
     from annbatch import Loader
+
+    has_torch = importlib.util.find_spec("torch") is not None
 
     zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"})
     loader = Loader(
@@ -175,16 +181,27 @@ def annbatch_loader(spec: Spec, *, store: str) -> Epoch:
         preload_nchunks=spec["fetch"] // spec["block"],
         shuffle=True,
         # On a CPU, densifying SciPy matrices is twice as fast as densifying sparse tensors.
-        to="torch" if spec["layout"] == "csr" else None,
+        to="torch" if has_torch and spec["layout"] == "csr" else None,
         rng=np.random.default_rng(0),
     )
     group = zarr.open_group(spec["annbatch_path"] if store == "own" else spec["zarr_path"], mode="r")
     for key in sorted(group.keys()) if store == "own" else [""]:
-        loader.add_dataset(anndata.io.sparse_dataset(group[f"{key}/X".lstrip("/")]))
+        X = group[f"{key}/X".lstrip("/")]
+        loader.add_dataset(X if isinstance(X, zarr.Array) else anndata.io.sparse_dataset(X))
+
+    def tensor(X: Any) -> Any:
+        if spec["layout"] == "csr":
+            return X
+        X = X if isinstance(X, np.ndarray) else X.toarray()
+        if not has_torch:
+            return X
+        import torch
+
+        return torch.from_numpy(X)
 
     def epoch() -> Iterator[Any]:
         for batch in loader:
-            yield batch["X"] if spec["layout"] == "csr" else torch.from_numpy(batch["X"].toarray())
+            yield tensor(batch["X"])
 
     return epoch
 

@@ -170,12 +170,14 @@ def _read_bytes() -> int:
 
 
 def _total(batch: Any) -> float:
-    """Return the sum of a dense or sparse CSR tensor, computed on one thread.
+    """Return the sum of a dense or sparse CSR tensor, NumPy array or SciPy matrix, computed on one thread.
 
     NumPy computes the sum, because the threads of torch would compete with the loader for the cores. In
     training, one thread copies batches to a GPU.
     """
-    return float((batch.values() if batch.is_sparse_csr else batch).numpy().sum())
+    if hasattr(batch, "numpy"):
+        batch = (batch.values() if batch.is_sparse_csr else batch).numpy()
+    return float(batch.sum())
 
 
 # --- Parent process ----------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def decode(spec: Spec) -> float:
 
     matrix: Any = open_matrix(spec["path"], "X")
     s_per_cell = 0.0
-    for array in (matrix._data, matrix._indices):
+    for array in matrix.arrays[1:]:
         n_chunks = -(-array.shape[0] // array._chunk_shape[0])
         numbers = np.unique(np.linspace(0, n_chunks - 1, _CHUNKS).astype(np.int64))
         chunks = [(bytes(data), skipped) for data, skipped in array._source.read(numbers) if data is not None]
@@ -79,11 +79,21 @@ def decode(spec: Spec) -> float:
     return 1 / s_per_cell
 
 
+def decode_fetch(spec: Spec) -> float:
+    """Return the rate for decoding every chunk that a fetch touches once."""
+    from dasksc.inspection.checking import used_share
+    from dasksc.storage import open_matrix
+
+    chunk_rows = open_matrix(spec["path"], "X").cost.decoded_rows
+    return decode(spec) * used_share(spec["fetch"], spec["block"], spec["n_rows"], chunk_rows)
+
+
 LIMITS: dict[str, tuple[str, Callable[[Spec], float | None]]] = {
     "fill": ("filling dense batches", fill),
     "copy": ("copying values and columns", copy),
     "disk": ("reading from the disk", disk),
     "decode": ("decoding whole chunks", decode),
+    "decode fetch": ("decoding each chunk of a fetch once", decode_fetch),
 }
 
 

@@ -73,7 +73,7 @@ class Row:
     name
         Name in the report.
     files
-        ``"h5ad"``, ``"gzip"``, ``"zarr"`` (as AnnData writes it) or ``"annbatch"`` (its own store).
+        ``"h5ad"``, ``"gzip"``, ``"zarr"`` or ``"shards"`` (as AnnData writes it), or ``"annbatch"`` (its own store).
     layout
         Layout of the batches, ``"dense"`` or ``"csr"``.
     block
@@ -102,7 +102,9 @@ class Row:
         if self.cold:
             return ("disk",)
         gathering = "fill" if self.layout == "dense" else "copy"
-        return (gathering,) if self.files == "h5ad" else ("decode", gathering)
+        if self.files == "h5ad":
+            return (gathering,)
+        return ("decode fetch" if self.files == "shards" else "decode", gathering)
 
 
 ROWS = [
@@ -114,6 +116,10 @@ ROWS = [
     Row(name="sharded dense", files="annbatch", layout="dense", theirs=OWN_STORE, at_least=2.5, stretch=3),
     Row(name="sharded csr", files="annbatch", layout="csr", theirs=OWN_STORE, at_least=1.5, stretch=2),
     Row(name="zarr csr", files="zarr", layout="csr", theirs=ANNDATA_ZARR, at_least=1.5),
+    *(
+        Row(name=f"shards {layout}", files="shards", layout=layout, theirs=ANNDATA_ZARR, at_least=2)
+        for layout in ("dense", "csr")
+    ),
     Row(name="zarr csr 2GiB", files="zarr", layout="csr", ours=WITHIN_2_GIB, theirs=ANNDATA_ZARR, at_least=2.5),
     Row(name="dask gzip", files="gzip", layout="dense", theirs=WITHOUT_DASK, at_least=0.95),
     Row(name="dask sharded", files="annbatch", layout="csr", theirs=WITHOUT_DASK, at_least=0.95),

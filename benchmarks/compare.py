@@ -98,7 +98,8 @@ def targets(options: argparse.Namespace) -> dict[str, Any]:
     def spec_of(row: _targets.Row) -> dict[str, Any]:
         own_store = row.files == "annbatch"
         path = Path(task["annbatch_path"]) / "dataset_0" if own_store else atlas(options, row.files)
-        return task | {"path": str(path), **{key: getattr(row, key) for key in ("layout", "block", "cold")}}
+        paths = {"path": str(path), "zarr_path": str(path)}
+        return task | paths | {key: getattr(row, key) for key in ("layout", "block", "cold")}
 
     def start(name: str, *, spec: dict[str, Any], label: str, drop: Any = None) -> Contender:
         return Contender(
@@ -224,8 +225,9 @@ def table_shape(path: Path) -> tuple[int, int, int]:
     import zarr
 
     store = zarr.open_group(path, mode="r") if path.suffix == ".zarr" else h5py.File(path, "r")
-    n_rows, n_vars = (int(length) for length in store["X"].attrs["shape"])
-    return n_rows, n_vars, store["X/data"].shape[0]
+    is_dense = "shape" not in store["X"].attrs
+    n_rows, n_vars = (int(length) for length in (store["X"].shape if is_dense else store["X"].attrs["shape"]))
+    return n_rows, n_vars, n_rows * n_vars if is_dense else store["X/data"].shape[0]
 
 
 def limits(spec: dict[str, Any]) -> dict[str, Any]:

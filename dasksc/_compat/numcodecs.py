@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numcodecs.blosc  # type: ignore[import-untyped]
+import numcodecs.zstd  # type: ignore[import-untyped]
+import numpy as np
 
-__all__ = ["blosc_getitem_address"]
+__all__ = ["blosc_getitem_address", "zstd_addresses"]
 
 
-def blosc_getitem_address() -> int | None:
+# Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
+_ZSTD_FUNCTIONS = (
+    "ZSTD_createDCtx",
+    "ZSTD_freeDCtx",
+    "ZSTD_getFrameContentSize",
+    "ZSTD_decompressBegin",
+    "ZSTD_nextSrcSizeToDecompress",
+    "ZSTD_decompressContinue",
+)
+
+
+def blosc_getitem_address() -> np.uint64 | None:
     """Return the address of C-Blosc's ``blosc_getitem``, which decodes a range of items of a chunk; None if missing."""
-    # numcodecs does not wrap the function, but its wheels for Linux and macOS export it, and other builds link to a C
-    # library that exports it. The function of C-Blosc2 (3.3.5) cannot replace it: it returns wrong bytes for a range
-    # that is as long as a block but spans two blocks.
+    # The function of C-Blosc2 (3.3.5) cannot replace it: it returns wrong bytes for a range that is as long as a block
+    # but spans two blocks.
+    addresses = _addresses(numcodecs.blosc, "blosc_getitem")
+    return None if addresses is None else addresses[0]
+
+
+def zstd_addresses() -> tuple[np.uint64, ...] | None:
+    """Return the addresses of `_ZSTD_FUNCTIONS`; None if one is missing."""
+    return _addresses(numcodecs.zstd, *_ZSTD_FUNCTIONS)
+
+
+def _addresses(module: Any, *names: str) -> tuple[np.uint64, ...] | None:
+    # numcodecs does not wrap the functions, but its wheels for Linux and macOS export them, and other builds link to a
+    # C library that exports them.
     try:
-        function = ctypes.CDLL(numcodecs.blosc.__file__).blosc_getitem
-    except (OSError, AttributeError):  # built in or in a zip file; a build that does not export the function
+        library = ctypes.CDLL(module.__file__)
+        functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names]
+    except (OSError, AttributeError):  # built in or in a zip file; a build that does not export the functions
         return None
-    return ctypes.cast(function, ctypes.c_void_p).value
+    return tuple(np.uint64(function.value or 0) for function in functions)

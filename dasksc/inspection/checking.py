@@ -31,8 +31,11 @@ __all__ = ["check", "diversity", "used_share"]
 # with per_batch=True) is counted, even if it has more rows.
 _MAX_COUNTED_ROWS = 2**20
 # Warnings are given if batches have less than this fraction of the label entropy of random batches, if more than this
-# fraction of the rows is dropped, and if less than this fraction of the data sent over the network is used.
+# fraction of the rows is dropped, and if less than this fraction of the data transferred or decoded is used.
 _MIXED, _MUCH_DROPPED, _MIN_USED_SHARE = 0.9, 0.05, 0.5
+# If a fetch uses a share s of the rows that it decodes, a converted store is read 2 + x / s times as fast. Values of x
+# by layout, from AnnData's Zarr stores and blocks of 16 to 1,024 rows; see `benchmarks/README.md`.
+_CONVERTED = {"csr": 0.6, "dense": 1.2}
 
 
 def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, label_key: str | None = None) -> Report:
@@ -242,7 +245,7 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
     for name, matrix in source.matrices.items():
         chunk_rows = matrix.cost.chunk_rows
         share = used_share(n_rows, run_rows, source.n_obs, chunk_rows)
-        if n_rows < chunk_rows:
+        if n_rows < (chunk_rows if is_url(matrix.label) else matrix.cost.decoded_rows):
             yield (
                 f"a fetch ({n_rows:,} rows) is smaller than a storage chunk of {name} (about {chunk_rows:,.0f} rows): "
                 "chunks are decoded again and again for a few rows each. Raise fetch_factor, or store smaller chunks"
@@ -253,6 +256,13 @@ def _warnings_of_reading(dataset: scDataset, plan: EpochPlan) -> Iterator[str]:
                 f"{chunk_rows:,.0f} rows are transferred whole for runs of {run_rows:,.0f}. Raise block_size or "
                 "fetch_factor, or store smaller chunks in shards (dasksc convert); for sets, sort the atlas by group "
                 "(dasksc convert --group-by)"
+            )
+        elif matrix.cost.decoded_rows and share < _MIN_USED_SHARE:
+            gain = 2 + _CONVERTED[matrix.layout] / share
+            yield (
+                f"a fetch uses only about {share:.0%} of the rows of {name} that it decodes, since chunks of about "
+                f"{chunk_rows:,.0f} rows are decoded for runs of {run_rows:,.0f}. Raise block_size or fetch_factor, or "
+                f"convert the atlas: a store written by dasksc convert is read about {gain:.0f} times as fast"
             )
 
 

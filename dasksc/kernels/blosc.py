@@ -6,40 +6,17 @@ the decoder, while holding the GIL.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.csr import load
+from dasksc.kernels.foreign import call, copy_bytes
 
 __all__ = ["getitems"]
 
 _HEADER_BYTES = 16
 _CODEC_VERSION = 1  # the format version of every Blosc codec
 _IS_COPIED = 2
-
-
-@intrinsic
-def call_getitem(typingctx: Any, function: Any, source: Any, start: Any, n_items: Any, target: Any) -> Any:
-    """Call the function ``int blosc_getitem(const void*, int, int, void*)`` at an address."""
-    signature = types.int64(*[types.uint64] * 2, *[types.int64] * 2, types.uint64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        int32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        called_type = ir.FunctionType(int32, [pointer, int32, int32, pointer])
-        called = builder.inttoptr(args[0], called_type.as_pointer())
-        given = [
-            builder.inttoptr(args[1], pointer),
-            *(builder.trunc(arg, int32) for arg in args[2:4]),
-            builder.inttoptr(args[4], pointer),
-        ]
-        return builder.sext(builder.call(called, given), ir.IntType(64))
-
-    return signature, codegen
 
 
 @kernel
@@ -78,11 +55,10 @@ def getitems(function, sources, sizes, chunk_bytes, chunks, starts, stops, to, s
             return first
         alone = after == first + 1
         target = np.uint64(out.ctypes.data + to[first]) if alone else np.uint64(scratch.ctypes.data)
-        if call_getitem(function, source, start // item, n_bytes // item, target) != n_bytes:
+        if np.int32(call(function, (source, start // item, n_bytes // item, target))) != n_bytes:
             return first
         if not alone:
             for i in range(first, after):
-                for k in range(stops[i] - starts[i]):
-                    out[to[i] + k] = scratch[starts[i] - start + k]
+                copy_bytes(scratch[starts[i] - start : stops[i] - start], out[to[i] :])
         first = after
     return -1

@@ -63,7 +63,14 @@ class DaskMatrix:
         """Estimated memory of a fetch; the number of values in a sparse chunk is an assumption."""
         row = self._row_bytes()
         chunk_rows = max(self.array.chunks[0], default=0)
-        return FetchCost(row=row, held=row, working=row, fixed=int(3 * row * chunk_rows), chunk_rows=chunk_rows)
+        return FetchCost(
+            row=row,
+            held=row,
+            working=row,
+            fixed=int(3 * row * chunk_rows),
+            chunk_rows=chunk_rows,
+            decoded_rows=chunk_rows,
+        )
 
     def _row_bytes(self) -> float:
         n_vars, itemsize = self.shape[1], self.dtype.itemsize

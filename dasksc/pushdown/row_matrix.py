@@ -210,6 +210,7 @@ class RowLocalMatrix(DaskMatrix):
             fixed=sum(cost.fixed for cost in costs),
             kept=sum(cost.kept for cost in costs),
             chunk_rows=max((cost.chunk_rows for cost in costs), default=0.0),
+            decoded_rows=max((cost.decoded_rows for cost in costs), default=0.0),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:

@@ -17,6 +17,7 @@ __all__ = [
     "StoredArray",
     "UnknownLayoutError",
     "chunk_length",
+    "decoded_length",
     "logical_dtype",
     "memory_dtype",
     "row_bytes",
@@ -140,6 +141,11 @@ class MemoryArray:
 def chunk_length(array: StoredArray) -> int:
     """Return the length of a chunk, the unit of decoding, along the first axis; 0 if rows can be read one by one."""
     return int(getattr(array, "chunk_length", 0))
+
+
+def decoded_length(array: StoredArray) -> int:
+    """Return the same as `chunk_length`, but 0 if parts of chunks can be decoded alone."""
+    return int(getattr(array, "decoded_length", chunk_length(array)))
 
 
 def row_bytes(array: StoredArray) -> int:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc
+from dasksc.kernels import blosc, zstd
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
-from dasksc.storage.codecs import Blosc, Chain, blosc_getitem
+from dasksc.storage.codecs import Blosc, Chain, Zstd, blosc_getitem, zstd_functions
 from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.read_timing import reading, thread_times
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -162,6 +162,11 @@ class ChunkedArray:
         return self._chunk_shape[0]
 
     @property
+    def decoded_length(self) -> int:
+        """Return 0 for Blosc, of whose chunks only blocks are decoded, and otherwise the length of a chunk."""
+        return 0 if self._chain.codecs == (Blosc(),) else self.chunk_length
+
+    @property
     def working_bytes(self) -> int:
         """Memory for four copies of a chunk (stored, decoded, and two in between) and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
@@ -202,8 +207,14 @@ class ChunkedArray:
         width: int,
     ) -> bool:
         """Fill `block` with one kernel call per group; return False if `_fill_block` must fill it or report errors."""
-        function = blosc_getitem()
-        if self._chain.codecs != (Blosc(),) or function is None or not self._in_place(block, width):
+        match self._chain.codecs:
+            case (Blosc(),):
+                decode, functions = blosc.getitems, blosc_getitem()
+            case (Zstd(),):
+                decode, functions = zstd.decode_pieces, zstd_functions()
+            case _:
+                return False
+        if functions is None or not self._in_place(block, width):
             return False
         numbers, chunk_of = np.unique(rows, return_inverse=True)
         stride = block.strides[0]
@@ -231,7 +242,7 @@ class ChunkedArray:
                 pieces = chunks, starts[here], (starts + sizes)[here], to[here]
                 given = (piece[written] for piece in pieces)
                 begun = perf_counter()
-                bad = blosc.getitems(function, group.at, group.sizes, chunk_bytes, *given, scratch, out)
+                bad = decode(functions, group.at, group.sizes, chunk_bytes, *given, scratch, out)
                 spent.decode_s += perf_counter() - begun
                 if bad >= 0:
                     return False

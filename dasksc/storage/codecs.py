@@ -17,8 +17,9 @@ import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc._compat.numcodecs import blosc_getitem_address
+from dasksc._compat.numcodecs import blosc_getitem_address, zstd_addresses
 from dasksc.kernels.lzf import decode_lzf
+from dasksc.kernels.zstd import decode_beginning
 from dasksc.storage.arrays import UnknownLayoutError
 
 if sys.version_info >= (3, 14):
@@ -37,12 +38,11 @@ __all__ = [
     "Zstd",
     "blosc_getitem",
     "codec_of_config",
+    "zstd_functions",
 ]
 
 # Maximum number of bytes that codecs add, such as checksums and headers.
 _SLACK_BYTES = 2**16
-# Maximum number of bytes to decompress per call. Larger results would be allocated from new memory pages each time.
-_PIECE_BYTES = 2**17
 # Codecs of numcodecs that map bytes to bytes, or numbers to numbers of the same type.
 _KNOWN = frozenset({"lz4", "shuffle", "crc32", "adler32", "fletcher32", "delta"})
 
@@ -116,24 +116,18 @@ class Zstd:
 
     def decode_part(self, data: Any, n_bytes: int, start: int, stop: int, into: NDArray[np.uint8]) -> Any:
         """Return bytes [start, stop) of the decompressed frame."""
-        view = memoryview(data).cast("B")
-        # A checksum can be verified only for the whole frame.
-        size = zstd.get_frame_info(view).decompressed_size
-        if stop == n_bytes or size != n_bytes or view[4] & _HAS_CHECKSUM:
-            return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
-        frame, done = zstd.ZstdDecompressor(), 0
-        while done < stop:
-            # The decompressor keeps the remaining input, so `view` is passed only once.
-            piece = frame.decompress(b"" if done else view, min(_PIECE_BYTES, stop - done))
-            if not piece:
-                raise ValueError(f"the chunk ends after {done} bytes instead of {stop}")
-            into.data[done : done + len(piece)] = piece
-            done += len(piece)
-        return into[start:stop]
+        functions = zstd_functions()
+        if functions is not None and stop < n_bytes:
+            frame = np.frombuffer(memoryview(data).toreadonly(), dtype=np.uint8)
+            if decode_beginning(functions, frame, stop, into):
+                return into[start:stop]
+        return _part_of(memoryview(self.decode(data, n_bytes, into)).cast("B"), n_bytes, start, stop)
 
 
-_HAS_CHECKSUM = 0x04  # in the byte after the magic number of a Zstandard frame
 _ZSTD = numcodecs.Zstd()
+
+
+zstd_functions = cache(zstd_addresses)
 
 
 @dataclass(frozen=True, slots=True)

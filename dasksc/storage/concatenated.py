@@ -111,6 +111,7 @@ class ConcatenatedMatrix:
             fixed=max(cost.fixed for cost in costs),
             kept=sum(cost.kept for cost in costs),
             chunk_rows=max(cost.chunk_rows for cost in costs),
+            decoded_rows=max(cost.decoded_rows for cost in costs),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:

@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from dasksc.config import format_bytes
 from dasksc.errors import CorruptDataError, InputError, StorageError
 from dasksc.kernels import csr as kernels
-from dasksc.storage.arrays import BrokenRunError, MemoryArray, StoredArray, chunk_length, memory_dtype, row_bytes
+from dasksc.storage.arrays import (
+    BrokenRunError,
+    MemoryArray,
+    StoredArray,
+    chunk_length,
+    decoded_length,
+    memory_dtype,
+    row_bytes,
+)
 from dasksc.storage.chunked import ChunkedArray
 from dasksc.storage.fetched_csr import CSRRowBuffer
 from dasksc.storage.fetched_dense import DenseRowBuffer
@@ -73,6 +81,7 @@ class CSRMatrix:
             fixed=max(array.working_bytes for array in self.arrays),
             kept=offsets if offsets <= _INDPTR_KEPT_BYTES else 0,
             chunk_rows=max(map(chunk_length, of_values)) / max(1.0, mean),
+            decoded_rows=max(map(decoded_length, of_values)) / max(1.0, mean),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> CSRRowBuffer:
@@ -153,6 +162,7 @@ class DenseMatrix:
             held=_ROW_BYTES + stride * values.held_share(1),
             fixed=values.working_bytes,
             chunk_rows=chunk_length(values),
+            decoded_rows=decoded_length(values),
         )
 
     def fetch(self, rows: NDArray[np.int64]) -> DenseRowBuffer:

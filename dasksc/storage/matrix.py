@@ -33,6 +33,7 @@ class FetchCost:
     kept: int = 0  # Memory kept from the first fetch on, such as offsets and converted arrays
     # Number of rows per chunk, the unit of decoding; below 1 if rows are longer, and 0 if rows can be read one by one.
     chunk_rows: float = 0.0
+    decoded_rows: float = 0.0  # The same, but 0 if parts of chunks can be decoded alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)

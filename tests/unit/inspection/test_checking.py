@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
+import zarr
 from torch.utils.data import DataLoader
 
 import dasksc
@@ -136,6 +137,22 @@ def test_a_fetch_smaller_than_a_chunk_is_warned_of(tmp_path, layout):
     (warning,) = dasksc.check(dataset(path)).warnings
     assert f"a fetch (32 rows) is smaller than a storage chunk of X (about {chunk_rows:,.0f} rows)" in warning
     assert dasksc.check(dataset(path, fetch_factor=512)).warnings == []
+
+
+@pytest.mark.parametrize(("layout", "gain"), [("csr", 9), ("dense", 16)])
+def test_blocks_smaller_than_a_chunk_are_warned_of_unless_parts_are_decoded(tmp_path, layout, gain):
+    X = sp.random(3000, 20, density=0.5, format="csr", dtype=np.float32, random_state=0)
+    adata = ad.AnnData(X=X if layout == "csr" else X.toarray())
+    group = zarr.open_group(tmp_path / "zstd.zarr", mode="w", zarr_format=3)
+    with ad.settings.override(auto_shard_zarr_v3=False):
+        ad.io.write_elem(group, "/", adata)
+        ad.io.write_elem(group, "X", adata.X, dataset_kwargs={"chunks": (1500,) if layout == "csr" else (150, 20)})
+    (warning,) = dasksc.check(dataset(tmp_path / "zstd.zarr", fetch_factor=32)).warnings
+    assert "only about 9% of the rows of X" in warning
+    assert "chunks of about 150 rows are decoded for runs of 4. Raise block_size or fetch_factor" in warning
+    assert f"{gain} times as fast" in warning
+    dasksc.convert(tmp_path / "zstd.zarr", tmp_path / "new.zarr")
+    assert dasksc.check(dataset(tmp_path / "new.zarr", fetch_factor=32)).warnings == []
 
 
 def test_rows_that_are_lost_and_workers_that_idle_are_warned_of(path):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gzip
 import sys
+import warnings
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
+import anndata as ad
 import google_crc32c
 import h5py
 import numcodecs
@@ -19,9 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc as kernels
+from dasksc.kernels import blosc
+from dasksc.kernels import zstd as zstd_kernels
 from dasksc.kernels.lzf import decode_lzf
-from dasksc.storage import chunked, open_matrix
+from dasksc.storage import chunked, codecs, open_matrix
 from dasksc.storage.codecs import (
     Blosc,
     Chain,
@@ -33,12 +38,15 @@ from dasksc.storage.codecs import (
     blosc_getitem,
     codec_of_config,
     zstd,
+    zstd_functions,
 )
 from tests.support.data import lzf
 
 pytestmark = pytest.mark.core
 
 getitem = blosc_getitem()
+decode_blosc = partial(blosc.getitems, getitem)
+decode_zstd = partial(zstd_kernels.decode_pieces, zstd_functions())
 needs_getitem = pytest.mark.skipif(sys.platform == "win32", reason="numcodecs does not export blosc_getitem there")
 
 N = 200_000
@@ -145,17 +153,21 @@ def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
         H5Lzf().decode(stored, 40)
 
 
-# --- Parts of Blosc chunks, all chunks in one call ---------------------------------------------------------
+# --- Parts of Blosc and Zstandard chunks, all chunks in one call --------------------------------------------
 
 
 def decode_pieces(
-    stored: list[bytes], chunks: list[int], starts: list[int], stops: list[int], chunk_bytes: int
+    stored: list[bytes],
+    chunks: list[int],
+    starts: list[int],
+    stops: list[int],
+    chunk_bytes: int,
+    decode: Callable[..., int] = decode_blosc,
 ) -> tuple[int, np.ndarray]:
     buffers = [np.frombuffer(data, dtype=np.uint8) for data in stored]
     sizes = np.array(stops, dtype=np.int64) - starts
     out = np.full(int(sizes.sum()) + 8, 99, dtype=np.uint8)
-    failed = kernels.getitems(
-        np.uint64(getitem),
+    failed = decode(
         np.array([buffer.ctypes.data for buffer in buffers], dtype=np.uint64),
         np.array([len(buffer) for buffer in buffers], dtype=np.int64),
         chunk_bytes,
@@ -170,12 +182,22 @@ def decode_pieces(
     return failed, out[:-8]
 
 
+ENCODED = {
+    "blosc": (decode_blosc, blosc_chunk),
+    "blosc of small blocks": (decode_blosc, partial(blosc_chunk, block_bytes=2**12)),
+    "blosc of a large block": (decode_blosc, partial(blosc_chunk, block_bytes=2**20)),
+    "zstd": (decode_zstd, zstd_chunk),
+    "zstd with a checksum": (decode_zstd, partial(zstd_chunk, checksum=True)),
+}
+
+
 @needs_getitem
 @given(
     cuts=st.lists(st.lists(st.integers(0, N), min_size=2, max_size=12, unique=True), min_size=1, max_size=3),
-    block_bytes=st.sampled_from([2**12, 2**16, 2**20]),
+    how=st.sampled_from(sorted(ENCODED)),
 )
-def test_pieces_of_blosc_chunks_equal_those_of_the_whole(cuts: list[list[int]], block_bytes: int) -> None:
+def test_pieces_of_chunks_equal_those_of_the_whole(cuts: list[list[int]], how: str) -> None:
+    decode, encode = ENCODED[how]
     values = [np.roll(VALUES, i) for i in range(len(cuts))]
     chunks, starts, stops, expected = [], [], [], []
     for i, ends in enumerate(map(sorted, cuts)):
@@ -184,8 +206,8 @@ def test_pieces_of_blosc_chunks_equal_those_of_the_whole(cuts: list[list[int]], 
             starts.append(4 * start)
             stops.append(4 * stop)
             expected.append(values[i][start:stop])
-    stored = [blosc_chunk(array, block_bytes) for array in values]
-    failed, out = decode_pieces(stored, chunks, starts, stops, 4 * N)
+    stored = [encode(array) for array in values]
+    failed, out = decode_pieces(stored, chunks, starts, stops, 4 * N, decode)
     assert failed == -1
     np.testing.assert_array_equal(out.view(np.int32), np.concatenate(expected))
 
@@ -209,10 +231,55 @@ def test_a_blosc_header_that_contradicts_itself_is_refused(header: dict[int, int
 
 
 @needs_getitem
-@pytest.mark.parametrize("size", [0, 8, 16, 40, 5000])
-def test_a_blosc_chunk_cut_short_is_refused(size: int) -> None:
-    stored = blosc_chunk(VALUES)[:size]
-    assert decode_pieces([stored], [0], [0], [4 * N], 4 * N)[0] == 0
+@pytest.mark.parametrize("how", ["blosc", "zstd", "zstd with a checksum"])
+@pytest.mark.parametrize("size", [0, 4, 8, 16, 40, 5000])
+def test_a_chunk_cut_short_is_refused(how: str, size: int) -> None:
+    decode, encode = ENCODED[how]
+    assert decode_pieces([encode(VALUES)[:size]], [0], [0], [4 * N], 4 * N, decode)[0] == 0
+
+
+@needs_getitem
+def test_zstandard_chunks_of_another_kind_are_left_to_the_codec() -> None:
+    whole, checked = zstd_chunk(VALUES), bytearray(zstd_chunk(VALUES, checksum=True))
+    checked[-1] ^= 1
+    for stored in (zstd_frames(VALUES), whole + whole, whole + b"0", bytes(checked), zstd_chunk(VALUES[:-1])):
+        assert decode_pieces([whole, stored], [0, 1], [0, 0], [8, 4 * N], 4 * N, decode_zstd)[0] == 1
+    assert decode_pieces([bytes(checked)], [0], [0], [8], 4 * N, decode_zstd)[0] == 0
+
+
+@needs_getitem
+@given(st.data())
+def test_corrupt_zstandard_chunks_write_nothing_outside(data: st.DataObject) -> None:
+    stored = bytearray(zstd_chunk(VALUES[:20_000]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
+    failed, _ = decode_pieces([bytes(stored)], [0, 0], [0, 70_000], [40, 80_000], 80_000, decode_zstd)
+    assert failed in (-1, 0)
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (17, 70_003)], ids=str)
+def test_parts_of_zstandard_chunks_need_no_functions_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(codecs, "zstd_functions", lambda: None)
+    chain = Chain(codecs=(Zstd(),), dtype=np.dtype(np.int32))
+    found = chain.decode(zstd_chunk(VALUES), shape=(N,), skipped=0, rows=rows)
+    np.testing.assert_array_equal(found, VALUES[slice(*rows)])
+
+
+@needs_getitem
+def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None:
+    X = sp.random(3000, 200, density=0.5, format="csr", dtype=np.float32, random_state=0)
+    with warnings.catch_warnings(action="ignore"), ad.settings.override(zarr_write_format=3, auto_shard_zarr_v3=True):
+        ad.AnnData(X=X).write_zarr(tmp_path / "x.zarr")
+    matrix = open_matrix(tmp_path / "x.zarr", "X")
+    rows = np.array([3, 700, 701, 1500, 2999])
+    with mock.patch.object(chunked.zstd, "decode_pieces", wraps=zstd_kernels.decode_pieces) as called:
+        fetched = matrix.fetch(rows)
+    # One call for each of indptr, data and indices; pieces of the same chunk follow each other.
+    assert [call.args[4].tolist() for call in called.call_args_list] == [[0], [0, 0, 1, 2], [0, 0, 1, 2]]
+    indptr, indices, data = fetched.gather_csr(np.arange(5))
+    assert (sp.csr_matrix((data, indices, indptr), shape=(5, 200)) != X[rows]).nnz == 0
 
 
 @needs_getitem
@@ -223,7 +290,7 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
         file.create_dataset("X", data=dense, chunks=(100, 50), **hdf5plugin.Blosc())
     rows = np.array([3, 250, 899])
     out = np.empty((3, 50), dtype=np.float32)
-    with mock.patch.object(chunked.blosc, "getitems", wraps=kernels.getitems) as called:
+    with mock.patch.object(chunked.blosc, "getitems", wraps=blosc.getitems) as called:
         open_matrix(tmp_path / "x.h5ad", "X").fetch(rows).gather(np.arange(3), out=out)
     assert called.called
     np.testing.assert_array_equal(out, dense[rows])
