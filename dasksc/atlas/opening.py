@@ -57,6 +57,7 @@ def open(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
+    reader_options: Mapping[str, Any] | None = None,
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several atlases as one.
@@ -130,6 +131,8 @@ def open(
     genome
         Genomes of 10x ``.h5`` files to keep: one or several. Default: all. A file of Cell Ranger 2 has a separate
         matrix for each genome, with its own cells. If such a file has several genomes, choose one.
+    reader_options
+        Options of the format: see [SOMA and Parquet](../guides/formats.md#soma-and-parquet). TODO
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
@@ -207,6 +210,7 @@ def open(
         cache=Cache.of(cache),
         feature_types=names_given("feature_types", feature_types),
         genomes=names_given("genome", genome),
+        reader_options=dict(reader_options or {}),
     )
     with unchecked():
         parts = atlas_inputs(data, options.storage_options)
