@@ -108,6 +108,10 @@ class ParquetStore(Store):
             return table.set_axis(nameless_index(len(table)))
         return table.set_axis(pd.RangeIndex(len(table)) if names is None else pd.Index(read[names].astype(str)))
 
+    def close(self) -> None:
+        """Close the file, which the matrix opens again."""
+        self._parquet.close()
+
     def matrix(self, key: str) -> ParquetMatrix:
         """Open the matrix."""
         return ParquetMatrix(

@@ -17,7 +17,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.checks import nearest
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
 from dasksc.kernels import triples
 from dasksc.readers.interface import Reader, Store
@@ -57,12 +56,8 @@ _OF_OBSTORE = ("allow_http", "client_options", "retry_config")
 class SomaReader(Reader):
     """Reader of SOMA experiments, local or in object stores."""
 
+    listed_suffixes = (".soma",)
     options = ("measurement", "layer", "value_filter", "obs_names", "var_names")
-
-    @property
-    def listed_suffixes(self) -> tuple[str, ...]:
-        """Ending of the folders that stand for experiments; any name can be opened."""
-        return (".soma",)
 
     def matches(self, path: str | RemoteLocation) -> bool:
         """Return True for a group or array of TileDB; at a URL, this takes a request."""
@@ -166,7 +161,8 @@ class SomaStore(Store):
         except Exception as error:
             if expression is None:
                 raise
-            raise InputError(f"{self._path}: value_filter={expression!r} cannot be evaluated: {error}") from error
+            reason = str(error).partition("\n")[0]  # the rest is a traceback
+            raise InputError(f"{self._path}: value_filter={expression!r} cannot be evaluated: {reason}") from error
         ids = found[_ID].to_numpy()
         if len(ids) == 0 and expression is not None:
             raise InputError(f"{self._path}: value_filter={expression!r} matches no cell")
@@ -181,10 +177,9 @@ class SomaStore(Store):
         if name is None and len(preferred) == 1:
             return preferred[0]
         if name not in names:
-            given = "" if name is None else f" no {option} {name!r}, but"
+            what = f"has no {option} {name!r}" if name else f"has several choices of {option}"
             raise MissingKeyError(
-                f"{self._path} has{given} {', '.join(map(repr, names)) or 'none'}. Choose one: "
-                f"reader_options={{{option!r}: {nearest(str(name), names) if name else repr(names[0])}}}"
+                f"{self._path} {what}; expected one of {', '.join(map(repr, names)) or 'none'} in reader_options"
             )
         return str(name)
 
@@ -330,8 +325,10 @@ def _naming_rows(label: str, ids: NDArray[np.int64]) -> Iterator[None]:
 
 def _opened(uri: str, config: tuple[tuple[str, str], ...], timestamp: int | None = None) -> Any:
     """Open an object of SOMA, in the context of this process for a configuration."""
-    import tiledbsoma
-
+    try:
+        import tiledbsoma
+    except ImportError as error:
+        raise InputError(f"{uri} is read through tiledbsoma: pip install 'dasksc[soma]'") from error
     return tiledbsoma.open(uri, context=_context(os.getpid(), config), tiledb_timestamp=timestamp)
 
 
