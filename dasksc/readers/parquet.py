@@ -24,7 +24,7 @@ from dasksc.readers.interface import Reader, Store
 from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.rows import Block, RowsMatrix
-from dasksc.storage import FetchCost, Layout, RemoteLocation
+from dasksc.storage import FetchCost, Layout, RemoteLocation, buffers
 from dasksc.storage.arrays import logical_dtype, memory_dtype
 from dasksc.storage.fetched_rows import indptr_of
 from dasksc.storage.file_identity import FileIdentity
@@ -208,15 +208,18 @@ class ParquetMatrix(RowsMatrix):
             local = rows[first:last] - self._starts[number]
             offsets, genes, values = self._group(int(number))
             n_values = int((offsets[local + 1] - offsets[local]).sum())
-            columns, kept = np.empty(n_values, np.int32), np.empty(n_values, self.stored_dtype)
+            columns, kept = buffers.empty(n_values, np.int32), buffers.empty(n_values, self.stored_dtype)
             lists = local, offsets, genes, values
             stop = triples.take_lists(*lists, self._to, counts[first:last], columns, kept, 0)
             if stop < 0:
                 row = local[-1 - stop]
                 self._refuse(int(rows[first - 1 - stop]), *(one[offsets[row] : offsets[row + 1]] for one in lists[2:]))
             parts.append((columns[:stop], kept[:stop]))
-        indices, data = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return indptr_of(counts), indices, data
+        indptr = indptr_of(counts)
+        indices, data = buffers.empty(int(indptr[-1]), np.int32), buffers.empty(int(indptr[-1]), self.stored_dtype)
+        for out, arrays in zip((indices, data), zip(*parts, strict=True), strict=True):
+            np.concatenate(arrays, out=out)
+        return indptr, indices, data
 
     def _group(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[Any]]:
         """Decode the lists of a row group: offsets, genes and expressions."""
@@ -229,7 +232,8 @@ class ParquetMatrix(RowsMatrix):
             table = opened[1].read_row_group(number, columns=list(self._names), use_threads=False)
         except OSError as error:
             raise CorruptDataError(f"{where} cannot be read: {error}. Copy or download it again.") from error
-        lists = [table[name].combine_chunks() for name in self._names]
+        columns = [table[name] for name in self._names]
+        lists = [one.chunk(0) if one.num_chunks == 1 else one.combine_chunks() for one in columns]
         for name, one in zip(self._names, lists, strict=True):
             if one.null_count or one.values.null_count:
                 raise CorruptDataError(
@@ -312,4 +316,4 @@ def _genes(file: FileIdentity, token: str, name: str) -> tuple[pd.DataFrame, NDA
         raise InputError(f"{file.path}: {token} must lie in [0, {_MOST_TOKENS}); got {tokens.min()} to {tokens.max()}")
     to = np.full(int(tokens.max(initial=-1)) + 1, -1, dtype=np.int32)
     to[tokens] = np.arange(len(tokens))
-    return table.set_index(name), to
+    return table.set_index(table.pop(name).astype(str)), to
