@@ -8,6 +8,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -23,6 +24,7 @@ from dasksc.storage import Matrix
 from dasksc.storage.hdf5.remote import BlockReader
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
+from tests.support.corpora import source, write_parquet, write_soma
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
 
@@ -36,6 +38,15 @@ pytestmark = pytest.mark.programs
 def test_an_atlas_on_s3_is_the_local_one(stores: Path, s3_stores: Bucket, name: str) -> None:
     remote = dasksc.open(f"s3://{s3_stores.name}/{name}", storage_options=s3_stores.options)
     same(remote, dasksc.open(stores / name))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("write", [write_soma, write_parquet])
+def test_soma_and_parquet_on_s3_are_the_local_ones(s3_stores: Bucket, tmp_path: Path, write: Any) -> None:
+    path, options = write(source(), tmp_path)
+    url = s3_stores.put(path)
+    remote = dasksc.open(url, storage_options=s3_stores.options, reader_options=options)
+    same(remote, dasksc.open(path, reader_options=options))
 
 
 @pytest.mark.parametrize("format", FORMATS)
