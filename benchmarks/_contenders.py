@@ -256,6 +256,27 @@ def annloader(spec: Spec) -> Epoch:
     return epoch
 
 
+def tiledbsoma_loader(spec: Spec) -> Epoch:
+    """Load X of a SOMA experiment with tiledbsoma-ml; a fetch is its I/O batch, and a block its shuffle chunk."""
+    import tiledbsoma
+    import torch
+    from tiledbsoma_ml import ExperimentDataset
+
+    experiment = tiledbsoma.open(spec["path"])
+    with experiment.axis_query("RNA") as query:
+        dataset = ExperimentDataset(
+            query,
+            layer_name="data",
+            batch_size=spec["batch"],
+            io_batch_size=spec["fetch"],
+            shuffle_chunk_size=spec["block"],
+            seed=0,
+            return_sparse_X=spec["layout"] == "csr",
+        )
+    to_tensor = _csr_tensor if spec["layout"] == "csr" else torch.from_numpy
+    return lambda: (to_tensor(X) for X, _ in dataset)
+
+
 CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "dasksc threads": partial(dasksc_loader, scheduler="threads"),
     "dasksc synchronous": partial(dasksc_loader, scheduler="synchronous"),
@@ -269,6 +290,7 @@ CONTENDERS: dict[str, Callable[[Spec], Epoch]] = {
     "annbatch AnnData zarr": partial(annbatch_loader, store="anndata"),
     "anndata backed": anndata_loader,
     "AnnLoader": annloader,
+    "tiledbsoma-ml": tiledbsoma_loader,
 }
 
 

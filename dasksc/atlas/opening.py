@@ -57,6 +57,7 @@ def open(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
+    reader_options: Mapping[str, Any] | None = None,
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several atlases as one.
@@ -66,8 +67,9 @@ def open(
     data
         One atlas:
 
-        - path of an ``.h5ad`` file, of a 10x ``.h5`` file (Cell Ranger 2 and later) or of a Zarr store (v2 or v3; a
-          directory, or a local ``.zarr.zip`` file). Paths may be URLs: ``s3://``, ``gs://``, ``az://``, ``https://``,
+        - path of an ``.h5ad`` file, of a 10x ``.h5`` file (Cell Ranger 2 and later), of a Zarr store (v2 or v3; a
+          directory, or a local ``.zarr.zip`` file), of a SOMA experiment, or of a ``.parquet`` file with lists of genes
+          and expressions. Paths may be URLs: ``s3://``, ``gs://``, ``az://``, ``https://``,
           ``http://``, ``file://``, and those that fsspec supports.
         - `AnnData` in memory, whose arrays are shared, not copied
         - `AnnData` opened with ``backed="r"``. X is read from its file, and everything else is taken from the object,
@@ -130,6 +132,9 @@ def open(
     genome
         Genomes of 10x ``.h5`` files to keep: one or several. Default: all. A file of Cell Ranger 2 has a separate
         matrix for each genome, with its own cells. If such a file has several genomes, choose one.
+    reader_options
+        Options of the format of the paths, such as ``{"layer": "raw"}`` for SOMA experiments. The guide to formats
+        lists those of SOMA and Parquet.
     attach
         Elements of other stores to add, such as the results of `dasksc.predict`: paths by key,
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
@@ -153,8 +158,8 @@ def open(
     StorageError
         If the path is not an AnnData file or store (`CorruptDataError`: if it is damaged).
     MissingKeyError
-        If obs lacks a column in `obs`, there is no raw, a 10x file lacks a feature type or genome, or a store in
-        `attach` lacks a key.
+        If obs lacks a column in `obs`, there is no raw, a 10x file lacks a feature type or genome, a store in `attach`
+        lacks a key, or an experiment lacks the measurement or layer in `reader_options`.
 
     Examples
     --------
@@ -196,10 +201,9 @@ def open(
         raise InputError(
             "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
         )
-    if not isinstance(storage_options, Mapping | None):
-        raise WrongTypeError(
-            f"storage_options must be a dict of options, or None; got a {type(storage_options).__name__}"
-        )
+    for name, value in (("storage_options", storage_options), ("reader_options", reader_options)):
+        if not isinstance(value, Mapping | None):
+            raise WrongTypeError(f"{name} must be a dict of options, or None; got a {type(value).__name__}")
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
@@ -207,6 +211,7 @@ def open(
         cache=Cache.of(cache),
         feature_types=names_given("feature_types", feature_types),
         genomes=names_given("genome", genome),
+        reader_options=dict(reader_options or {}),
     )
     with unchecked():
         parts = atlas_inputs(data, options.storage_options)
@@ -270,6 +275,8 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
 def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
+        if options.reader_options:
+            raise InputError("reader_options= are for paths; give them when the path is opened")
         if not options.mmap and not data.isbacked and isinstance(data.X, da.Array):
             raise InputError(
                 "mmap=False has no effect on an AnnData that is already open; give it when the file is opened: "

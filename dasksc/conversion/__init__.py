@@ -127,6 +127,7 @@ def convert(
     cache: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
+    reader_options: Mapping[str, Any] | None = None,
 ) -> ConversionReport:
     """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
@@ -183,6 +184,8 @@ def convert(
         pass temporary credentials in environment variables.
     feature_types, genome
         Features of 10x ``.h5`` files to write, as for `dasksc.open`.
+    reader_options
+        Options of the format of the input, as for `dasksc.open`.
 
     Returns
     -------
@@ -244,6 +247,7 @@ def convert(
         cache=Cache.of(cache),
         feature_types=names_given("feature_types", feature_types),
         genomes=names_given("genome", genome),
+        reader_options=dict(reader_options or {}),
     )
     unread = None if index_unique is not None else UnreadNames.of(data, options)
     with collecting_dropped() as left_out:
@@ -254,6 +258,7 @@ def convert(
             cache=cache,
             feature_types=feature_types,
             genome=genome,
+            reader_options=reader_options,
             **joining,
         )
     contents = contents_of(adata, filter, request)

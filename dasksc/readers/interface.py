@@ -207,9 +207,12 @@ class Reader(Protocol):
         Endings of the names of files of this format, such as ``(".npz",)``.
     listed_suffixes
         Endings of the names that stand for atlases where a folder or pattern is opened. Default: `suffixes`.
+    options
+        Names of the `reader_options` of `dasksc.open` that the reader accepts; others are refused.
     """
 
     suffixes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def __init__(self) -> None:  # as for `Store`
         return

@@ -18,9 +18,9 @@ __all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
 ACCEPTED = (
-    "the path of an .h5ad file, of a 10x .h5 file or of a Zarr store (a directory or a .zarr.zip file), an AnnData "
-    "(in memory, backed, or of Dask arrays), or several: a list or dict of these, a pattern such as 'atlas/*.h5ad', or "
-    "a directory of them"
+    "the path of an .h5ad file, of a 10x .h5 file, of a Zarr store (a directory or a .zarr.zip file), of a SOMA "
+    "experiment or of a .parquet file, an AnnData (in memory, backed, or of Dask arrays), or several: a list or dict "
+    "of these, a pattern such as 'atlas/*.h5ad', or a directory of them"
 )
 
 
@@ -42,6 +42,8 @@ class OpenOptions:
         Cache of blocks that are read; None for the cache in the configuration of Dask, which applies to URLs only.
     feature_types, genomes
         Features of 10x files to keep, as for `dasksc.open`; None for all.
+    reader_options
+        Options of the format, by name.
     """
 
     mmap: UseMmap = "auto"
@@ -51,6 +53,7 @@ class OpenOptions:
     cache: Cache | None = None
     feature_types: tuple[str, ...] | None = None
     genomes: tuple[str, ...] | None = None
+    reader_options: Mapping[str, Any] = field(default_factory=dict)
 
     def cache_of(self, path: str | RemoteLocation) -> Cache | None:
         """Return the cache for a location, that of the configuration by default; None for a local path."""

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 
-from dasksc.errors import CorruptDataError, MissingPathError, StorageError
+from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
 from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.options import ACCEPTED, OpenOptions, refuse_feature_choice
+from dasksc.readers.parquet import ParquetReader
+from dasksc.readers.soma import SomaReader
 from dasksc.readers.zarr import ZarrReader
 from dasksc.storage import RemoteLocation
 
@@ -34,7 +36,7 @@ def readers() -> tuple[Reader, ...]:
             found.append(loaded() if isinstance(loaded, type) else loaded)
         except Exception as error:  # another package must not prevent that atlases of dasksc's formats open
             logger.warning("the reader %r (%s) cannot be loaded: %r", entry.name, entry.value, error)
-    return (*found, ZarrReader(), Hdf5Reader())
+    return (*found, ParquetReader(), ZarrReader(), SomaReader(), Hdf5Reader())
 
 
 def reader_of(path: str | RemoteLocation) -> Reader | None:
@@ -60,6 +62,10 @@ def opened(path: str | RemoteLocation, options: OpenOptions) -> Iterator[Store]:
         reader = reader_of(path)
         if reader is None:
             raise _unknown(path)
+        unknown = [name for name in options.reader_options if name not in reader.options]
+        if unknown:
+            expected = f"expected {', '.join(reader.options)}" if reader.options else "this format has no options"
+            raise InputError(f"reader_options have no {unknown[0]!r} for {path}: {expected}")
         store = reader.open(path, options)
         try:
             if not store.selects_features and not store.modalities():
@@ -83,9 +89,9 @@ def _unknown(path: str | RemoteLocation) -> StorageError:
         return StorageError(f"{path} is compressed as a whole. Decompress it first: gunzip {name}")
     if n_bytes and suffix and not is_file_name(name) and not is_listed_name(name):
         return StorageError(
-            f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu and .zarr, and the formats of installed "
-            "readers. Read it with anndata.io (read_csv, read_text, read_mtx) and write it: adata.write_h5ad(...); in "
-            "R, use zellkonverter::writeH5AD"
+            f"{path} is not an atlas: dasksc reads .h5ad, .h5 (10x), .h5mu, .zarr, SOMA, .parquet, and the formats of "
+            "installed readers. Read it with anndata.io (read_csv, read_text, read_mtx) and write it: "
+            "adata.write_h5ad(...); in R, use zellkonverter::writeH5AD"
         )
     what = f"({n_bytes} bytes) is not an HDF5 file, or its beginning is damaged" if n_bytes else "is empty (0 bytes)"
     return CorruptDataError(f"{path} {what}. Copy, download or write it again.")

@@ -7,6 +7,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -19,12 +20,22 @@ from dasksc.errors import InputError, StorageError
 from dasksc.output.inputs import token_of
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
+from tests.support.corpora import source, write_parquet, write_soma
 from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
 from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
 
 pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.programs
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("write", [write_soma, write_parquet])
+def test_soma_and_parquet_on_s3_are_the_local_ones(s3_stores: Bucket, tmp_path: Path, write: Any) -> None:
+    path, options = write(source(), tmp_path)
+    url = s3_stores.put(path)
+    remote = dasksc.open(url, storage_options=s3_stores.options, reader_options=options)
+    same(remote, dasksc.open(path, reader_options=options))
 
 
 @pytest.mark.parametrize("format", FORMATS)

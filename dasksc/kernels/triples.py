@@ -1,0 +1,59 @@
+"""CSR rows from values that are not stored as CSR: triples of row, column and value, and lists of genes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dasksc.kernels.compiled import kernel
+
+__all__ = ["count_triples", "fill_triples", "take_lists"]
+
+
+@kernel
+def count_triples(ids, rows, at, counts):
+    """Find the position of each triple's row among ascending `ids`, and count them; return a row without one, or -1."""
+    previous, position = np.int64(-1), 0
+    for k in range(rows.shape[0]):
+        if rows[k] != previous:
+            previous = rows[k]
+            position = np.searchsorted(ids, previous)
+            if position == ids.shape[0] or ids[position] != previous:
+                return previous
+        at[k] = position
+        counts[position] += 1
+    return -1
+
+
+@kernel
+def fill_triples(at, columns, values, to, places, out_columns, out_values):
+    """Write triples to the next places of their rows; return the first column that `to` does not map, or -1."""
+    for k in range(at.shape[0]):
+        column = columns[k]
+        if column < 0 or column >= to.shape[0] or to[column] < 0:
+            return column
+        place = places[at[k]]
+        out_columns[place] = to[column]
+        out_values[place] = values[k]
+        places[at[k]] = place + 1
+    return -1
+
+
+@kernel
+def take_lists(rows, offsets, genes, values, to, counts, out_columns, out_values, place):
+    """Append the lists of `rows` from `place` on; return the next place, or -1 - i for an invalid list of rows[i]."""
+    # A first value that is negative and of an identifier without a column is a marker rather than a gene.
+    for i in range(rows.shape[0]):
+        start, stop = offsets[rows[i]], offsets[rows[i] + 1]
+        begun = place
+        for k in range(start, stop):
+            gene = genes[k]
+            is_known = 0 <= gene < to.shape[0] and to[gene] >= 0
+            if k == start and not is_known and values[k] < 0:
+                continue
+            if not is_known or values[k] < 0:
+                return -1 - i
+            out_columns[place] = to[gene]
+            out_values[place] = values[k]
+            place += 1
+        counts[i] = place - begun
+    return place
