@@ -18,7 +18,8 @@ lengths
 data_at, indices_at, rows_at
     Address of the first element of each fetched row, shape (n_fetched,), uint64.
 like_data, like_indices, like
-    Empty arrays of the data type stored at the addresses.
+    Empty arrays of the data type stored at the addresses. With `rounded(like)`, the kernels write the bits of values
+    rounded to bfloat16, which NumPy lacks, into an `out` or `data` of type uint16, unless they sum columns.
 drops
     True if a lookup drops a column.
 maps, lookups
@@ -38,6 +39,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.vectors import descent_bits, nonzero_bits
@@ -51,6 +53,8 @@ __all__ = [
     "count_bytes",
     "merge_columns_csr",
     "narrow",
+    "overflows",
+    "rounded",
     "row_starts",
     "count_columns",
     "count_nonzeros",
@@ -82,16 +86,33 @@ _WORD_BITS = 64
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
+def rounded(like: NDArray[Any]) -> NDArray[Any]:
+    """Return an empty array that tells the kernels to round values of `like`'s type to bfloat16."""
+    return np.empty(0, dtype=[("rounded", like.dtype)])
+
+
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
-    signature = like.dtype(types.uint64, types.int64, like)
+    is_rounded = isinstance(like.dtype, types.Record)
+    dtype = like.dtype.typeof("rounded") if is_rounded else like.dtype
+    signature = (types.uint16 if is_rounded else dtype)(types.uint64, types.int64, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        model = context.data_model_manager[signature.return_type]
+        model = context.data_model_manager[dtype]
         start = builder.inttoptr(args[0], model.get_data_type().as_pointer())
-        value = builder.load(builder.gep(start, [args[1]]), align=1)
-        return model.from_data(builder, value)
+        value = model.from_data(builder, builder.load(builder.gep(start, [args[1]]), align=1))
+        if not is_rounded:
+            return value
+        # Adding 0 turns -0.0 into 0.0, as the sum of a dense element does.
+        single = builder.fadd(context.cast(builder, value, dtype, types.float32), ir.Constant(ir.FloatType(), 0.0))
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(single, word)
+        # Ties go to the even neighbor. NaN keeps its upper bits, one of which is set lest it become infinity.
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        nearest = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        quiet = builder.or_(builder.lshr(bits, word(16)), word(0x40))
+        return builder.trunc(builder.select(builder.fcmp_unordered("uno", single, single), quiet, nearest), half)
 
     return signature, codegen
 
@@ -604,6 +625,18 @@ def count_bytes(values, bits):
         if wrong:
             return 0
     return 1 if largest <= 255 else 2
+
+
+@kernel
+def overflows(positions, lengths, rows_at, largest, like):
+    """Return True if the size of a finite value in any of the rows at `positions` is above `largest`."""
+    found = False
+    for i in range(len(positions)):
+        row = positions[i]
+        for k in range(lengths[row]):
+            size = abs(load(rows_at[row], k, like))
+            found |= (size > largest) & (size < np.inf)
+    return found
 
 
 @kernel

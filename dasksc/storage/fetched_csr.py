@@ -12,9 +12,9 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import counts_dtype, kernel_target, may_round, narrowest
+from dasksc.storage.dtypes import BFLOAT16, counts_dtype, kernel_target, may_round, narrowest
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
-from dasksc.storage.matrix import Columns, Layout, Lookups
+from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
@@ -66,7 +66,8 @@ class CSRRowBuffer(RowBufferBase):
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
         if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
             held = np.result_type(held, memory_dtype(self.dtype))
-        target = kernel_target(out, held)
+        rounds = self._can_round(self.data, self.lengths, positions, out.dtype)
+        target = out if rounds else kernel_target(out, held)
         if not self._scatter(positions, target, columns):
             block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
             self._check_sums(block[2], out.dtype)
@@ -83,7 +84,7 @@ class CSRRowBuffer(RowBufferBase):
         adds_up = mapped is not None and mapped[1].adds_up
         if (self._unordered or adds_up) and not any_order:
             return False
-        to = target, self.data.like, self.indices.like, any_order
+        to = *_bits(target, self.data.like), self.indices.like, any_order
         if mapped is None:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
         else:
@@ -96,6 +97,7 @@ class CSRRowBuffer(RowBufferBase):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
+        empty: Empty = buffers.empty,
         any_order: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
@@ -115,9 +117,11 @@ class CSRRowBuffer(RowBufferBase):
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
-        indices = buffers.empty(n_values, np.int32)
-        data = buffers.empty(n_values, dtype)
-        target = kernel_target(data, self._source_dtype(self.data, self.lengths, positions, dtype))
+        indices = empty(n_values, np.int32)
+        data = empty(n_values, dtype)
+        rounds = self._can_round(self.data, self.lengths, positions, dtype)
+        held = self._source_dtype(self.data, self.lengths, positions, dtype)
+        target = data if rounds else kernel_target(data, held)
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, indptr, indices, sums, columns)
@@ -239,7 +243,7 @@ class CSRRowBuffer(RowBufferBase):
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
-        to = (indptr[:-1], indices, data, self.data.like, self.indices.like, any_order)
+        to = (indptr[:-1], indices, *_bits(data, self.data.like), self.indices.like, any_order)
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
@@ -280,6 +284,11 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
+
+
+def _bits(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the arguments of the kernels that write values of `like`'s type into `out`, which may be bfloat16."""
+    return (out.view(np.uint16), kernels.rounded(like)) if out.dtype == BFLOAT16 else (out, like)
 
 
 def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:
