@@ -221,7 +221,7 @@ class _Fields:
     labels: str | None
     categorical: list[str]
     continuous: list[str]
-    takes_csr: ClassVar[bool] = True  # X passes unchanged
+    _takes_csr: ClassVar[bool] = True  # X passes unchanged
 
     @property
     def columns(self) -> list[str]:

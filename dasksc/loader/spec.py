@@ -116,7 +116,7 @@ class LoaderSpec:
         if self.expand != "auto":
             return self.expand == "device"
         steps = () if self.transforms is None else self.transforms.steps
-        return self.is_on_device and self.layout == "dense" and all(getattr(one, "takes_csr", False) for one in steps)
+        return self.is_on_device and self.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
 
     @property
     def only_x(self) -> bool:
