@@ -53,14 +53,15 @@ __all__ = [
     "count_bytes",
     "merge_columns_csr",
     "narrow",
-    "overflows",
     "rounded",
     "row_starts",
     "count_columns",
     "count_nonzeros",
     "scatter_columns",
+    "scatter_rounded",
     "scatter_rows",
     "exceeds",
+    "has_infinity",
     "list_nonzeros",
     "room_for_nonzeros",
     "squeeze",
@@ -68,8 +69,8 @@ __all__ = [
 ]
 
 
-# Result of a kernel for a row whose columns are not strictly ascending.
-UNORDERED = -2
+# Results of a kernel for a row whose columns are not strictly ascending, and for values that are infinite in bfloat16.
+UNORDERED, INFINITE = -2, -3
 # Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.
 NOWHERE, ZERO = -1, -2
 
@@ -83,6 +84,8 @@ _LINE_BYTES = 64
 # Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
+# Bits of a bfloat16 apart from its sign, and those of infinity.
+_SIZE_BITS, _INFINITY_BITS = np.uint16(0x7FFF), np.uint16(0x7F80)
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
@@ -201,6 +204,41 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
             dense[column] += load(values_at, k, like_data)
         dense[n_cleared:] = 0
     return -1
+
+
+@kernel
+def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
+    """Write CSR rows of ascending columns into a dense `out` of bits of bfloat16; return `INFINITE` if one is."""
+    # This kernel is `scatter_rows` with the values rounded 64 at a time, which is vectorized.
+    n_columns = np.uint64(n_vars)
+    bits = np.empty(_STRIDE, np.uint16)
+    infinite = False
+    for i in range(len(positions)):
+        row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n, columns_at, dense = lengths[row], indices_at[row], out[i]
+        n_cleared = np.uint64(0)
+        for first in range(0, n, _STRIDE):
+            _prefetch(indices_at[following], first, like_indices)
+            _prefetch(data_at[following], first, like_data)
+            end = min(first + _STRIDE, n)
+            if not _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices):
+                return UNORDERED
+            last = np.uint64(load(columns_at, end - 1, like_indices))
+            if last >= n_columns:
+                return row
+            dense[n_cleared : last + _ONE] = 0
+            n_cleared = last + _ONE
+            for k in range(end - first):
+                bits[k] = load(data_at[row], first + k, like_data)
+            infinite |= has_infinity(bits[: end - first])
+            for k in range(end - first):
+                column = np.uint64(load(columns_at, first + k, like_indices))
+                if column > last:
+                    return row
+                dense[column] = bits[np.uint64(k)]
+        dense[n_cleared:] = 0
+    return INFINITE if infinite else -1
 
 
 @kernel
@@ -628,15 +666,12 @@ def count_bytes(values, bits):
 
 
 @kernel
-def overflows(positions, lengths, rows_at, largest, like):
-    """Return True if the size of a finite value in any of the rows at `positions` is above `largest`."""
-    found = False
-    for i in range(len(positions)):
-        row = positions[i]
-        for k in range(lengths[row]):
-            size = abs(load(rows_at[row], k, like))
-            found |= (size > largest) & (size < np.inf)
-    return found
+def has_infinity(bits):
+    """Return True if an element of `bits`, which are those of bfloat16, is infinite."""
+    found = np.uint16(0)
+    for i in range(len(bits)):
+        found |= np.uint16((bits[i] & _SIZE_BITS) == _INFINITY_BITS)
+    return found != 0
 
 
 @kernel

@@ -26,9 +26,6 @@ __all__ = [
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 """Data type of arrays with the bits of bfloat16, which NumPy lacks; storage only writes it."""
 
-LARGEST_BFLOAT16 = float(np.uint32(0x7F7F7FFF).view(np.float32))
-"""Largest float32 that does not round to infinity in bfloat16."""
-
 
 def text_of(dtype: np.dtype[Any] | None) -> str:
     """Return the name of a data type of batches, for messages."""
@@ -72,7 +69,7 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     # the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is
     # also needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only
     # the first condition matters for a float or boolean `out`: floats round values, and booleans record only whether
-    # values are nonzero. For bfloat16, `out` serves only for values that do not overflow, so a new array is returned.
+    # values are nonzero. The kernels round to bfloat16, but do not check the values, so a new array is returned.
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
 

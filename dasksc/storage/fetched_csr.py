@@ -66,8 +66,7 @@ class CSRRowBuffer(RowBufferBase):
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
         if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
             held = np.result_type(held, memory_dtype(self.dtype))
-        rounds = self._can_round(self.data, self.lengths, positions, out.dtype)
-        target = out if rounds else kernel_target(out, held)
+        target = out if _can_round(held, out.dtype) else kernel_target(out, held)
         if not self._scatter(positions, target, columns):
             block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
             self._check_sums(block[2], out.dtype)
@@ -78,18 +77,22 @@ class CSRRowBuffer(RowBufferBase):
             self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
-        """Write rows into a dense `target`; return False if repeated columns must be summed in another type first."""
+        """Write rows into a dense `target`; return False if they must be summed or checked in another type first."""
         any_order = bool(target.dtype == self._sum_dtype)
         mapped = self._mapped(columns)
         adds_up = mapped is not None and mapped[1].adds_up
         if (self._unordered or adds_up) and not any_order:
             return False
-        to = *_bits(target, self.data.like), self.indices.like, any_order
-        if mapped is None:
-            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
+        rounds = target.dtype == BFLOAT16
+        to = *_bits(target, self.data.like), self.indices.like
+        if mapped is not None:
+            tables = mapped[0], mapped[1].to, mapped[1].drops
+            bad = kernels.scatter_columns(positions, *self._where, *tables, *to, any_order)
+        elif rounds:
+            return self._is_ordered(kernels.scatter_rounded(positions, *self._where, self._n_columns, *to))
         else:
-            bad = kernels.scatter_columns(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
-        return self._is_ordered(bad)
+            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to, any_order)
+        return self._is_ordered(bad) and not (rounds and kernels.has_infinity(to[0].reshape(-1)))
 
     def gather_csr(
         self,
@@ -119,9 +122,8 @@ class CSRRowBuffer(RowBufferBase):
             n_values = int(indptr[-1])
         indices = empty(n_values, np.int32)
         data = empty(n_values, dtype)
-        rounds = self._can_round(self.data, self.lengths, positions, dtype)
         held = self._source_dtype(self.data, self.lengths, positions, dtype)
-        target = data if rounds else kernel_target(data, held)
+        target = data if _can_round(held, dtype) else kernel_target(data, held)
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, indptr, indices, sums, columns)
@@ -239,7 +241,7 @@ class CSRRowBuffer(RowBufferBase):
         *,
         any_order: bool,
     ) -> bool:
-        """Copy rows as stored; return False if columns must be ascending but are not."""
+        """Copy rows as stored; return False if columns must be ascending but are not, or values must be checked."""
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
@@ -248,7 +250,7 @@ class CSRRowBuffer(RowBufferBase):
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
             bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
-        return self._is_ordered(bad)
+        return self._is_ordered(bad) and not (data.dtype == BFLOAT16 and kernels.has_infinity(to[2]))
 
     def _merge(
         self,
@@ -273,6 +275,7 @@ class CSRRowBuffer(RowBufferBase):
     def _is_ordered(self, bad_row: int) -> bool:
         if bad_row == kernels.UNORDERED:
             self._unordered = True
+        if bad_row in (kernels.UNORDERED, kernels.INFINITE):
             return False
         self._refuse(bad_row)
         return True
@@ -284,6 +287,11 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
+
+
+def _can_round(held: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if `dtype` is bfloat16, and the kernels can round values of type `held`."""
+    return dtype == BFLOAT16 and not may_round(held, dtype)
 
 
 def _bits(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

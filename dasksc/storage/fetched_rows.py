@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import BFLOAT16, LARGEST_BFLOAT16, cast, holds_all, may_round, representable, text_of
+from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
 from dasksc.storage.matrix import ColumnMaps, Columns
 from dasksc.storage.row_pointers import RowPointers
 
@@ -99,15 +99,6 @@ class RowBufferBase:
         is_signed = np.int64(-1 if values.dtype.kind == "i" else 0)
         exceeds = kernels.exceeds(positions, lengths, values.at, 53, is_signed, values.like.view(np.int64))
         return values.dtype if exceeds else np.dtype(np.float64)
-
-    def _can_round(
-        self, values: RowPointers, lengths: NDArray[np.int64], positions: NDArray[np.int64], dtype: np.dtype[Any]
-    ) -> bool:
-        """Return True if `dtype` is bfloat16, and the kernels can round the stored `values` without a check."""
-        if dtype != BFLOAT16 or may_round(self._source_dtype(values, lengths, positions, dtype), dtype):
-            return False
-        like = values.like
-        return like.dtype.kind != "f" or not kernels.overflows(positions, lengths, values.at, LARGEST_BFLOAT16, like)
 
     def _sum_dtype_of(self, held: np.dtype[Any]) -> np.dtype[Any]:
         """Return the data type for sums of values of type `held`: 64-bit for integers, else that of the matrix."""
