@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import BFLOAT16, counts_dtype, kernel_target, may_round, narrowest
+from dasksc.storage.dtypes import BFLOAT16, converts, counts_dtype, kernel_target, may_round, narrowest
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
@@ -60,21 +59,17 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
-        # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
-        # common type (`np.result_type`) of the held values and the data type for computation.
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
-        if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
-            held = np.result_type(held, memory_dtype(self.dtype))
-        target = out if _can_round(held, out.dtype) else kernel_target(out, held)
-        if not self._scatter(positions, target, columns):
-            block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
-            self._check_sums(block[2], out.dtype)
-            merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
-            target = kernel_target(out, self._sum_dtype)
-            merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
-        if target is not out:
-            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
+        if (converts(held, out.dtype) or _can_round(held, out.dtype)) and self._scatter(positions, out, columns):
+            return
+        # Values to be summed or checked are converted as CSR, which has fewer, and their bits are written.
+        indptr, indices, data = self.gather_csr(positions, dtype=out.dtype, columns=columns)
+        if data.dtype.kind == "f":
+            data += 0  # -0.0 becomes 0.0, as in sums
+        bits = np.dtype(f"u{out.itemsize}")
+        block = indptr, indices, data.view(bits)
+        merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
+        merged._scatter(np.arange(len(positions), dtype=np.int64), out.view(bits), None)
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
         """Write rows into a dense `target`; return False if they must be summed or checked in another type first."""
