@@ -216,11 +216,13 @@ def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_d
     for i in range(len(positions)):
         row = positions[i]
         following = positions[min(i + 1, len(positions) - 1)]
-        n, columns_at, dense = lengths[row], indices_at[row], out[i]
+        n, columns_at, values_at = lengths[row], indices_at[row], data_at[row]
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
+        dense = out[i]
         n_cleared = np.uint64(0)
         for first in range(0, n, _STRIDE):
-            _prefetch(indices_at[following], first, like_indices)
-            _prefetch(data_at[following], first, like_data)
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
             end = min(first + _STRIDE, n)
             if not _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices):
                 return UNORDERED
@@ -230,7 +232,7 @@ def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_d
             dense[n_cleared : last + _ONE] = 0
             n_cleared = last + _ONE
             for k in range(end - first):
-                bits[k] = load(data_at[row], first + k, like_data)
+                bits[k] = load(values_at, first + k, like_data)
             infinite |= has_infinity(bits[: end - first])
             for k in range(end - first):
                 column = np.uint64(load(columns_at, first + k, like_indices))
