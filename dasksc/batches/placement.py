@@ -64,11 +64,12 @@ class Placement:
     """Where the batches of an epoch are yielded: in memory, pinned or not, or on a device."""
 
     def __init__(self, device: torch.device | None, *, is_pinned: bool, expands: bool, block_bytes: int) -> None:
-        self._stream = None
-        if device is not None and device.type == "cuda":
+        if device == torch.device("cuda"):
             # The current device is that of the thread of the loop; other threads have their own.
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-            self._stream = torch.cuda.Stream(device)
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._stream: Any = None
+        if device is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device, self._is_pinned, self._expands = device, is_pinned, expands
         is_copied = device is not None and device.type != "cpu"
         self._block_bytes = block_bytes if is_pinned or is_copied or expands else 0
@@ -114,7 +115,7 @@ class Placement:
             place = block.place_of(part)
             if place is None:
                 is_pinned = self._is_pinned and part.layout == torch.strided and part.device.type == "cpu"
-                return on_device(part.pin_memory() if is_pinned else part, self._device, non_blocking=True)
+                return on_device(part.pin_memory() if is_pinned else part, there.device, non_blocking=True)
             view = there[place].view(part.dtype).view(part.shape)
             return view.clone() if part.nbytes < _SMALL_BYTES and not expands else view
 
