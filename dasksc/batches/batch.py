@@ -18,9 +18,9 @@ from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage import Columns, Layout, RowBuffer, buffers
+from dasksc.storage import BFLOAT16, Columns, Empty, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "call_each", "device_of"]
+__all__ = ["Batch", "BatchMaker", "Categories", "device_of", "map_tensors"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
@@ -177,11 +177,11 @@ class Batch(_Named):
                 "exactly. Convert batch.X alone, or request the type of X: "
                 f"scDataset(..., dtype={str(device).removeprefix('torch.')!r})"
             )
-        return cast(Batch, _map_tensors(self, lambda tensor: on_device(tensor, device, non_blocking=non_blocking)))
+        return cast(Batch, map_tensors(self, lambda tensor: on_device(tensor, device, non_blocking=non_blocking)))
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory."""
-        return cast(Batch, _map_tensors(self, pin))
+        return cast(Batch, map_tensors(self, lambda tensor: by_parts(tensor, torch.Tensor.pin_memory)))
 
 
 def device_of(given: torch.device | str | int) -> torch.device:
@@ -197,31 +197,6 @@ def on_device(tensor: torch.Tensor, device: torch.device | str | int, *, non_blo
     # ``Tensor.to`` releases the GIL even if the tensor is already on `device`. While other threads make batches, it
     # takes milliseconds to reacquire the GIL.
     return tensor if tensor.device == torch.device(device) else tensor.to(device, non_blocking=non_blocking)
-
-
-def call_each(batch: Any, method: str, *args: Any, **options: Any) -> Any:
-    """Call a method on each object in a batch if the object has that method; leave other objects unchanged."""
-    if isinstance(batch, torch.Tensor) and method == "to":
-        return on_device(batch, *args, **options)
-    if hasattr(batch, method):
-        return getattr(batch, method)(*args, **options)
-    if isinstance(batch, dict):
-        return {key: call_each(value, method, *args, **options) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(call_each(value, method, *args, **options) for value in batch)
-    return batch
-
-
-def pin(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` in pinned memory, allocated by PyTorch's caching allocator."""
-    if tensor.layout == torch.sparse_csr:
-        return _csr_tensor(
-            tensor.crow_indices().pin_memory(),
-            tensor.col_indices().pin_memory(),
-            tensor.values().pin_memory(),
-            (tensor.shape[0], tensor.shape[1]),
-        )
-    return tensor.pin_memory()
 
 
 def _leaves(entries: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[Mapping[Any, Any], Any, str]]:
@@ -255,19 +230,35 @@ def _tensor_text(tensor: torch.Tensor) -> str:
     return text if tensor.device.type == "cpu" else f"{text}, on {tensor.device}"
 
 
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Apply `function` to each tensor in a batch, and `other` to each object that is neither tensor nor container."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        mapped = type(value)({key: _map_tensors(item, function) for key, item in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, NamedTensors):
-            # Only attributes that were set: the default of `n_classes` cannot be pickled.
-            vars(mapped).update(vars(value))
+    if isinstance(value, _Named) or (isinstance(value, Mapping) and not hasattr(value, "to")):
+        items = {key: map_tensors(item, function, other) for key, item in value.items()}
+        if not isinstance(value, _Named):
+            return items
+        mapped = type(value)(items)
+        # Only attributes that were set: the default of `n_classes` cannot be pickled.
+        vars(mapped).update(vars(value))
         return mapped
-    return value
+    if isinstance(value, list | tuple):
+        made: Callable[[Any], Any] = getattr(value, "_make", type(value))  # named tuples have `_make`
+        return made(map_tensors(item, function, other) for item in value)
+    return other(value)
 
 
-def _csr_tensor(
+def by_parts(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Apply `function` to a tensor or, if it is CSR, to its row pointers, columns and values."""
+    if tensor.layout != torch.sparse_csr:
+        return function(tensor)
+    indptr, indices, values = map(function, (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
+    return csr_tensor(indptr, indices, values, (tensor.shape[0], tensor.shape[1]))
+
+
+def csr_tensor(
     indptr: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     # The arrays are valid by construction; checking them would cost a pass over the nonzeros.
@@ -284,15 +275,19 @@ class BatchMaker:
     dtype: np.dtype[Any] | None  # None keeps the data type of each matrix
     columns: Mapping[str, Columns]  # by key of the matrix; matrices without an entry keep all columns
     only_x: bool  # yields the tensor X rather than a `Batch`
-    pinned: bool  # gathers dense values directly into pinned memory
     modalities: tuple[str, ...] = ()  # their matrices have keys such as "rna:X"; empty for a single modality
+    expanded: frozenset[str] = frozenset()  # matrices that are CSR here, and become dense on the device
 
     def make(
-        self, fetched: FetchedMatrices, rows: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        fetched: FetchedMatrices,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        empty: Empty = buffers.empty,
     ) -> torch.Tensor | Batch:
-        """Gather a batch from a fetch: the row numbers `rows` of the fetch at some `positions`."""
+        """Gather a batch from a fetch: the row numbers `rows` of the fetch at some `positions`; `empty` allocates."""
         if self.only_x:
-            return self._tensor("X", fetched.parts["X"], positions)
+            return self._tensor("X", fetched.parts["X"], positions, empty)
         index = rows[positions]
         obs = NamedTensors(
             (
@@ -306,14 +301,16 @@ class BatchMaker:
         obs.n_classes, obs.part = self.n_classes, "obs"
         batch = Batch()
         if self.modalities:
-            batch.update({name: self._grouped(fetched, positions, f"{name}:") for name in self.modalities}, obs=obs)
+            for name in self.modalities:
+                batch[name] = self._grouped(fetched, positions, f"{name}:", empty)
+            batch["obs"] = obs
         else:
-            one = self._grouped(fetched, positions, "")
+            one = self._grouped(fetched, positions, "", empty)
             batch.update(X=one.pop("X"), obs=obs, **one)
         batch["index"] = torch.from_numpy(index)
         return batch
 
-    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str) -> Batch:
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, empty: Empty) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
         batch.layers.part, batch.obsm.part = f"{prefix}layers", f"{prefix}obsm"
@@ -322,44 +319,38 @@ class BatchMaker:
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
             gather = self._dense if group == "obsm" else self._tensor
-            tensor = gather(key, buffer, positions)
+            tensor = gather(key, buffer, positions, empty)
             if name:
                 batch[group][name] = tensor
             else:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64]) -> torch.Tensor:
-        if self.layout == "dense":
-            return self._dense(key, buffer, positions)
+    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], empty: Empty) -> torch.Tensor:
+        if self.layout == "dense" and key not in self.expanded:
+            return self._dense(key, buffer, positions, empty)
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
-        indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns)
+        indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns, empty=empty)
         n_vars = buffer.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
                 f"{np.iinfo(np.int32).max}. Lower batch_size"
             )
-        return _csr_tensor(
-            # Both index arrays of a CSR tensor must have the same type.
-            torch.from_numpy(indptr.astype(np.int32)),
-            torch.from_numpy(indices),
-            torch.from_numpy(data),
-            (len(positions), n_vars),
+        starts = empty(len(indptr), np.int32)  # both index arrays of a CSR tensor must have the same type
+        starts[:] = indptr
+        return csr_tensor(
+            torch.from_numpy(starts), torch.from_numpy(indices), _tensor_of(data), (len(positions), n_vars)
         )
 
-    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64]) -> torch.Tensor:
+    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], empty: Empty) -> torch.Tensor:
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
         n_vars = buffer.shape[1] if columns is None else len(columns)
-        shape = (len(positions), n_vars)
-        if self.pinned:
-            out = torch.empty(shape, dtype=torch_dtype(dtype), pin_memory=True)
-        else:
-            out = torch.from_numpy(buffers.empty(shape, dtype))
-        buffer.gather(positions, out=out.numpy(), columns=columns)
-        return out
+        out = empty((len(positions), n_vars), dtype)
+        buffer.gather(positions, out=out, columns=columns)
+        return _tensor_of(out)
 
 
 def _refuse_stacking(batches: Any, **_: Any) -> NoReturn:
@@ -380,5 +371,12 @@ def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def torch_dtype(dtype: DTypeLike) -> torch.dtype:
-    """Return the PyTorch equivalent of a NumPy data type."""
-    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
+    """Return the PyTorch equivalent of a NumPy data type or `BFLOAT16`."""
+    return _tensor_of(np.empty(0, dtype=dtype)).dtype
+
+
+def _tensor_of(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor that shares the memory of an array, whose data type may be `BFLOAT16`."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

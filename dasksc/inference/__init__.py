@@ -114,7 +114,7 @@ class PredictionReport:
         return asdict(self)
 
 
-@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "return_index"), batch_size=_BATCH_SIZE)
+@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "expand", "return_index"), batch_size=_BATCH_SIZE)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,

@@ -41,9 +41,9 @@ class DataModule:
         Sampling strategy of each stage, or its name. A stage without a strategy has no data set.
     fetch_factor, drop_last, fetch_callback, fetch_transform, batch_callback, batch_transform, seed, obs, layers, obsm
         As for `dasksc.scDataset`, in all stages; `drop_last` only in training.
-    genes, filter, layout, dtype, equal_ranks, scheduler, prefetch, memory_limit, mmap, device, pin_memory, progress
+    genes, filter, layout, dtype, equal_ranks, scheduler, prefetch, memory_limit, mmap, device, expand, pin_memory
         As for `dasksc.scDataset`, in all stages; `equal_ranks` only in training.
-    group, transform, genes_missing, genes_key, genes_repeated, label_key, return_index
+    progress, group, transform, genes_missing, genes_key, genes_repeated, label_key, return_index
         As for `dasksc.scDataset`, in all stages; `label_key` only in those with the strategy ``"balance"``.
 
     Attributes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -221,6 +221,7 @@ class _Fields:
     labels: str | None
     categorical: list[str]
     continuous: list[str]
+    _takes_csr: ClassVar[bool] = True  # X passes unchanged
 
     @property
     def columns(self) -> list[str]:

@@ -18,7 +18,8 @@ lengths
 data_at, indices_at, rows_at
     Address of the first element of each fetched row, shape (n_fetched,), uint64.
 like_data, like_indices, like
-    Empty arrays of the data type stored at the addresses.
+    Empty arrays of the data type stored at the addresses. With `rounded(like)`, the kernels write the bits of values
+    rounded to bfloat16, which NumPy lacks, into an `out` or `data` of type uint16, unless they sum columns.
 drops
     True if a lookup drops a column.
 maps, lookups
@@ -38,6 +39,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.vectors import descent_bits, nonzero_bits
@@ -51,12 +53,15 @@ __all__ = [
     "count_bytes",
     "merge_columns_csr",
     "narrow",
+    "rounded",
     "row_starts",
     "count_columns",
     "count_nonzeros",
     "scatter_columns",
+    "scatter_rounded",
     "scatter_rows",
     "exceeds",
+    "has_infinity",
     "list_nonzeros",
     "room_for_nonzeros",
     "squeeze",
@@ -64,8 +69,8 @@ __all__ = [
 ]
 
 
-# Result of a kernel for a row whose columns are not strictly ascending.
-UNORDERED = -2
+# Results of a kernel for a row whose columns are not strictly ascending, and for values that are infinite in bfloat16.
+UNORDERED, INFINITE = -2, -3
 # Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.
 NOWHERE, ZERO = -1, -2
 
@@ -79,19 +84,38 @@ _LINE_BYTES = 64
 # Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
+# Bits of a bfloat16 apart from its sign, and those of infinity.
+_SIZE_BITS, _INFINITY_BITS = np.uint16(0x7FFF), np.uint16(0x7F80)
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
+
+
+def rounded(like: NDArray[Any]) -> NDArray[Any]:
+    """Return an empty array that tells the kernels to round values of `like`'s type to bfloat16."""
+    return np.empty(0, dtype=[("rounded", like.dtype)])
 
 
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
-    signature = like.dtype(types.uint64, types.int64, like)
+    is_rounded = isinstance(like.dtype, types.Record)
+    dtype = like.dtype.typeof("rounded") if is_rounded else like.dtype
+    signature = (types.uint16 if is_rounded else dtype)(types.uint64, types.int64, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        model = context.data_model_manager[signature.return_type]
+        model = context.data_model_manager[dtype]
         start = builder.inttoptr(args[0], model.get_data_type().as_pointer())
-        value = builder.load(builder.gep(start, [args[1]]), align=1)
-        return model.from_data(builder, value)
+        value = model.from_data(builder, builder.load(builder.gep(start, [args[1]]), align=1))
+        if not is_rounded:
+            return value
+        # Adding 0 turns -0.0 into 0.0, as the sum of a dense element does.
+        single = builder.fadd(context.cast(builder, value, dtype, types.float32), ir.Constant(ir.FloatType(), 0.0))
+        word, half = ir.IntType(32), ir.IntType(16)
+        bits = builder.bitcast(single, word)
+        # Ties go to the even neighbor. NaN keeps its upper bits, one of which is set lest it become infinity.
+        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+        nearest = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+        quiet = builder.or_(builder.lshr(bits, word(16)), word(0x40))
+        return builder.trunc(builder.select(builder.fcmp_unordered("uno", single, single), quiet, nearest), half)
 
     return signature, codegen
 
@@ -180,6 +204,43 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
             dense[column] += load(values_at, k, like_data)
         dense[n_cleared:] = 0
     return -1
+
+
+@kernel
+def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
+    """Write CSR rows of ascending columns into a dense `out` of bits of bfloat16; return `INFINITE` if one is."""
+    # This kernel is `scatter_rows` with the values rounded 64 at a time, which is vectorized.
+    n_columns = np.uint64(n_vars)
+    bits = np.empty(_STRIDE, np.uint16)
+    infinite = False
+    for i in range(len(positions)):
+        row = positions[i]
+        following = positions[min(i + 1, len(positions) - 1)]
+        n, columns_at, values_at = lengths[row], indices_at[row], data_at[row]
+        next_columns_at, next_values_at = indices_at[following], data_at[following]
+        dense = out[i]
+        n_cleared = np.uint64(0)
+        for first in range(0, n, _STRIDE):
+            _prefetch(next_columns_at, first, like_indices)
+            _prefetch(next_values_at, first, like_data)
+            end = min(first + _STRIDE, n)
+            if not _is_ascending_at(columns_at, max(first - 1, 0), end, like_indices):
+                return UNORDERED
+            last = np.uint64(load(columns_at, end - 1, like_indices))
+            if last >= n_columns:
+                return row
+            dense[n_cleared : last + _ONE] = 0
+            n_cleared = last + _ONE
+            for k in range(end - first):
+                bits[k] = load(values_at, first + k, like_data)
+            infinite |= has_infinity(bits[: end - first])
+            for k in range(end - first):
+                column = np.uint64(load(columns_at, first + k, like_indices))
+                if column > last:
+                    return row
+                dense[column] = bits[np.uint64(k)]
+        dense[n_cleared:] = 0
+    return INFINITE if infinite else -1
 
 
 @kernel
@@ -604,6 +665,15 @@ def count_bytes(values, bits):
         if wrong:
             return 0
     return 1 if largest <= 255 else 2
+
+
+@kernel
+def has_infinity(bits):
+    """Return True if an element of `bits`, which are those of bfloat16, is infinite."""
+    found = np.uint16(0)
+    for i in range(len(bits)):
+        found |= np.uint16((bits[i] & _SIZE_BITS) == _INFINITY_BITS)
+    return found != 0
 
 
 @kernel

@@ -11,7 +11,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import dask.array as da
 import torch
@@ -43,7 +43,7 @@ from dasksc.plan.named import StrategyName, as_strategy
 from dasksc.plan.ranks import World
 from dasksc.plan.sets import SetSampler
 from dasksc.plan.strategies import SamplingStrategy, Streaming
-from dasksc.storage import Layout, UseMmap
+from dasksc.storage import BFLOAT16, Layout, UseMmap
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -68,7 +68,8 @@ class scDataset(IterableDataset[Any]):
     - **What to read**: `data_collection`, `obs`, `layers`, `obsm`, `genes`, `genes_missing`, `genes_key`,
       `genes_repeated`, `filter`, `return_index`
     - **How to draw**: `strategy`, `label_key`, `seed`
-    - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `pin_memory`, `transform`
+    - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `expand`, `pin_memory`,
+      `transform`
     - **Hooks**: `fetch_callback`, `fetch_transform`, `batch_callback`, `batch_transform`
     - **Ranks and resuming**: `rank`, `world_size`, `group`, `equal_ranks`; methods `state_dict` and `load_state_dict`
     - **Execution and memory**: `fetch_factor`, `scheduler`, `prefetch`, `memory_limit`, `mmap`, `progress`
@@ -131,8 +132,8 @@ class scDataset(IterableDataset[Any]):
         Layout of X and the layers: ``"dense"`` or ``"csr"`` tensors.
     dtype
         Data type of the values. None keeps the data type that ``adata.X`` reports, even if the file stores the values
-        in a narrower type. A batch with a value that an integer type or float16 cannot represent raises an
-        `InputError`. With ``"bool"``, nonzeros become True.
+        in a narrower type. A batch with a value that an integer type, float16 or bfloat16 cannot represent raises an
+        `InputError`; these two floats round, in bfloat16 counts above 256. With ``"bool"``, nonzeros become True.
     equal_ranks
         If True, give every rank the same number of batches of the same sizes. A rank then repeats at most one row, one
         set of `CellSets`, or one batch of ``ClassBalancedSampling(per_batch=True)``; `EpochPlan.n_padded` counts the
@@ -154,9 +155,14 @@ class scDataset(IterableDataset[Any]):
         Setting for memory-mapping local files, as for `dasksc.open`. For an AnnData that `dasksc.open` returns, pass
         `mmap` to `dasksc.open` instead.
     device
-        Device of batches; default: the CPU.
+        Device of batches; default: the CPU. ``"cuda"`` is the current device of the process. Batches are copied ahead
+        of the loop, from pinned memory, on a stream of their own; `n_device_bytes` limits them.
+    expand
+        Where matrices stored as CSR become dense, with ``layout="dense"`` and `device`: ``"host"``, or ``"device"`` to
+        copy them as CSR. ``"auto"`` chooses the device if it is not the CPU, CSR takes at most half the memory, and no
+        `transform` needs dense batches; those of dasksc need none. With ``"device"``, transforms receive CSR tensors.
     pin_memory
-        If True, batches are in pinned memory.
+        If True, batches are in pinned memory, unless they are on a `device`.
     progress
         Show a progress bar (requires tqdm).
     group
@@ -251,6 +257,7 @@ class scDataset(IterableDataset[Any]):
         memory_limit: int | str | None = None,
         mmap: UseMmap = "auto",
         device: torch.device | str | int | None = None,
+        expand: Literal["auto", "host", "device"] = "auto",
         pin_memory: bool = False,
         progress: bool = False,
         group: ProcessGroup | DeviceMesh | None = None,
@@ -336,6 +343,15 @@ class scDataset(IterableDataset[Any]):
         with the number of workers, up to ``memory_limit``.
         """
         return self.memory.reading_mode().demand.anonymous if isinstance(self.source, MatrixSource) else None
+
+    @property
+    def n_device_bytes(self) -> int | None:
+        """Maximum memory of batches on `device`, in bytes; 0 on the CPU, and None if `projected_bytes` is None.
+
+        It includes the batches that are copied ahead of the loop, the one being yielded, and two that the loop still
+        uses. Their pinned memory counts towards `projected_bytes`.
+        """
+        return self.memory.n_device_bytes if isinstance(self.source, MatrixSource) else None
 
     @property
     def projected_pages(self) -> int | None:
@@ -629,6 +645,8 @@ class scDataset(IterableDataset[Any]):
                 "for other collections"
             )
         plan, maker = self.plan(epoch), self.source.maker
+        if maker.dtype == BFLOAT16:
+            raise InputError("Dask arrays cannot have dtype='bfloat16', which NumPy lacks; use 'float32'")
         return epoch_array(
             self.source.matrices["X"],
             plan,

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from dasksc import config
-from dasksc.batches.batch import call_each
+from dasksc.batches.placement import Placement
 from dasksc.batches.prefetch import run_ahead
 from dasksc.displays import first_of
 from dasksc.errors import FetchError
@@ -46,7 +47,7 @@ _N_ROWS_SHOWN = 16
 
 
 class _Gathered(NamedTuple):
-    batches: list[Any]
+    batches: list[Any]  # results of `Placement.place`
     gather_s: float
     error: Exception | None = None
 
@@ -150,21 +151,23 @@ class Epoch:
         # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
         n_together = max(1, min(int(_TOGETHER_BYTES / memory.batch_bytes), n_ahead // 2, plan.fetch_factor))
         n_left_in_fetch = 0
+        placement, maker = self._placement(memory.block_bytes), replace(source.maker, expanded=memory.expanded)
 
         def gather(fetched: FetchedMatrices, fetch: FetchPlan, numbers: range) -> _Gathered:
             start = perf_counter()
             made: list[Any] = []
             for i in numbers:
                 try:
-                    batch: Any = source.maker.make(fetched, fetch.rows, fetch.batch(i))
+                    block = placement.block()
+                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), block.empty)
                     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
                     if groups is not None:
                         batch["sets"] = torch.from_numpy(groups)
                     if controls is not None:
-                        batch["control"] = source.maker.make(fetched, fetch.rows, controls)
+                        batch["control"] = maker.make(fetched, fetch.rows, controls, block.empty)
                     if transforms is not None:
                         batch = transforms.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
-                    made.append(batch)
+                    made.append(placement.place(batch, block))
                 except Exception as error:
                     self._add_note(error, fetch, i)
                     return _Gathered(made, perf_counter() - start, error)
@@ -198,7 +201,7 @@ class Epoch:
                 stats.gather_s += gather_s
                 batches.reverse()
                 while batches:
-                    yield self._placed(batches.pop())
+                    yield placement.ready(*batches.pop())
                 if error is not None:
                     raise error
 
@@ -206,6 +209,7 @@ class Epoch:
         """Yield batches of a collection that is indexed, or read through hooks, which are called one at a time."""
         spec = self._spec
         take = spec.batch_callback or take_rows
+        placement = self._placement(0)
         with self._submit(functools.partial(source.read, spec)) as window:
             for k, data in window:
                 fetch = self._fetches.pop(k)
@@ -218,7 +222,7 @@ class Epoch:
                     except Exception as error:
                         self._add_note(error, fetch, i)
                         raise
-                    yield self._placed(batch)
+                    yield placement.ready(*placement.place(batch, placement.block()))
                 del data
 
     def _start(self, k: int) -> int:
@@ -231,14 +235,9 @@ class Epoch:
             f"{plan.rank} of {plan.world_size}), rows {first_of(rows, _N_ROWS_SHOWN)}"
         )
 
-    def _placed(self, batch: Any) -> Any:
-        """Return the batch in pinned memory or on the device, as requested."""
-        spec = self._spec
-        if spec.pin_memory:
-            batch = call_each(batch, "pin_memory")
-        if spec.device is not None:
-            batch = call_each(batch, "to", spec.device, non_blocking=spec.pin_memory)
-        return batch
+    def _placement(self, block_bytes: int) -> Placement:
+        spec, expands = self._spec, bool(self._memory.expanded)
+        return Placement(spec.device, is_pinned=spec.is_pinned, expands=expands, block_bytes=block_bytes)
 
     # --- Yield ----------------------------------------------------------------------------------------
 

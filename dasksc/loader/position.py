@@ -16,6 +16,7 @@ from dasksc.errors import InputError
 from dasksc.loader.source import IndexedSource, MatrixSource
 from dasksc.loader.spec import LoaderSpec
 from dasksc.plan.deal import ConsumedSegment
+from dasksc.storage.dtypes import text_of
 
 __all__ = ["EpochPosition", "EpochTracker", "parse_state", "settings_of", "settings_of_batches", "state_of"]
 
@@ -127,7 +128,7 @@ def settings_of_batches(source: MatrixSource | IndexedSource) -> dict[str, str]:
     settings = {"n_obs": str(source.n_obs)}
     if isinstance(source, MatrixSource):
         settings |= {name: _matrix(shape) for name, shape in source.identity.items()}
-        settings |= {"layout": source.maker.layout, "dtype": str(source.maker.dtype)}
+        settings |= {"layout": source.maker.layout, "dtype": text_of(source.maker.dtype)}
         settings |= {f"genes of {name}": str(len(one)) for name, one in source.maker.columns.items()}
     return settings
 

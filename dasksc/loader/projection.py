@@ -26,7 +26,10 @@ __all__ = ["MemoryProjection"]
 
 logger = logging.getLogger("dasksc.loader")
 
-_AHEAD_BYTES = 2**24
+# Maximum size of the batches that are gathered ahead, in this process and on a device, unless there are two.
+_AHEAD_BYTES, _DEVICE_AHEAD_BYTES = 2**24, 2**28
+# Number of batches that exist besides those ahead: being made, just yielded, and still in use.
+_N_HELD = 3
 # Size of a fetch in storage order, and minimum number of chunks in it, because chunks at its ends are decoded twice.
 _ORDERED_BYTES, _ORDERED_CHUNKS = 2**25, 8
 
@@ -54,6 +57,8 @@ class MemoryProjection:
         self._batch_size = batch_size  # with controls
         self.run_rows = run_rows
         self.prefetch = spec.prefetch
+        self._is_on_device, self._is_pinned = spec.is_on_device, spec.is_pinned
+        self.expanded = source.expanded(spec) if isinstance(source, MatrixSource) else frozenset[str]()
         self.limit: int = spec.memory_limit
         fetch_factor = spec.fetch_factor
         if fetch_factor is None:
@@ -82,14 +87,34 @@ class MemoryProjection:
         return not self._scheduler().in_process
 
     @property
+    def block_bytes(self) -> int:
+        """Size of the memory in which a batch is gathered, in bytes."""
+        source = cast(MatrixSource, self._source)
+        n_bytes = math.ceil(self._batch_size * source.batch_row_bytes(self.expanded))
+        # torch allocates pinned memory in powers of two.
+        return 1 << (n_bytes - 1).bit_length() if self._is_pinned else n_bytes
+
+    @property
+    def _expanded_bytes(self) -> int:
+        """Size of the dense parts of a batch that are made on the device, in bytes."""
+        return self._batch_size * cast(MatrixSource, self._source).expanded_row_bytes(self.expanded)
+
+    @property
     def batch_bytes(self) -> float:
-        """Size of a batch, in bytes."""
-        return self._batch_size * cast(MatrixSource, self._source).batch_row_bytes
+        """Size of a batch in this process, in bytes."""
+        return self.block_bytes + (0 if self._is_on_device else self._expanded_bytes)
 
     @property
     def n_batches_ahead(self) -> int:
         """Number of batches to gather ahead, limited so that they stay in the CPU caches until they are used."""
-        return max(2, min(int(config.get("batches-ahead")), int(_AHEAD_BYTES / self.batch_bytes)))
+        most = min(_AHEAD_BYTES / self.batch_bytes, _DEVICE_AHEAD_BYTES / (self.block_bytes + self._expanded_bytes))
+        return max(2, min(int(config.get("batches-ahead")), int(most)))
+
+    @property
+    def n_device_bytes(self) -> int:
+        """Memory of batches on the device, in bytes: those placed ahead, the last one yielded, and those in use."""
+        n_bytes = (_N_HELD + self.n_batches_ahead) * (self.block_bytes + self._expanded_bytes)
+        return int(n_bytes) if self._is_on_device else 0
 
     @property
     def n_threads(self) -> int:
@@ -197,7 +222,7 @@ class MemoryProjection:
             batch_size=self._batch_size,
             fetch_factor=fetch_factor,
             batch_bytes=self.batch_bytes,
-            n_batches=3 + self.n_batches_ahead,
+            n_batches=_N_HELD + self.n_batches_ahead,
             run_rows=self.run_rows,
             is_interprocess=self.is_interprocess,
         )

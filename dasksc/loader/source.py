@@ -46,6 +46,7 @@ from dasksc.storage import (
     mapping,
     part_costs,
 )
+from dasksc.storage.dtypes import text_of
 
 __all__ = ["IndexedSource", "MatrixSource", "source_of"]
 
@@ -121,7 +122,6 @@ class MatrixSource(Source):
             dtype=spec.value_dtype,
             columns=columns,
             only_x=spec.only_x and not modalities,
-            pinned=spec.pin_memory,
             modalities=modalities,
         )
         for key, matrix in self.matrices.items():
@@ -160,20 +160,51 @@ class MatrixSource(Source):
         """Memory of an epoch, kept for reuse by the next one."""
         return buffers.Recycling()
 
-    @property
-    def batch_row_bytes(self) -> float:
-        """Memory that each row of a batch takes, in bytes."""
+    def expanded(self, spec: LoaderSpec) -> frozenset[str]:
+        """Return the names of the matrices whose batches leave this process as CSR, and become dense on the device.
+
+        `spec` may differ from that of the source in its device and transforms.
+        """
+        if not spec.may_expand:
+            return frozenset()
+        sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not _is_obsm(name)}
+        if spec.expand == "auto":
+            small = (name for name, one in sparse.items() if 2 * one.cost.row <= one.shape[1] * self._itemsize(name))
+            return frozenset(small)
+        if not sparse:
+            raise InputError(
+                f"expand='device' needs a matrix that is stored as CSR, but {', '.join(self.labels)} is dense, and "
+                "dense rows are copied as they are. Omit expand="
+            )
+        return frozenset(sparse)
+
+    def _dtype_of(self, name: str) -> np.dtype[Any]:
+        return self.matrices[name].dtype if self.maker.dtype is None else self.maker.dtype
+
+    def _itemsize(self, name: str) -> int:
+        return int(torch_dtype(self._dtype_of(name)).itemsize)
+
+    def _n_columns(self, name: str) -> int:
+        columns = self.maker.columns.get(name)
+        return self.matrices[name].shape[1] if columns is None else len(columns)
+
+    def expanded_row_bytes(self, expanded: frozenset[str]) -> int:
+        """Return the memory that each row of the expanded matrices takes, in bytes."""
+        return sum(self._itemsize(name) * self._n_columns(name) for name in expanded)
+
+    def batch_row_bytes(self, expanded: frozenset[str]) -> float:
+        """Return the memory that each row of a batch takes in this process, in bytes."""
         row_bytes = PLAN_ROW_BYTES + 8.0 * len(self.maker.obs)
         for name, matrix in self.matrices.items():
-            dtype = matrix.dtype if self.maker.dtype is None else self.maker.dtype
-            itemsize = int(torch_dtype(dtype).itemsize)
+            dtype = self._dtype_of(name)
+            itemsize = self._itemsize(name)
             if dtype.kind in "iu" and not np.can_cast(matrix.stored_dtype, dtype, "safe"):
                 # Values are gathered in the stored type first, to be checked before conversion.
                 itemsize += matrix.stored_dtype.itemsize
             columns = self.maker.columns.get(name)
-            dense = itemsize * (matrix.shape[1] if columns is None else len(columns))
+            dense = itemsize * self._n_columns(name)
             # Values may be converted to a wider type, and column numbers from two bytes to four.
-            is_dense = _is_obsm(name) or self.maker.layout == "dense"
+            is_dense = _is_obsm(name) or (self.maker.layout == "dense" and name not in expanded)
             row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
             if columns is not None and matrix.layout == "dense":
                 if columns.sums is not None:  # the values to add, and their sums twice: in 64 bits, and converted
@@ -199,7 +230,7 @@ class MatrixSource(Source):
             name: one.positions.tobytes() + (b"" if one.to is None else one.to.tobytes() + str(len(one)).encode())
             for name, one in self.maker.columns.items()
         }
-        return self.maker.layout, str(self.maker.dtype), columns
+        return self.maker.layout, text_of(self.maker.dtype), columns
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers read matrices only, so tables of the atlas are not sent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
@@ -17,7 +17,7 @@ from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.plan.cell_sets import CellSets
 from dasksc.plan.strategies import SamplingStrategy
-from dasksc.storage import Layout, UseMmap
+from dasksc.storage import BFLOAT16, Layout, UseMmap
 from dasksc.transforms.composed import Transforms, as_transforms
 
 __all__ = ["HOOKS", "LoaderSpec", "check_hooks"]
@@ -63,6 +63,7 @@ class LoaderSpec:
     memory_limit: Any  # in bytes once it is checked
     mmap: UseMmap
     device: Any
+    expand: Literal["auto", "host", "device"]
     pin_memory: bool
     progress: bool
     gene_request: GeneRequest = field(init=False)
@@ -72,6 +73,12 @@ class LoaderSpec:
     def __post_init__(self) -> None:
         check_hooks(**{name: getattr(self, name) for name in HOOKS})
         checks.check_one_of("layout", self.layout, ("dense", "csr"))
+        checks.check_one_of("expand", self.expand, ("auto", "host", "device"))
+        if self.expand == "device" and (self.device is None or self.layout != "dense"):
+            raise InputError(
+                f"expand='device' makes batches dense on a device, but got layout={self.layout!r} and device="
+                f"{self.device!r}. Give device= and layout='dense', or omit expand="
+            )
         prefetch = config.get("prefetch") if self.prefetch is None else self.prefetch
         flags = ("drop_last", "equal_ranks", "return_index", "pin_memory", "progress")
         checked = {
@@ -92,6 +99,24 @@ class LoaderSpec:
     def has_hooks(self) -> bool:
         """True if functions of the user replace indexing or follow it."""
         return any(getattr(self, name) is not None for name in HOOKS)
+
+    @property
+    def is_on_device(self) -> bool:
+        """True if batches are copied to a device."""
+        return self.device is not None and self.device.type != "cpu"
+
+    @property
+    def is_pinned(self) -> bool:
+        """True if batches are gathered in pinned memory."""
+        return self.pin_memory or (self.device is not None and self.device.type == "cuda")
+
+    @property
+    def may_expand(self) -> bool:
+        """True if CSR batches may become dense on the device, after the transforms."""
+        if self.expand != "auto":
+            return self.expand == "device"
+        steps = () if self.transforms is None else self.transforms.steps
+        return self.is_on_device and self.layout == "dense" and all(getattr(one, "_takes_csr", False) for one in steps)
 
     @property
     def only_x(self) -> bool:
@@ -124,6 +149,7 @@ class LoaderSpec:
         given = [name for name in ("obs", "layers", "obsm") if getattr(self, name)]
         given += ["genes"] * (self.genes is not None) + ["transform"] * (self.transforms is not None)
         given += ["layout"] * (self.layout != "dense") + ["return_index"] * self.return_index
+        given += ["expand"] * (self.expand == "device")
         if given:
             raise InputError(f"{', '.join(f'{name}=' for name in given)} cannot be used here: {why}")
 
@@ -132,11 +158,13 @@ def _value_dtype(given: Any) -> np.dtype[Any] | None:
     if given is None:
         return None
     name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
+    if isinstance(name, str) and name == "bfloat16":
+        return BFLOAT16
     try:
         dtype = np.dtype(name).newbyteorder("=")  # tensors have native byte order
         torch_dtype(dtype)
     except TypeError as error:
         raise InputError(
-            f"dtype={given!r} is not supported by both NumPy and PyTorch; give a type such as 'float32' or 'float16'"
+            f"dtype={given!r} is not supported by both NumPy and PyTorch; give a type such as 'float32' or 'bfloat16'"
         ) from error
     return dtype

@@ -11,6 +11,7 @@ from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
 
 __all__ = [
+    "BFLOAT16",
     "counts_dtype",
     "has_kernel_dtype",
     "holds_all",
@@ -19,7 +20,26 @@ __all__ = [
     "narrowest",
     "representable",
     "sum_dtype",
+    "text_of",
 ]
+
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+"""Data type of arrays with the bits of bfloat16, which NumPy lacks; storage only writes it."""
+
+
+def text_of(dtype: np.dtype[Any] | None) -> str:
+    """Return the name of a data type of batches, for messages."""
+    return "bfloat16" if dtype == BFLOAT16 else str(dtype)
+
+
+def cast(values: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+    """Copy `values` into `out`, and return `out`; for bfloat16, return its values as float32."""
+    if out.dtype != BFLOAT16:
+        out[...] = values
+        return out
+    bits, at = out.view(np.uint16), np.array([values.ctypes.data], dtype=np.uint64)
+    kernels.copy_rows(np.zeros(1, dtype=np.int64), at, bits.reshape(1, -1), kernels.rounded(values))
+    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrowest(dtype: np.dtype[Any], n_vars: int) -> np.dtype[Any]:
@@ -49,7 +69,7 @@ def kernel_target(out: NDArray[Any], source: np.dtype[Any]) -> NDArray[Any]:
     # the type of `out`, or if `out` has an integer type that cannot represent all values of the `source` type. It is
     # also needed for 64-bit integers and a float `out`, since integers that float64 rounds are refused. Otherwise, only
     # the first condition matters for a float or boolean `out`: floats round values, and booleans record only whether
-    # values are nonzero.
+    # values are nonzero. The kernels round to bfloat16, but do not check the values, so a new array is returned.
     return out if converts(source, out.dtype) else np.empty(out.shape, dtype=source)
 
 
@@ -61,7 +81,7 @@ def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
 
 def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if `source` is a 64-bit integer type and `dtype` a float type."""
-    return source.kind in "iu" and source.itemsize == 8 and dtype.kind == "f"
+    return source.kind in "iu" and source.itemsize == 8 and (dtype.kind == "f" or dtype == BFLOAT16)
 
 
 def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
@@ -72,20 +92,19 @@ def holds_all(values: NDArray[Any], out: NDArray[Any]) -> bool:
     if may_round(values.dtype, out.dtype) and not _fit_float64(values).all():
         return False
     if out.dtype.kind not in "iu":
-        return bool(np.isfinite(out).all()) or bool(representable(values, out.dtype).all())
+        return bool(np.isfinite(out).all()) or bool(representable(values, out).all())
     limits = np.iinfo(out.dtype)
     # Unlike NumPy, Python compares an int with a float exactly; comparisons with NaN are False.
     in_range = limits.min <= values.min().item() and values.max().item() <= limits.max
     return in_range and (values.dtype.kind != "f" or bool((out == values).all()))
 
 
-def representable(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.bool_]:
-    """Return a mask of the values that `dtype`, an integer or float type, represents, as `holds_all` does."""
-    if dtype.kind not in "iu":
-        with np.errstate(over="ignore"):
-            finite = np.asarray(~np.isfinite(values) | np.isfinite(values.astype(dtype)))
-        return finite & _fit_float64(values) if may_round(values.dtype, dtype) else finite
-    limits = np.iinfo(dtype)
+def representable(values: NDArray[Any], out: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return a mask of the values that `out`, a cast to an integer or float type, represents, as `holds_all` does."""
+    if out.dtype.kind not in "iu":
+        finite = np.asarray(~np.isfinite(values) | np.isfinite(out))
+        return finite & _fit_float64(values) if may_round(values.dtype, out.dtype) else finite
+    limits = np.iinfo(out.dtype)
     in_range = np.array([limits.min <= value <= limits.max for value in values.ravel().tolist()]).reshape(values.shape)
     return np.asarray(in_range & (values == np.floor(values)) if values.dtype.kind == "f" else in_range)
 
@@ -99,4 +118,4 @@ def _fit_float64(values: NDArray[Any]) -> NDArray[np.bool_]:
 
 def has_kernel_dtype(dtype: np.dtype[Any]) -> bool:
     """Return True if the kernels can write `dtype`."""
-    return bool(memory_dtype(dtype) == dtype)
+    return dtype != BFLOAT16 and bool(memory_dtype(dtype) == dtype)

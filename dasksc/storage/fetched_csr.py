@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import counts_dtype, kernel_target, may_round, narrowest
+from dasksc.storage.dtypes import BFLOAT16, converts, counts_dtype, kernel_target, may_round, narrowest
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
-from dasksc.storage.matrix import Columns, Layout, Lookups
+from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["CSRRowBuffer"]
@@ -60,35 +59,35 @@ class CSRRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
-        # Counts may be held in one byte each. For an integer `out`, `held` is the type in which the values are held. If
-        # `out` can represent all values of this type, no check is needed. For a float or boolean `out`, `held` is the
-        # common type (`np.result_type`) of the held values and the data type for computation.
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
-        if out.dtype.kind not in "iu" and not may_round(held, out.dtype):
-            held = np.result_type(held, memory_dtype(self.dtype))
-        target = kernel_target(out, held)
-        if not self._scatter(positions, target, columns):
-            block = self.gather_csr(positions, dtype=self._sum_dtype, columns=columns)
-            self._check_sums(block[2], out.dtype)
-            merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
-            target = kernel_target(out, self._sum_dtype)
-            merged._scatter(np.arange(len(positions), dtype=np.int64), target, None)
-        if target is not out:
-            self._cast(target, out, lambda element: int(positions[element // out.shape[1]]))
+        if (converts(held, out.dtype) or _can_round(held, out.dtype)) and self._scatter(positions, out, columns):
+            return
+        # Values to be summed or checked are converted as CSR, which has fewer, and their bits are written.
+        indptr, indices, data = self.gather_csr(positions, dtype=out.dtype, columns=columns)
+        if data.dtype.kind == "f":
+            data += 0  # -0.0 becomes 0.0, as in sums
+        bits = np.dtype(f"u{out.itemsize}")
+        block = indptr, indices, data.view(bits)
+        merged = self.of_block(self.label, self.rows[positions], out.shape[1], self.dtype, block)
+        merged._scatter(np.arange(len(positions), dtype=np.int64), out.view(bits), None)
 
     def _scatter(self, positions: NDArray[np.int64], target: NDArray[Any], columns: Columns | None) -> bool:
-        """Write rows into a dense `target`; return False if repeated columns must be summed in another type first."""
+        """Write rows into a dense `target`; return False if they must be summed or checked in another type first."""
         any_order = bool(target.dtype == self._sum_dtype)
         mapped = self._mapped(columns)
         adds_up = mapped is not None and mapped[1].adds_up
         if (self._unordered or adds_up) and not any_order:
             return False
-        to = target, self.data.like, self.indices.like, any_order
-        if mapped is None:
-            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to)
+        rounds = target.dtype == BFLOAT16
+        to = *_bits(target, self.data.like), self.indices.like
+        if mapped is not None:
+            tables = mapped[0], mapped[1].to, mapped[1].drops
+            bad = kernels.scatter_columns(positions, *self._where, *tables, *to, any_order)
+        elif rounds:
+            return self._is_ordered(kernels.scatter_rounded(positions, *self._where, self._n_columns, *to))
         else:
-            bad = kernels.scatter_columns(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
-        return self._is_ordered(bad)
+            bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to, any_order)
+        return self._is_ordered(bad) and not (rounds and kernels.has_infinity(to[0].reshape(-1)))
 
     def gather_csr(
         self,
@@ -96,6 +95,7 @@ class CSRRowBuffer(RowBufferBase):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
+        empty: Empty = buffers.empty,
         any_order: bool = False,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return ``(indptr, indices, data)`` of the rows at `positions`; see `RowBuffer.gather_csr`."""
@@ -115,9 +115,10 @@ class CSRRowBuffer(RowBufferBase):
             )
             indptr = indptr_of(counts)
             n_values = int(indptr[-1])
-        indices = buffers.empty(n_values, np.int32)
-        data = buffers.empty(n_values, dtype)
-        target = kernel_target(data, self._source_dtype(self.data, self.lengths, positions, dtype))
+        indices = empty(n_values, np.int32)
+        data = empty(n_values, dtype)
+        held = self._source_dtype(self.data, self.lengths, positions, dtype)
+        target = data if _can_round(held, dtype) else kernel_target(data, held)
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, indptr, indices, sums, columns)
@@ -235,16 +236,16 @@ class CSRRowBuffer(RowBufferBase):
         *,
         any_order: bool,
     ) -> bool:
-        """Copy rows as stored; return False if columns must be ascending but are not."""
+        """Copy rows as stored; return False if columns must be ascending but are not, or values must be checked."""
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
-        to = (indptr[:-1], indices, data, self.data.like, self.indices.like, any_order)
+        to = (indptr[:-1], indices, *_bits(data, self.data.like), self.indices.like, any_order)
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
             bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
-        return self._is_ordered(bad)
+        return self._is_ordered(bad) and not (data.dtype == BFLOAT16 and kernels.has_infinity(to[2]))
 
     def _merge(
         self,
@@ -269,6 +270,7 @@ class CSRRowBuffer(RowBufferBase):
     def _is_ordered(self, bad_row: int) -> bool:
         if bad_row == kernels.UNORDERED:
             self._unordered = True
+        if bad_row in (kernels.UNORDERED, kernels.INFINITE):
             return False
         self._refuse(bad_row)
         return True
@@ -280,6 +282,16 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
+
+
+def _can_round(held: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if `dtype` is bfloat16, and the kernels can round values of type `held`."""
+    return dtype == BFLOAT16 and not may_round(held, dtype)
+
+
+def _bits(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the arguments of the kernels that write values of `like`'s type into `out`, which may be bfloat16."""
+    return (out.view(np.uint16), kernels.rounded(like)) if out.dtype == BFLOAT16 else (out, like)
 
 
 def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:

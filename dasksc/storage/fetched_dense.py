@@ -12,9 +12,9 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import kernel_target, may_round
+from dasksc.storage.dtypes import BFLOAT16, kernel_target, may_round
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
-from dasksc.storage.matrix import NOWHERE, Columns, Layout, Sums
+from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
 
 __all__ = ["DenseRowBuffer"]
@@ -53,6 +53,11 @@ class DenseRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
+        if out.dtype == BFLOAT16:
+            values = buffers.empty(out.shape, np.float32)
+            self.gather(positions, out=values, columns=columns)
+            self._cast(values, out, lambda element: int(positions[element // out.shape[1]]))
+            return
         sources = self._sources(columns)
         held = self.values.dtype
         if may_round(held, out.dtype):
@@ -107,6 +112,7 @@ class DenseRowBuffer(RowBufferBase):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
+        empty: Empty = buffers.empty,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
         """Return the nonzeros of the rows at `positions` as ``(indptr, indices, data)``."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
@@ -119,8 +125,8 @@ class DenseRowBuffer(RowBufferBase):
         counts = np.empty(len(positions), dtype=np.int64)
         kernels.count_nonzeros(dense, counts)
         indptr = indptr_of(counts)
-        indices = buffers.empty(int(indptr[-1]), np.int32)
-        data = buffers.empty(int(indptr[-1]), dtype)
+        indices = empty(int(indptr[-1]), np.int32)
+        data = empty(int(indptr[-1]), dtype)
         target = kernel_target(data, held)
         kernels.squeeze(dense, indptr, indices, target)
         if target is not data:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dasksc.errors import InputError, StorageError
 from dasksc.kernels import csr as kernels
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import holds_all, may_round, representable
+from dasksc.storage.dtypes import cast, holds_all, may_round, representable, text_of
 from dasksc.storage.matrix import ColumnMaps, Columns
 from dasksc.storage.row_pointers import RowPointers
 
@@ -78,15 +78,14 @@ class RowBufferBase:
         """Copy `values` into `out`, of the same shape; raise `InputError` if `out` cannot represent a value."""
         # `rows_of` returns the fetched row of an element, given its flat index in `values`.
         with np.errstate(all="ignore"):
-            out[...] = values
-        if holds_all(values, out):
+            made = cast(values, out)
+        if holds_all(values, made):
             return
-        fits = representable(values, out.dtype)
-        element = int(np.argmin(fits))
+        element = int(np.argmin(representable(values, made)))
         row = rows_of(element)
         raise InputError(
-            f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which dtype={out.dtype.name!r} "
-            f"cannot hold: it would become {out.flat[element]}. "
+            f"{self._label_of(row)}: row {self.rows[row]} holds {values.flat[element]}, which "
+            f"dtype={text_of(out.dtype)!r} cannot hold: it would become {made.flat[element]}. "
             f"Request dtype={(values if may_round(values.dtype, self.dtype) else self).dtype.name!r}."
         )
 

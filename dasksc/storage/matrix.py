@@ -7,19 +7,22 @@ layers (Dask tasks, batches) use only these two protocols.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
+from dasksc.storage import buffers
 
-__all__ = ["ColumnMaps", "Columns", "FetchCost", "RowBuffer", "Layout", "Matrix"]
+__all__ = ["ColumnMaps", "Columns", "Empty", "FetchCost", "RowBuffer", "Layout", "Matrix"]
 
 Layout = Literal["csr", "dense"]
+Empty: TypeAlias = Callable[[Any, DTypeLike], NDArray[Any]]
+"""Allocation of an uninitialized array of a shape and a data type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +236,7 @@ class RowBuffer(Protocol):
         Raises
         ------
         InputError
-            If `out` has an integer type or float16 that cannot represent one of the values.
+            If `out` has an integer type, float16 or bfloat16 that cannot represent one of the values.
         """
 
     def gather_csr(
@@ -242,8 +245,9 @@ class RowBuffer(Protocol):
         *,
         dtype: np.dtype[Any] | None = None,
         columns: Columns | None = None,
+        empty: Empty = buffers.empty,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]]:
-        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order.
+        """Return ``(indptr, indices, data)`` of the rows at `positions`, in that order; `empty` allocates two of them.
 
         `indices` are strictly ascending within each row, whatever the order of the columns on disk and in `columns`.
         Repeated columns of a row are summed in stored order, in the data type of the matrix (integers in 64 bits), and
@@ -253,7 +257,7 @@ class RowBuffer(Protocol):
         Raises
         ------
         InputError
-            If `dtype` is an integer type or float16 that cannot represent one of the values.
+            If `dtype` is an integer type, float16 or bfloat16 that cannot represent one of the values.
         """
 
     def compact(self) -> RowBuffer:

@@ -30,7 +30,7 @@ _OWN = "dasksc.train.sections"
 # Parameters that a run sets itself, and arguments of models that it takes from the data unless they are given.
 _OF_RUN = {
     *("data", "data_collection", "dataset", "model", "strategy", "label_key", "rank", "world_size", "device", "group"),
-    *("return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
+    *("expand", "return_index", "names", "attach", "fractions", "categories", "medians", "progress"),
 }
 _FROM_DATA = {"n_genes", "n_labels", "n_tokens", "pad_id", "n_bins", "max_seq_len"}
 

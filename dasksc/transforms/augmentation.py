@@ -30,6 +30,7 @@ _Draws = tuple[np.uint64, int, NDArray[np.int64]]
 class Augmentation:
     """Base class of random changes to X or a layer of a batch."""
 
+    _takes_csr = True  # dense and CSR batches get the same values
     _purpose: Purpose
 
     def __init__(self, *, layer: str | None, seed: int) -> None:

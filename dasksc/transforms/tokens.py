@@ -59,6 +59,7 @@ _Chosen = tuple[NDArray[np.uint8], NDArray[np.float64]]
 class _Tokens:
     """Base class of tokenizing transforms."""
 
+    _takes_csr = True  # dense and CSR batches have the same tokens
     # Set by `at_epoch`, since masks and samples differ between epochs.
     _epoch = 0
 

@@ -129,6 +129,7 @@ HERE = {
     "diversity": ["--batch", "32", "--blocks", "1", "64", "--fetch-factors", "4", *QUICK[:4]],
     "balanced": ["--batch", "32", "--steps", "20", "--seeds", "1"],
     "tokens": [*SIZES, *QUICK[:4]],
+    "gpu": ["--device", "cpu", *SIZES, *QUICK[:4], "--steps", "3"],
     "summaries": ["--rounds", "1", "--top", "50", "--batches", "1", "--groups", "3"],
     "augmentation": [*SIZES, *QUICK[:4]],
     "convert": [*SIZES, *QUICK],

@@ -320,6 +320,51 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
             dasksc.open(tmp_path / "out.zarr")
 
 
+@pytest.mark.parametrize("genes", [None, ["3", "0", "2"]])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("stored", ["uint8", "int32", "uint64", "float32", "float64"])
+def test_bfloat16_rounds_the_float32_values(stored: str, layout: str, genes: Any) -> None:
+    values = np.array([*STORED[stored], *np.random.default_rng(0).integers(0, 250, 1000)]).astype(stored)
+    if values.dtype.kind == "f":
+        bits = np.random.default_rng(0).integers(0, 0x7F7F0000, 1000).astype(np.uint32)
+        values[-1000:] = bits.view(np.float32) * np.where(np.arange(1000) % 2, 1, -1)
+        # Ties between two neighbors, the largest value that does not become infinity, and special values
+        ties = np.array([0x3F808000, 0x3F818000, 0x7F7F7FFF], dtype=np.uint32).view(np.float32)
+        values[:6] = [*ties, np.inf, -np.inf, np.nan]
+    X = sp.csr_matrix(np.resize(values, (250, 4)))
+    for row in range(125, 250):  # rows of unsorted columns
+        for part in (X.data, X.indices):
+            part[X.indptr[row] : X.indptr[row + 1]] = part[X.indptr[row] : X.indptr[row + 1]][::-1].copy()
+    adata = ad.AnnData(X if layout == "csr" else X.toarray())
+    for batch_size in (25, 250):
+        for tensors in ("dense", "csr"):
+            options = {"batch_size": batch_size, "layout": tensors, "genes": genes}
+            wide, narrow = (
+                dasksc.scDataset(adata, dasksc.Streaming(), dtype=one, **options) for one in ("float32", "bfloat16")
+            )
+            for made, expected in zip(narrow, wide, strict=True):
+                assert made.dtype == torch.bfloat16
+                np.testing.assert_array_equal(made.to_dense().float(), expected.to_dense().bfloat16().float())
+
+
+@pytest.mark.parametrize("tensors", ["dense", "csr"])
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]])
+def test_a_value_that_becomes_infinite_in_bfloat16_is_refused_with_its_row(
+    layout: str, tensors: str, order: Any
+) -> None:
+    X = sp.csr_matrix(np.array([[1, 2, 3], [np.inf, 4, np.nan], [5, 6, -3.4e38]], dtype="float32"))
+    X = sp.csr_matrix((X.data.reshape(3, 3)[:, order].ravel(), X.indices.reshape(3, 3)[:, order].ravel(), X.indptr))
+    adata = ad.AnnData(X if layout == "csr" else X.toarray())
+    options = {"batch_size": 3, "layout": tensors, "dtype": torch.bfloat16}
+    with pytest.raises(InputError, match="row 2 .*bfloat16.*-inf"):
+        list(dasksc.scDataset(adata, dasksc.Streaming(), **options))
+    (batch,) = dasksc.scDataset(adata, dasksc.Streaming(indices=[0, 1]), **options)
+    np.testing.assert_array_equal(batch.to_dense().float(), [[1, 2, 3], [np.inf, 4, np.nan]])
+    with pytest.raises(InputError, match="bfloat16"):
+        dasksc.scDataset(adata, dasksc.Streaming(), **options).to_dask()
+
+
 @pytest.mark.parametrize(
     ("stored", "value", "requested", "layout", "tensors"),
     [
