@@ -15,7 +15,7 @@ from tests.support.programs import ROOT, blocks, run
 pytestmark = pytest.mark.programs
 
 PAGE = ROOT / "docs" / "guides" / "trainers.md"
-LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers", "scvi")
+LIBRARIES = ("torch", "torchdata", "lightning", "accelerate", "transformers")
 
 
 def programs() -> list[str]:
