@@ -61,7 +61,7 @@ def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environme
 
 def test_the_readme_is_short_and_its_pictures_exist():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 105
     pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
     assert pictures
     assert all((ROOT / picture).is_file() for picture in pictures)
