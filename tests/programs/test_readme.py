@@ -50,6 +50,7 @@ def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environme
     # The constraints keep the CPU build of torch, where one is found, and pip's cache has the packages of CI.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PATH": f"{programs}:/usr/bin:/bin", "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    environment |= {"PIP_NO_COMPILE": "1"}
     for words, folder in ((command, ROOT), (["dasksc", "demo-data", "demo"], tmp_path)):
         done = subprocess.run(
             [programs / words[0], *words[1:]], cwd=folder, env=environment, capture_output=True, text=True, check=False
