@@ -163,7 +163,7 @@ def _standardized_variances(source: Pass, batches: Groups, moments: Moments, loe
         except ValueError as error:
             raise InputError(
                 f"the curve of variance against mean cannot be fitted to batch {name!r}, in which {int(varies.sum())} "
-                f"genes vary: {error}. Leave small batches out with filter="
+                f"genes vary: {error}. Leave small batches out with filter=, or omit batch_key="
             ) from error
         deviation[varies] = np.sqrt(10**model.outputs.fitted_values)
     n_rows = batches.n_rows[:, None].astype(np.float64)
