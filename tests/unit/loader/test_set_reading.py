@@ -168,7 +168,7 @@ def counted() -> anndata.AnnData:
     return adata
 
 
-@pytest.mark.parametrize(("name", "layout"), zip(TRANSFORMS, ["csr", "dense", "csr", "dense", "csr"], strict=True))
+@pytest.mark.parametrize(("name", "layout"), [*zip(TRANSFORMS, ["csr", "dense", "csr", "dense", "csr"], strict=True)])
 def test_groups_and_controls_survive_every_transform(name: str, layout: Any) -> None:
     plain = dataset(counted(), layout=layout)
     changed = dataset(counted(), layout=layout, transform=TRANSFORMS[name]())
