@@ -230,6 +230,8 @@ def predict(
             )
         path = target_path(out)
         dataset = _dataset_of(dataset, options)
+        if not dataset.source.n_obs:
+            raise InputError("the atlas has no cells to predict")
         store = _store_of(dataset, outputs, path)
         run = ranks.gather("run", store.start(overwrite=overwrite) if ranks.is_first else NEW)[0]
         if run != NEW and not overwrite and world.rank == 0:

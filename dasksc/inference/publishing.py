@@ -52,6 +52,8 @@ def target_path(out: Any) -> Path:
             f"{path} is an h5ad file, or named like one, and predictions are written to a Zarr store. Give "
             "out='emb.zarr', and attach the store when you open the atlas: attach={'obsm/X_emb': 'emb.zarr'}"
         )
+    if (file := next(filter(Path.is_file, path.parents), None)) is not None:
+        raise InputError(f"out={str(path)!r} lies in {file}, which is a file; give a path in a folder")
     if not is_node(path):
         if os.path.lexists(path):
             raise InputError(f"{path} exists and is not a Zarr store; give another path")

@@ -600,6 +600,18 @@ def test_a_path_inside_a_store_is_refused(atlas, tmp_path, inside):
     assert sorted(store.rglob("*")) == before
 
 
+def test_a_path_below_a_file_is_refused(atlas, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="file"):
+        predict(two, atlas, tmp_path / "file" / "emb.zarr")
+
+
+def test_an_atlas_without_cells_is_refused(tmp_path):
+    with pytest.raises(InputError, match="no cells"):
+        predict(two, make_adata(8)[:0].copy(), tmp_path / "emb.zarr")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_random_transforms_draw_what_the_plain_loop_draws(atlas, tmp_path, world_size):
     transform = [dasksc.transforms.Downsample(0.5, seed=1), dasksc.transforms.MaskGenes(0.3, seed=2)]
