@@ -97,7 +97,7 @@ def reader(path: Path, options: argparse.Namespace) -> dict[str, float]:
     import tiledbsoma
 
     matrix = matrix_of(dasksc.open(path, obs=[], names=False).X)
-    array = tiledbsoma.open(str(path)).ms["RNA"].X["data"]
+    array = tiledbsoma.open(str(path / "ms/RNA/X/data"))
     n_rows = min(options.fetch, matrix.shape[0])
     blocks = np.random.default_rng(0).permutation(matrix.shape[0] // options.block)[: n_rows // options.block]
     shuffled = (np.sort(blocks)[:, None] * options.block + np.arange(options.block)).ravel()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dasksc.errors import DaskscError
 
-__all__ = ["UnsupportedVersionError", "check_training", "default_store", "set_collation"]
+__all__ = ["UnsupportedVersionError", "check_training", "default_store"]
 
 
 class UnsupportedVersionError(DaskscError, RuntimeError):
@@ -27,11 +26,3 @@ def check_training(version: str) -> None:
 def default_store(distributed: Any) -> Any:
     """Return the store of the process group, for which there is no public function."""
     return distributed.distributed_c10d._get_default_store()
-
-
-def set_collation(cls: type, collate: Callable[..., Any]) -> None:
-    """Let `collate` stack objects of a class for DataLoaders that have no other ``collate_fn``."""
-    # The documentation of ``default_collate`` names this table for the purpose.
-    from torch.utils.data._utils.collate import default_collate_fn_map
-
-    default_collate_fn_map[cls] = collate

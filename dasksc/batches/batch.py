@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc._compat.torch import set_collation
 from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
@@ -351,16 +350,6 @@ class BatchMaker:
         out = empty((len(positions), n_vars), dtype)
         buffer.gather(positions, out=out, columns=columns)
         return _tensor_of(out)
-
-
-def _refuse_stacking(batches: Any, **_: Any) -> NoReturn:
-    raise InputError(
-        "the DataLoader has a batch_size of its own, and would stack k batches of the data set into arrays of shape "
-        "(k, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
-    )
-
-
-set_collation(Batch, _refuse_stacking)
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dasksc import checks
 from dasksc.atlas.filtering import explaining_control
 from dasksc.batches.batch import Batch
-from dasksc.batches.wrappers import refuse_sharding
+from dasksc.batches.wrappers import refuse_sharding, refuse_stacking
 from dasksc.displays import brief, changed_arguments, html_table
 from dasksc.errors import InputError
 from dasksc.executor.epoch_array import epoch_array
@@ -503,13 +503,15 @@ class scDataset(IterableDataset[Any]):
     # --- Iterating ------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse_sharding()
+        self._refuse_wrappers()
         self._tracker.begin()
         return self._iterate()
 
-    def _refuse_sharding(self) -> None:
+    def _refuse_wrappers(self) -> None:
         worker = get_worker_info()
         n_workers = 1 if worker is None else worker.num_workers
+        if not self.spec.has_hooks:  # what hooks return need not be batches
+            refuse_stacking(sys._getframe(2))
         refuse_sharding(sys._getframe(2), n_ranks=self.ranks.current_world().world_size, n_workers=n_workers)
 
     def _iterate(self) -> Iterator[Any]:
@@ -659,7 +661,7 @@ class scDataset(IterableDataset[Any]):
     # --- Copies ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refuse_sharding()
+        self._refuse_wrappers()
         state = self.__dict__ | {"_tracker": copy.copy(self._tracker)}
         del state["_stats"]
         if isinstance(self.source, MatrixSource):

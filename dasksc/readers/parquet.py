@@ -67,7 +67,7 @@ class ParquetStore(Store):
         if "gene_table" not in self._chosen:
             raise InputError(
                 f"{path} needs the table of its genes, with the columns {self._chosen['token']!r} and "
-                f"{self._chosen['gene_names']!r}: reader_options={{'gene_table': 'gene_metadata.parquet'}}"
+                f"{self._chosen['gene_names']!r}: dasksc.open(path, reader_options={{'gene_table': 'genes.parquet'}})"
             )
         if ("obs_table" in self._chosen) != ("obs_key" in self._chosen):
             raise InputError("obs_table and obs_key, the column that cells and obs_table share, must be given together")

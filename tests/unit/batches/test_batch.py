@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from torch.nn.parallel.scatter_gather import scatter
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_convert
 
 from dasksc import InputError, MissingKeyError
 from dasksc.batches.batch import Batch, Categories, NamedTensors
@@ -92,11 +92,6 @@ def test_converters_and_pickling_keep_type_and_values(copy) -> None:
     assert type(copied) is Batch
     assert torch.equal(copied.X, batch.X)
     assert torch.equal(copied.obs["type"], batch.obs["type"])
-
-
-def test_batches_are_not_stacked() -> None:
-    with pytest.raises(InputError, match="batch_size=None"):
-        default_collate([make_batch(), make_batch()])
 
 
 def test_what_dataparallel_scatters_are_batches(monkeypatch: pytest.MonkeyPatch) -> None:

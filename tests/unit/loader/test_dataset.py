@@ -429,7 +429,7 @@ def test_a_wrapper_that_starts_workers_is_refused_before(path):
 
 def test_a_dataloader_that_would_stack_batches_is_refused(path):
     one = dataset(path, obs=["cell_type"])
-    for data in (one, torch.utils.data.ChainDataset([one, one])):
+    for data in (one, dataset(path), torch.utils.data.ChainDataset([one, one])):
         for options in ({}, {"batch_size": 4}):
             with pytest.raises(dasksc.InputError, match="DataLoader.*batch_size=None"):
                 next(iter(torch.utils.data.DataLoader(data, **options)))
