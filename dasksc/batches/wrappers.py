@@ -45,5 +45,6 @@ def refuse_stacking(requested_in: FrameType) -> None:
     if getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate:
         raise InputError(
             "the DataLoader has a batch_size of its own, and would stack k batches of the data set into arrays of "
-            "shape (k, batch_size, n_vars). The data set already yields batches; use DataLoader(dataset, batch_size=None)"
+            "shape (k, batch_size, n_vars). The data set already yields batches; use "
+            "DataLoader(dataset, batch_size=None)"
         )
