@@ -207,6 +207,7 @@ class ChunkedArray:
         width: int,
     ) -> bool:
         """Fill `block` with one kernel call per group; return False if `_fill_block` must fill it or report errors."""
+        functions: Any
         match self._chain.codecs:
             case (Blosc(),):
                 decode, functions = blosc.getitems, blosc_getitem()
