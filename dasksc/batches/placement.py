@@ -87,7 +87,7 @@ class Placement:
         if self._device is None:
             return map_tensors(batch, lambda one: by_parts(one, pinned)) if self._is_pinned else batch, None
         if self._block_bytes:
-            batch = map_tensors(batch, lambda one: by_parts(one, lambda part: _in_block(part, block)))
+            batch = map_tensors(batch, lambda one: _in_block(one, block))
         with torch.cuda.stream(self._stream):
             there = block.bytes[: block.n_used].to(self._device, non_blocking=True)
             batch = map_tensors(batch, lambda one: self._moved(one, block, there))
