@@ -129,7 +129,7 @@ def assert_same(got: AnnData, expected: AnnData, *, same_types: bool = True) -> 
         assert sp.issparse(lazy._meta) == sp.issparse(eager), name
 
 
-@settings(max_examples=settings.default.max_examples * 2 // 5)  # each takes long
+@settings(max_examples=settings.default.max_examples * 3 // 10)  # each takes long
 @given(
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=3, unique=True),
     sizes=st.lists(st.integers(0, 30), min_size=3, max_size=3),
