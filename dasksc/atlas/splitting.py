@@ -223,7 +223,8 @@ def leaks(
     >>> dasksc.leaks("atlas.h5ad", parts, by=["donor"])["shared"].tolist()
     [0, 0]
     """
-    if not isinstance(parts, Mapping) or len(parts) < 2:
+    given: Any = parts
+    if not isinstance(given, Mapping) or len(given) < 2:
         raise InputError(f"parts={parts!r:.100} must be a dict of at least two parts, such as that of dasksc.split")
     if isinstance(by, str):
         raise InputError(f"by={by!r} is a string; give a list of columns: by=[{by!r}]")
