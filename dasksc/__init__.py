@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
     from dasksc.atlas.opening import open
-    from dasksc.atlas.splitting import split
+    from dasksc.atlas.splitting import leaks, split
     from dasksc.atlas.view import AnnDataView
     from dasksc.batches.batch import Batch
     from dasksc.conversion import ConversionReport, convert
@@ -79,6 +79,7 @@ _MODULE_OF = {
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
     "highly_variable_genes": "dasksc.summaries",
+    "leaks": "dasksc.atlas.splitting",
     "normalize": "dasksc.summaries",
     "open": "dasksc.atlas.opening",
     "predict": "dasksc.inference",
@@ -130,6 +131,7 @@ __all__ = [
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
     "highly_variable_genes",
+    "leaks",
     "normalize",
     "open",
     "predict",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from numbers import Real
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import CodedColumn, encode_labels, listed
 from dasksc.readers.options import Openable
 
-__all__ = ["split"]
+__all__ = ["leaks", "split"]
 
 _Int64s = NDArray[np.int64]
 _Names = dict[int, tuple[str, ...]]
@@ -180,6 +181,75 @@ def split(
         parts = deal(classes, counts, shares, keys)
     del classes
     return _rows_of(parts, names, candidates, f"{candidates.n} rows are too few for fractions={fractions!r}")
+
+
+def leaks(
+    data: Openable | Modalities | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
+    parts: Mapping[str, Any],
+    by: Sequence[str | Sequence[str]] = (),
+) -> pd.DataFrame:
+    """Report which cells, donors or conditions are in more than one of the given parts.
+
+    Parameters
+    ----------
+    data
+        Any argument or result of `dasksc.open`, or an obs table, as for `dasksc.split`. From a path, only the columns
+        in `by` are read.
+    parts
+        Rows of each part, by name: row numbers, a boolean mask or a slice. The result of `dasksc.split` or rows from
+        anywhere else.
+    by
+        Columns of obs to compare, such as ``"donor"``. A list of columns stands for their combinations, such as the
+        condition ``["cell_line", "gene"]``.
+
+    Returns
+    -------
+    DataFrame
+        For every pair of parts (columns ``first`` and ``second``), a row for the cells in both (``what`` is
+        ``"cells"``) and one for each entry of `by`. ``shared`` is the number of values in both parts, int64;
+        ``first cells`` and ``second cells`` are the numbers of cells of the two parts with such values, int64;
+        ``examples`` lists up to three of the values. Rows with a missing value are not compared.
+
+    Raises
+    ------
+    InputError
+        If `parts` are not at least two parts by name, or contain invalid rows.
+    MissingKeyError
+        If obs lacks a column.
+
+    Examples
+    --------
+    >>> parts = dasksc.split("atlas.h5ad", by="donor", fractions=(0.75, 0.25), seed=0)
+    >>> dasksc.leaks("atlas.h5ad", parts, by=["donor"])["shared"].tolist()
+    [0, 0]
+    """
+    given: Any = parts
+    if not isinstance(given, Mapping) or len(given) < 2:
+        raise InputError(f"parts={parts!r:.100} must be a dict of at least two parts, such as that of dasksc.split")
+    if isinstance(by, str):
+        raise InputError(f"by={by!r} is a string; give a list of columns: by=[{by!r}]")
+    compared = [_columns("by", one) for one in by]
+    obs = obs_of(data, list(dict.fromkeys(name for one in compared for name in one)))
+    chosen = {name: Candidates.of(rows, len(obs)) for name, rows in parts.items()}
+    rows_of = {name: one.rows(np.arange(one.n, dtype=np.int64)) for name, one in chosen.items()}
+    keys: dict[tuple[str, ...], _Int64s] = {(): np.arange(len(obs), dtype=np.int64)}
+    for names in compared:
+        held = obs[[require_key("obs", name, obs.columns) for name in names]]
+        groups = held.groupby(names, observed=True, sort=False)  # leaves out missing values, whose number is -1
+        keys[tuple(names)] = groups.ngroup().fillna(-1).to_numpy(dtype=np.int64)
+    found = []
+    for first, second in combinations(rows_of, 2):
+        for what, codes in keys.items():
+            own, other = codes[rows_of[first]], codes[rows_of[second]]
+            shared = np.intersect1d(own[own >= 0], other[other >= 0])
+            examples: Any = np.flatnonzero(np.isin(codes, shared[:3]))
+            if what:
+                values = obs.iloc[examples][list(what)].drop_duplicates().astype(str)
+                examples = values.agg(", ".join, axis=1) if len(values) else values
+            n_own, n_other = int(np.isin(own, shared).sum()), int(np.isin(other, shared).sum())
+            found.append((first, second, ", ".join(what) or "cells", len(shared), n_own, n_other, list(examples)))
+    columns = ["first", "second", "what", "shared", "first cells", "second cells", "examples"]
+    return pd.DataFrame(found, columns=columns)
 
 
 class SplitRows(dict[str, _Int64s]):

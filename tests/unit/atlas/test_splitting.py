@@ -187,3 +187,24 @@ class _Untouched:
 def test_an_invalid_argument_is_refused_before_anything_is_read(wrong: Any, match: str) -> None:
     with pytest.raises(InputError, match=match):
         dasksc.split(_Untouched(), **wrong)
+
+
+def test_leaks_counts_shared_cells_donors_and_conditions_of_every_pair_of_parts():
+    obs = pd.DataFrame({"donor": ["a", "a", "b", "c", None], "gene": pd.Categorical(["x", "y", "x", "x", "y"])})
+
+    found = dasksc.leaks(obs, {"train": [0, 2, 4], "test": [1, 2, 3]}, by=["donor", ["donor", "gene"]])
+
+    assert found["what"].tolist() == ["cells", "donor", "donor, gene"]
+    assert found["shared"].tolist() == [1, 2, 1]
+    assert found["first cells"].tolist() == [1, 2, 1]
+    assert found["second cells"].tolist() == [1, 2, 1]
+    assert found["examples"].tolist() == [[2], ["a", "b"], ["b, x"]]
+    assert dasksc.leaks(obs, dasksc.split(obs, fractions=(0.5, 0.5)))["shared"].tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "by"), [({"train": [0]}, ()), ({"a": [0], "b": [9]}, ()), ({"a": [0], "b": [1]}, "donor")]
+)
+def test_leaks_refuses_invalid_parts_and_columns(parts, by):
+    with pytest.raises(dasksc.InputError):
+        dasksc.leaks(pd.DataFrame({"donor": ["a", "b"]}), parts, by)
