@@ -20,6 +20,7 @@ from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
+from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import open_elements, open_path
 from dasksc.checks import check_flags, name_or_none
@@ -41,7 +42,7 @@ logger = logging.getLogger("dasksc.collection")
 
 
 def open(
-    data: Openable | Sequence[Openable] | Mapping[str, Openable],
+    data: Openable | Sequence[Openable] | Mapping[str, Openable] | pd.DataFrame,
     *,
     obs: Sequence[str] | None = None,
     mmap: UseMmap = "auto",
@@ -59,6 +60,8 @@ def open(
     genome: str | Sequence[str] | None = None,
     reader_options: Mapping[str, Any] | None = None,
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
+    files: str | None = None,
+    where: str | None = None,
 ) -> AnnData:
     """Open an atlas lazily, or several atlases as one.
 
@@ -83,6 +86,9 @@ def open(
           ``**`` stands for folders of any depth. A pattern or directory may be a URL, except on web servers,
           which do not list files. A pattern or directory with a single atlas opens that atlas.
         - store of ``dataset_*`` groups, as written by annbatch
+
+        - table with a row for each file (a DataFrame, or the path of a ``.csv``, ``.tsv`` or ``.parquet`` file), with
+          `files`
 
         Files are not rewritten: the columns of X are mapped to the joined variables while the rows of a batch are
         gathered.
@@ -140,6 +146,12 @@ def open(
         ``{"obsm/X_emb": "emb.zarr", "obs/predicted": "emb.zarr"}``. Matrices of obsm stay on disk; columns of obs are
         read. The store must have the same cells in the same order. The number of cells is compared, and also their
         names unless ``names=False``.
+    files
+        Column of the table `data` with the paths or URLs of the files. Relative paths start at the folder of the table,
+        or at the current one for a DataFrame. The other columns describe the files, and become columns of obs.
+    where
+        Expression over the columns of the table, such as ``"tissue == 'lung'"``, with the syntax of `rows_where`. Files
+        for which it does not hold are not opened.
 
     Returns
     -------
@@ -185,6 +197,14 @@ def open(
             "out"
         )
     check_fill_value(fill_value, join)
+    table: pd.DataFrame | None = None
+    if files is not None:
+        data, table = selected_files(data, files, where)
+        if obs is not None:
+            table = table[[name for name in table.columns if name in obs]]
+            obs = [name for name in obs if name not in table.columns]
+    elif where is not None or isinstance(data, pd.DataFrame):
+        raise InputError("a table of files needs files=, the name of its column of paths; where= selects among them")
     if attach is not None:
         check_attach(attach)
     given: dict[str, Any] = {
@@ -235,7 +255,7 @@ def open(
                 )
         else:
             result = _open_several(
-                parts, obs, options, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
+                parts, obs, options, table=table, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
             )
         if attach is not None:
             attach_elements(result, attach, options)
@@ -301,6 +321,7 @@ def _open_several(
     obs: Sequence[str] | None,
     options: OpenOptions,
     *,
+    table: pd.DataFrame | None,
     are_given: bool,
     raw: bool,
     join: Join,
@@ -308,6 +329,8 @@ def _open_several(
     **given: Any,
 ) -> AnnData:
     """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
+    if table is not None and len(table) != len(parts):
+        raise InputError(f"{len(table)} paths in the table of files contain {len(parts)} atlases; give one in each row")
     names = [part.name for part in parts]
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
@@ -323,6 +346,8 @@ def _open_several(
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             _refuse_column(column, parts, without, options)
+    if table is not None:
+        describe_rows(result, table, [adata.n_obs for adata in opened])
     return result
 
 

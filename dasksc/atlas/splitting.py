@@ -13,7 +13,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dasksc.atlas.dealing import N_TRIES, combined, deal, deal_groups, linked, taken
-from dasksc.atlas.filtering import columns_of, explaining_control, holds, obs_of
+from dasksc.atlas.expressions import columns_of, holds
+from dasksc.atlas.filtering import explaining_control, obs_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities
 from dasksc.checks import whole_number

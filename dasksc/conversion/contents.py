@@ -11,7 +11,7 @@ import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
 
-from dasksc.atlas.filtering import holds
+from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError
 from dasksc.loader.genes import GeneMatch, GeneRequest
 from dasksc.pushdown import matrix_of

@@ -19,9 +19,9 @@ from anndata import AnnData
 from numpy.typing import NDArray
 
 from dasksc import pushdown as lazy
-from dasksc.atlas import filtering
 from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.encoding import encode_column
+from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.inputs import stem_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
@@ -71,9 +71,9 @@ class Source:
     def rows_where(self, expression: str) -> NDArray[np.bool_]:
         """Return a boolean mask of the rows for which an expression over obs holds."""
         table = self._obs_for(f"the filter {expression!r}")
-        for name in filtering.columns_of(expression):
+        for name in columns_of(expression):
             self.labels_of(name)  # raises an error that names the atlas if the column is missing
-        return filtering.holds(expression, table)
+        return holds(expression, table)
 
     def _obs_for(self, what: str) -> Any:
         is_view = isinstance(self.collection, AnnDataView)

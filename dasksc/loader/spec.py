@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dasksc import checks, config
-from dasksc.atlas import filtering
+from dasksc.atlas.expressions import columns_of
 from dasksc.batches.batch import device_of, torch_dtype
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
@@ -133,7 +133,7 @@ class LoaderSpec:
     @property
     def compared_columns(self) -> list[str]:
         """Columns of obs that the filter and the expression of controls use."""
-        return [name for one in (self.filter, self.control) if one is not None for name in filtering.columns_of(one)]
+        return [name for one in (self.filter, self.control) if one is not None for name in columns_of(one)]
 
     def __getstate__(self) -> dict[str, Any]:
         # Plain pickle, which DataLoader uses for workers, fails on lambdas.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 import zipfile
@@ -33,6 +34,7 @@ from tests.support.data import (
     STORES,
     dense,
     make_adata,
+    same,
     sample,
     unpacked_sample,
     write_store,
@@ -484,3 +486,51 @@ def test_names_are_left_out_if_asked(tmp_path, format):
 def test_a_view_refuses_rows_that_are_not_there(index: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         AnnDataView(dasksc.open(make_adata()))[index]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """A table of four files of 20, 21, 22 cells and one that does not exist."""
+    for i in range(3):
+        make_adata(20 + i).write_h5ad(tmp_path / f"{i}.h5ad")
+    rows = {"path": [f"{i}.h5ad" for i in range(4)], "tissue": ["lung", "skin", "lung", None], "age": [1.5, 2, 3, 4]}
+    pd.DataFrame(rows).to_csv(tmp_path / "files.csv", index=False)
+    return tmp_path / "files.csv"
+
+
+def test_only_files_that_a_table_selects_are_opened(table):
+    one = dasksc.open(table, files="path", where="tissue == 'lung'")
+    assert one.n_obs == 42
+    assert one.obs["tissue"].tolist() == ["lung"] * 42
+    assert one.obs["age"].tolist() == [1.5] * 20 + [3.0] * 22
+    both = dasksc.open([table.parent / "0.h5ad", table.parent / "2.h5ad"])
+    one.obs = one.obs[both.obs.columns]
+    same(one, both)
+    assert dasksc.open(table, files="path", where="tissue == 'skin'", obs=["age"]).obs.columns.tolist() == ["age"]
+    frame = pd.read_csv(table).assign(path=lambda rows: [str(table.parent / path) for path in rows["path"]])
+    assert dasksc.open(frame, files="path", where="age == 2").n_obs == 21
+
+
+def test_tables_of_files_that_do_not_fit_are_refused(table):
+    frame = pd.read_csv(table).assign(path=lambda rows: [str(table.parent / path) for path in rows["path"]])
+    column = dasksc.open(frame["path"][0]).obs.columns[0]
+    for data, options, error, fact in [
+        (table, {"files": "path"}, MissingPathError, "3.h5ad"),
+        (table, {"files": "paths"}, MissingKeyError, "'path'"),
+        (table, {"files": "path", "where": "tissue == 'liver'"}, InputError, "liver"),
+        (table.with_name("no.csv"), {"files": "path"}, MissingPathError, "no.csv"),
+        (frame["path"][0], {"files": "path"}, InputError, "csv"),
+        (frame["path"][0], {"where": "age == 2"}, InputError, "files="),
+        (frame, {}, InputError, "files="),
+        (frame.assign(path=frame["path"][0]), {"files": "path"}, InputError, "4 times"),
+        (frame.assign(path=None), {"files": "path"}, InputError, "4 rows"),
+        (frame.assign(**{column: 0}), {"files": "path", "where": "age < 4"}, InputError, column),
+        (
+            frame.assign(path=[str(table.parent), *frame["path"][1:]]),
+            {"files": "path", "where": "age < 2"},
+            InputError,
+            "3",
+        ),
+    ]:
+        with pytest.raises(error, match=re.escape(fact)):
+            dasksc.open(data, **options)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
-from dasksc.atlas import filtering
+from dasksc.atlas.expressions import holds
 from dasksc.errors import InputError, MissingKeyError
 
 pytestmark = pytest.mark.core
@@ -247,7 +247,7 @@ def test_pieces_of_a_table_give_the_same_result_as_the_whole(monkeypatch: pytest
         "not text.str.startswith('x')",
         "text.isna() or not flag",
     ]
-    expected = [filtering.holds(expression, obs) for expression in expressions]
-    monkeypatch.setattr(filtering, "_PIECE_ROWS", 10)
+    expected = [holds(expression, obs) for expression in expressions]
+    monkeypatch.setattr("dasksc.atlas.expressions._PIECE_ROWS", 10)
     for expression, whole in zip(expressions, expected, strict=True):
-        assert np.array_equal(filtering.holds(expression, obs), whole)
+        assert np.array_equal(holds(expression, obs), whole)
