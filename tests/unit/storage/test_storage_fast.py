@@ -415,6 +415,6 @@ def test_no_file_stays_open_when_a_matrix_is_gone(random: Random, tmp_path: Path
                 matrix = open_matrix(path, "X")
             matrix.fetch(np.arange(60))
             del matrix
-            gc.collect()
-            still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-            assert not [name for name in still_open if name.startswith(str(tmp_path))]
+    gc.collect()
+    still_open = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    assert not [name for name in still_open if name.startswith(str(tmp_path))]
