@@ -21,7 +21,7 @@ import dasksc.loader  # noqa: F401, the first test would import them
 
 __all__ = ["LIMIT_S", "SMOKES"]
 
-LIMIT_S = 2.0
+LIMIT_S = 3.0  # 2 s, and the noise of a machine in use
 SMOKES = (
     "tests/integration/test_smokes.py",  # DataLoader workers, S3, a killed conversion, training on two ranks
     "tests/integration/ranks/test_ddp.py",  # torchrun
