@@ -61,5 +61,6 @@ def test_options_of_a_data_set_are_those_of_its_signature():
     assert options - module == {"strategy", "rank", "world_size"}
     predict = inspect.signature(dasksc.predict).parameters
     unused = {"strategy", "filter", "drop_last", "equal_ranks", "label_key", "seed", "return_index", "data_collection"}
+    unused |= {"expand"}  # "auto"
     assert options - set(predict) == unused
     assert predict["batch_size"].default == 1024
