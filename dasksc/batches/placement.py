@@ -74,18 +74,24 @@ class Placement:
         is_copied = device is not None and device.type != "cpu"
         self._block_bytes = block_bytes if is_pinned or is_copied or expands else 0
 
-    def block(self) -> Block:
-        """Return memory to gather a batch in; it has no room if batches need not lie in blocks."""
-        return Block(self._block_bytes, is_pinned=self._is_pinned)
+    def block(self) -> Block | None:
+        """Return memory to gather a batch in; None for batches that stay where they are."""
+        return (
+            None
+            if self._device is None and not self._is_pinned
+            else Block(self._block_bytes, is_pinned=self._is_pinned)
+        )
 
-    def place(self, batch: Any, block: Block) -> tuple[Any, Any]:
+    def place(self, batch: Any, block: Block | None) -> tuple[Any, Any]:
         """Begin to move the tensors of a batch; return it with the event that ends the move, if there is one."""
+        if block is None:
+            return batch, None
 
         def pinned(part: torch.Tensor) -> torch.Tensor:
             return part if block.place_of(part) else part.pin_memory()
 
         if self._device is None:
-            return map_tensors(batch, lambda one: by_parts(one, pinned)) if self._is_pinned else batch, None
+            return map_tensors(batch, lambda one: by_parts(one, pinned)), None
         if self._block_bytes:
             batch = map_tensors(batch, lambda one: _in_block(one, block))
         with torch.cuda.stream(self._stream):

@@ -36,6 +36,7 @@ from dasksc.multiindexable import take_rows
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.fetches import FetchPlan
+from dasksc.storage import buffers
 
 __all__ = ["Epoch"]
 
@@ -159,12 +160,13 @@ class Epoch:
             for i in numbers:
                 try:
                     block = placement.block()
-                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), block.empty)
+                    empty = buffers.empty if block is None else block.empty
+                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), empty)
                     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
                     if groups is not None:
                         batch["sets"] = torch.from_numpy(groups)
                     if controls is not None:
-                        batch["control"] = maker.make(fetched, fetch.rows, controls, block.empty)
+                        batch["control"] = maker.make(fetched, fetch.rows, controls, empty)
                     if transforms is not None:
                         batch = transforms.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
                     made.append(placement.place(batch, block))
