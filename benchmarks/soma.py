@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     specs = [
         ("dasksc", "dasksc threads", path, options.fetch),
         ("tiledbsoma-ml", "tiledbsoma-ml", path, options.fetch),
-        ("tiledbsoma-ml, default fetch", "tiledbsoma-ml", path, min(_DEFAULT_FETCH, options.cells)),
+        ("tiledbsoma-ml, default fetch", "tiledbsoma-ml", path, _DEFAULT_FETCH),
         ("dasksc, converted", "dasksc threads", converted, options.fetch),
     ]
 

@@ -33,9 +33,11 @@ def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str]
         table = table[holds(where, table)]
         if table.empty:
             raise InputError(f"where={where!r} holds for no file of the table")
-    without = table.index[table[files].isna()]
-    if len(without):
-        raise InputError(f"column {files!r} of the table of files is missing in {len(without)} rows ({without[0]!r})")
+    without = [row for row, path in table[files].items() if not isinstance(path, str | os.PathLike)]
+    if without:
+        raise InputError(
+            f"column {files!r} of the table of files has no path in {len(without)} rows, such as {without[0]!r}"
+        )
     given = [os.fspath(path) for path in table[files]]
     repeated = table[files][table[files].duplicated()]
     if len(repeated):
@@ -62,7 +64,7 @@ def describe_rows(adata: AnnData, table: pd.DataFrame, sizes: list[int]) -> None
 
 def _read(path: Path) -> pd.DataFrame:
     if not path.is_file():
-        raise MissingPathError(f"the table of files {path} does not exist")
+        raise MissingPathError(f"the table of files {path} does not exist here; read a remote one with pandas")
     match path.suffix:
         case ".parquet":
             return pd.read_parquet(path)

@@ -524,6 +524,7 @@ def test_tables_of_files_that_do_not_fit_are_refused(table):
         (frame, {}, InputError, "files="),
         (frame.assign(path=frame["path"][0]), {"files": "path"}, InputError, "4 times"),
         (frame.assign(path=None), {"files": "path"}, InputError, "4 rows"),
+        (frame, {"files": "age"}, InputError, "4 rows"),
         (frame.assign(**{column: 0}), {"files": "path", "where": "age < 4"}, InputError, column),
         (
             frame.assign(path=[str(table.parent), *frame["path"][1:]]),
