@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.training import six_steps
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_optimizers() -> None:
+    """The first test that trains would import this, and be too slow for a core test."""
+    import_module("torch._dynamo")
 
 
 @pytest.fixture
