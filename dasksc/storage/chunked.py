@@ -13,11 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc, zstd
+from dasksc.kernels import blosc, inflate, zstd
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import BrokenRunError, caused_by_data, memory_dtype, row_bytes
-from dasksc.storage.codecs import Blosc, Chain, Zstd, blosc_getitem, zstd_functions
+from dasksc.storage.codecs import (
+    Blosc,
+    Chain,
+    Deflate,
+    Zstd,
+    blosc_getitem,
+    deflate_functions,
+    scratch,
+    zstd_functions,
+)
 from dasksc.storage.files import LocalFile, UseMmap, should_map
 from dasksc.storage.read_timing import reading, thread_times
 from dasksc.storage.remote.remote_file import RemoteFile
@@ -213,6 +222,8 @@ class ChunkedArray:
                 decode, functions = blosc.getitems, blosc_getitem()
             case (Zstd(),):
                 decode, functions = zstd.decode_pieces, zstd_functions()
+            case (Deflate() as codec,):
+                decode, functions = inflate.decode_pieces, deflate_functions(codec.wbits)
             case _:
                 return False
         if functions is None or not self._in_place(block, width):
@@ -224,7 +235,6 @@ class ChunkedArray:
         to = np.cumsum(sizes) - sizes
         chunk_bytes = self._chunk_shape[0] * stride
         out = block.reshape(-1).view(np.uint8)
-        scratch = np.empty(chunk_bytes, dtype=np.uint8)
         spent = thread_times()
         before = 0
         try:
@@ -243,7 +253,7 @@ class ChunkedArray:
                 pieces = chunks, starts[here], (starts + sizes)[here], to[here]
                 given = (piece[written] for piece in pieces)
                 begun = perf_counter()
-                bad = decode(functions, group.at, group.sizes, chunk_bytes, *given, scratch, out)
+                bad = decode(functions, group.at, group.sizes, chunk_bytes, *given, scratch(chunk_bytes), out)
                 spent.decode_s += perf_counter() - begun
                 if bad >= 0:
                     return False

@@ -17,7 +17,7 @@ import numcodecs  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc._compat.numcodecs import blosc_getitem_address, zstd_addresses
+from dasksc._compat.codec_libraries import blosc_getitem_address, deflate_addresses, zstd_addresses
 from dasksc.kernels.lzf import decode_lzf
 from dasksc.kernels.zstd import decode_beginning
 from dasksc.storage.arrays import UnknownLayoutError
@@ -38,6 +38,8 @@ __all__ = [
     "Zstd",
     "blosc_getitem",
     "codec_of_config",
+    "deflate_functions",
+    "scratch",
     "zstd_functions",
 ]
 
@@ -72,6 +74,9 @@ class Deflate:
         if len(inflated) == n_bytes:
             return inflated
         return _all_members(data, n_bytes + _SLACK_BYTES, lambda: zlib.decompressobj(wbits=self.wbits))
+
+
+deflate_functions = cache(deflate_addresses)
 
 
 def _all_members(data: Any, limit: int, decompressor: Callable[[], Any]) -> bytes:
@@ -234,7 +239,7 @@ class Chain:
             flat = _part_of(memoryview(data).cast("B"), n_bytes, start, stop)
         else:
             if into is None:
-                into = _scratch(n_bytes)
+                into = scratch(n_bytes)
             last: Any = applied[0]
             if stop - start < n_bytes and hasattr(last, "decode_part"):
                 flat = last.decode_part(data, n_bytes, start, stop, into)
@@ -252,9 +257,9 @@ def _part_of(whole: memoryview, n_bytes: int, start: int, stop: int) -> memoryvi
 _THREAD = threading.local()
 
 
-def _scratch(n_bytes: int) -> NDArray[np.uint8]:
+def scratch(n_bytes: int) -> NDArray[np.uint8]:
     """Return working memory of this thread, which is likely in the CPU cache, unlike newly allocated pages."""
-    scratch: NDArray[np.uint8] | None = getattr(_THREAD, "scratch", None)
-    if scratch is None or len(scratch) < n_bytes:
-        scratch = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)
-    return scratch[:n_bytes]
+    kept: NDArray[np.uint8] | None = getattr(_THREAD, "scratch", None)
+    if kept is None or len(kept) < n_bytes:
+        kept = _THREAD.scratch = np.empty(n_bytes, dtype=np.uint8)
+    return kept[:n_bytes]

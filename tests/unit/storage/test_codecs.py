@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dasksc.errors import CorruptDataError
-from dasksc.kernels import blosc
+from dasksc.kernels import blosc, inflate
 from dasksc.kernels import zstd as zstd_kernels
 from dasksc.kernels.lzf import decode_lzf
 from dasksc.storage import chunked, codecs, open_matrix
@@ -37,6 +37,7 @@ from dasksc.storage.codecs import (
     Zstd,
     blosc_getitem,
     codec_of_config,
+    deflate_functions,
     zstd,
     zstd_functions,
 )
@@ -153,7 +154,7 @@ def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
         H5Lzf().decode(stored, 40)
 
 
-# --- Parts of Blosc and Zstandard chunks, all chunks in one call --------------------------------------------
+# --- Parts of Blosc, Zstandard and deflated chunks, all chunks in one call --------------------------------------------
 
 
 def decode_pieces(
@@ -188,6 +189,8 @@ ENCODED = {
     "blosc of a large block": (decode_blosc, partial(blosc_chunk, block_bytes=2**20)),
     "zstd": (decode_zstd, zstd_chunk),
     "zstd with a checksum": (decode_zstd, partial(zstd_chunk, checksum=True)),
+    "zlib": (partial(inflate.decode_pieces, deflate_functions(15)), partial(zlib.compress, level=1)),
+    "gzip": (partial(inflate.decode_pieces, deflate_functions(31)), partial(zlib.compress, level=1, wbits=31)),
 }
 
 
@@ -231,7 +234,7 @@ def test_a_blosc_header_that_contradicts_itself_is_refused(header: dict[int, int
 
 
 @needs_getitem
-@pytest.mark.parametrize("how", ["blosc", "zstd", "zstd with a checksum"])
+@pytest.mark.parametrize("how", ["blosc", "zstd", "zstd with a checksum", "zlib", "gzip"])
 @pytest.mark.parametrize("size", [0, 4, 8, 16, 40, 5000])
 def test_a_chunk_cut_short_is_refused(how: str, size: int) -> None:
     decode, encode = ENCODED[how]
@@ -245,6 +248,22 @@ def test_zstandard_chunks_of_another_kind_are_left_to_the_codec() -> None:
     for stored in (zstd_frames(VALUES), whole + whole, whole + b"0", bytes(checked), zstd_chunk(VALUES[:-1])):
         assert decode_pieces([whole, stored], [0, 1], [0, 0], [8, 4 * N], 4 * N, decode_zstd)[0] == 1
     assert decode_pieces([bytes(checked)], [0], [0], [8], 4 * N, decode_zstd)[0] == 0
+
+
+@pytest.mark.parametrize("how", ["zlib", "gzip"])
+def test_deflated_chunks_of_another_kind_are_left_to_the_codec(how: str) -> None:
+    decode, encode = ENCODED[how]
+    whole, checked = encode(VALUES), bytearray(encode(VALUES))
+    checked[-5] ^= 1  # in the checksum of both formats
+    halves = [encode(half) for half in np.array_split(VALUES, 2)]
+    for stored in (
+        b"".join(halves),
+        bytes(checked),
+        encode(VALUES[:-1]),
+        encode(np.append(VALUES, 0)),
+        VALUES.tobytes(),
+    ):
+        assert decode_pieces([whole, stored], [0, 1], [0, 0], [8, 4 * N], 4 * N, decode)[0] == 1
 
 
 @needs_getitem

@@ -1,15 +1,16 @@
-"""Parts of numcodecs that are not public."""
+"""Functions of the C libraries in the wheels of numcodecs and deflate, which these do not wrap."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+import deflate._deflate
 import numcodecs.blosc  # type: ignore[import-untyped]
 import numcodecs.zstd  # type: ignore[import-untyped]
 import numpy as np
 
-__all__ = ["blosc_getitem_address", "zstd_addresses"]
+__all__ = ["blosc_getitem_address", "deflate_addresses", "zstd_addresses"]
 
 
 # Functions that decode a Zstandard frame block by block, in the order in which `dasksc.kernels.zstd` expects them.
@@ -36,9 +37,14 @@ def zstd_addresses() -> tuple[np.uint64, ...] | None:
     return _addresses(numcodecs.zstd, *_ZSTD_FUNCTIONS)
 
 
+def deflate_addresses(wbits: int) -> tuple[np.uint64, ...] | None:
+    """Return the addresses of libdeflate for zlib (`wbits` = 15) or gzip (31) streams; None if one is missing."""
+    decompress = "libdeflate_zlib_decompress" if wbits == 15 else "libdeflate_gzip_decompress"
+    return _addresses(deflate._deflate, "libdeflate_alloc_decompressor", "libdeflate_free_decompressor", decompress)
+
+
 def _addresses(module: Any, *names: str) -> tuple[np.uint64, ...] | None:
-    # numcodecs does not wrap the functions, but its wheels for Linux and macOS export them, and other builds link to a
-    # C library that exports them.
+    # The wheels for Linux and macOS export the functions, and other builds link to a C library that exports them.
     try:
         library = ctypes.CDLL(module.__file__)
         functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names]
