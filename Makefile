@@ -23,7 +23,7 @@ ATLAS := .cache/atlas-$(DEMO_CELLS).h5ad
 PYTEST_ARGS ?=
 # Many tests wait for ranks, workers and servers, so three processes keep two cores busy.
 TEST_PROCESSES ?= 3
-PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --durations 20
+PYTEST = $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadgroup --max-worker-restart 0 --durations 20
 # The tests start many programs, and bytecode files make this faster.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 30
