@@ -58,26 +58,6 @@ def downsampled(key: int, number: int, dense: np.ndarray[Any, Any], p: float, ta
     return sp.csr_matrix((values, columns, indptr), dense.shape).toarray()
 
 
-@given(cells=ROWS, key=st.integers(0, 2**64 - 1), p=st.sampled_from([1e-12, 0.01, 0.3, 0.5, 0.77, 1 - 1e-9, 1.0]))
-def test_thinned_counts_are_those_of_the_twin(cells, key, p):
-    dense = np.array(cells, dtype=np.float64).reshape(-1, N_VARS)
-    out = downsampled(key, 7, dense, p, 0)
-    keys = twins.row_keys(twins.stream(key, 7), [3 * i for i in range(len(dense))])
-    for cell, row_key, found in zip(dense.astype(int).tolist(), keys, out.tolist(), strict=True):
-        assert found == twins.thinned(row_key, range(N_VARS), cell, p)
-
-
-@pytest.mark.parametrize("cell", [[2**20 + 1, 0, 5], [2**17, 1, 3], [3, 2**40, 2**30], [1] * 8 + [2**50] * 7])
-@pytest.mark.parametrize("target", [1, 100, 2**17])
-def test_samples_of_very_many_counts_are_those_of_the_twin(cell, target):
-    dense = np.array([cell], dtype=np.float64)
-    for key in range(3):
-        row_key = twins.row_keys(twins.stream(key, 7), [0])[0]
-        found = downsampled(key, 7, dense, 0.0, target)[0].astype(int).tolist()
-        assert found == twins.sampled(row_key, range(len(cell)), cell, target)
-        assert sum(found) == target
-
-
 def test_a_sample_of_half_of_very_many_counts_is_drawn_at_once():
     cell = np.full((1, N_VARS), 2.0**46)
     found = downsampled(0, 0, cell, 0.0, N_VARS * 2**45)
@@ -97,12 +77,10 @@ FEW = st.lists(st.lists(st.sampled_from([0, 0, 1, 2, 9, 40]), min_size=N_VARS, m
 
 @given(cells=FEW, key=st.integers(0, 2**64 - 1), target=st.sampled_from([1, 2, 10, 100, 500, 10**6]))
 @example(cells=[[0] * N_VARS], key=1, target=1)
-def test_samples_without_replacement_are_those_of_the_twin(cells, key, target):
+def test_samples_reach_their_target_without_replacement(cells, key, target):
     dense = np.array(cells, dtype=np.float32).reshape(-1, N_VARS)
     out = downsampled(key, 2**48, dense, 0.0, target)
-    keys = twins.row_keys(twins.stream(key, 2**48), [3 * i for i in range(len(dense))])
-    for cell, row_key, found in zip(dense.astype(int).tolist(), keys, out.astype(int).tolist(), strict=True):
-        assert found == twins.sampled(row_key, range(N_VARS), cell, target)
+    for cell, found in zip(dense.astype(int).tolist(), out.astype(int).tolist(), strict=True):
         assert sum(found) == min(target, sum(cell))
         assert all(f <= c for f, c in zip(found, cell, strict=True))
 

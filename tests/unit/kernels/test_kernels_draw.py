@@ -7,7 +7,6 @@ perfect generator fails one of them.
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -141,62 +140,6 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
 # --- Draws ------------------------------------------------------------------------------------------
 
 
-def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int, split_levels: int) -> list[int]:
-    """Return all draws in storage order by plain recursion, with the kernel's rule for nodes with few draws."""
-    tree = tree_of(source, len(weights))
-    n_leaves = len(tree) // 2
-    padded = np.zeros(n_leaves * SEGMENT)
-    padded[: len(weights)] = weights
-
-    def weight(node: int) -> float:
-        if node < 2 * n_leaves:
-            return float(tree[node])
-        return inner(node)
-
-    def inner(node: int) -> float:
-        if node >= n_leaves * SEGMENT:
-            return float(padded[node - n_leaves * SEGMENT])
-        return inner(2 * node) + inner(2 * node + 1)
-
-    def down(node: int, share: float) -> int:
-        rest = share * (weight(node) if node < n_leaves else inner(node))
-        while node < n_leaves * SEGMENT:
-            if node >= n_leaves and node < 2 * n_leaves:
-                rest = rest / weight(node) * inner(node)
-            heavier = inner if node >= n_leaves else weight
-            node *= 2
-            if rest >= heavier(node) and heavier(node + 1) > 0:
-                rest -= heavier(node)
-                node += 1
-        return node - n_leaves * SEGMENT
-
-    def split(node: int, count: int) -> list[int]:
-        if count == 0:
-            return []
-        if node >= n_leaves * SEGMENT:
-            return [node - n_leaves * SEGMENT] * count
-        if count <= draw._GROUP and node >= 1 << min(split_levels, n_leaves.bit_length() - 1):
-            own = twins.stream(key, node)
-            return [down(node, share) for share in sorted(twins.uniform(own, i) for i in range(count))]
-        of = weight if node < n_leaves else inner
-        share = of(2 * node) / (of(2 * node) + of(2 * node + 1))
-        left = int(draw.binomial(np.uint64(twins.stream(key, node)), count, share))
-        return split(2 * node, left) + split(2 * node + 1, count - left)
-
-    return split(1, n_draws)
-
-
-@pytest.mark.parametrize("n", N)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_draws_in_order(kind: str, n: int) -> None:
-    source, weights = source_of(kind, n)
-    for n_draws, split_levels in product((1, 2, 3, 50, 3000), (0, 2, 16)):
-        expected = in_order_twin(n_draws, source, weights, 5, split_levels)
-        assert drawn("in order", range(n_draws), n_draws, source, n, split_levels=split_levels).tolist() == expected
-        backwards = drawn("in order", range(n_draws)[::-3], n_draws, source, n, split_levels=split_levels)
-        assert backwards.tolist() == expected[::-3]
-
-
 @pytest.mark.parametrize("n", N)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_single_draws(kind: str, n: int) -> None:
@@ -240,31 +183,6 @@ def gumbel_twins(weights: NDArray[np.float64], key: int) -> list[float]:
         math.log(weight) - math.log(-math.log1p(-twins.uniform(key, i))) if weight else -math.inf
         for i, weight in enumerate(weights)
     ]
-
-
-@pytest.mark.parametrize(("low", "high"), [(-math.inf, math.inf), (-1.0, 1.0), (2.0, math.inf), (800.0, 900.0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_selecting_by_key(kind: str, low: float, high: float) -> None:
-    source, weights = source_of(kind, 3000)
-    keys = np.array(gumbel_twins(weights, 9))
-    expected = np.flatnonzero((keys >= low) & (weights > 0))
-    near = np.flatnonzero(keys[expected] <= high)
-    for room in (3000, 20, 0):
-        out, places, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int64), np.empty(room)
-        counts = draw.select_above(3000, *source, np.uint64(9), low, high, out, places, found)
-        assert counts == (len(expected), len(near))
-        np.testing.assert_array_equal(out[: counts[0]], expected[:room])
-        np.testing.assert_array_equal(places[: counts[1]], near[:room])
-        np.testing.assert_allclose(found[: counts[1]], keys[expected[near]][:room], rtol=1e-12)
-    assert draw.count_positive(3000, *source) == np.count_nonzero(weights)
-
-
-@given(st.lists(st.integers(), max_size=30, unique=True).map(len), st.data())
-def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
-    places = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [], dtype=np.int64)
-    values = np.arange(n, dtype=np.int32) + 100
-    draw.leave_out(values, n, places)
-    assert values[: n - len(places)].tolist() == np.delete(np.arange(n) + 100, places).tolist()
 
 
 @given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())

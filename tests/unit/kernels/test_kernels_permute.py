@@ -44,12 +44,6 @@ def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> 
     return out
 
 
-def table(n: int, number: int) -> NDArray[np.int64]:
-    out = np.empty(n, dtype=np.int64)
-    permute.shuffle(keys_of(number, 1)[0], out)
-    return out
-
-
 def assert_uniform(counts: Any, expected: Any = None) -> None:
     assert stats.chisquare(counts, expected).pvalue > ERROR
 
@@ -115,15 +109,6 @@ def test_the_network_is_a_permutation(n: int) -> None:
     np.testing.assert_array_equal(np.sort(network(n, 7)), np.arange(n))
 
 
-@given(st.integers(1, 2**40), st.integers(0, 2**32), st.data())
-def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
-    position = data.draw(st.integers(0, n - 1))
-    keys = keys_of(number)
-    value = int(permute.permuted(position, n, half_bits_of(n), keys))
-    assert value == twins.permuted(position, n, half_bits_of(n), [int(key) for key in keys])
-    assert 0 <= value < n
-
-
 @pytest.mark.parametrize("n", [65_537, 2**17 - 1, 2**17 + 1, 10**7])
 def test_the_network_sends_any_position_anywhere(n: int) -> None:
     # Images of the first, a middle and the last position under many keys, each in 50 equal bins.
@@ -134,45 +119,3 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
 
 
 # --- Dealing ----------------------------------------------------------------------------------------
-
-
-@given(
-    block_size=st.integers(1, 9),
-    rank=st.integers(0, 3),
-    more_ranks=st.integers(1, 4),
-    n_rounds=st.integers(0, 6),
-    n_piece=st.integers(0, 12),
-    how=st.sampled_from(["storage", "table", "network"]),
-    data=st.data(),
-)
-def test_twin_of_deal(
-    block_size: int, rank: int, more_ranks: int, n_rounds: int, n_piece: int, how: str, data: st.DataObject
-) -> None:
-    world_size = rank + more_ranks
-    n_blocks = max(1, n_rounds * world_size)
-    keys = keys_of(3)
-    order = {"storage": np.arange(n_blocks), "table": table(n_blocks, 1), "network": network(n_blocks, 3)}[how]
-    piece_round = data.draw(st.integers(0, n_rounds))
-    piece = np.arange(1000, 1000 + n_piece, dtype=np.int64)
-    blocks = order[rank : n_rounds * world_size : world_size]
-    rows = [list(range(block * block_size, (block + 1) * block_size)) for block in blocks]
-    sequence = [row for rows_of in [*rows[:piece_round], piece.tolist(), *rows[piece_round:]] for row in rows_of]
-
-    start = data.draw(st.integers(0, len(sequence)))
-    stop = data.draw(st.integers(start, len(sequence)))
-    out = np.empty(stop - start, dtype=np.int64)
-    permute.deal(
-        start,
-        block_size,
-        rank,
-        world_size,
-        0,
-        piece_round,
-        piece,
-        n_blocks,
-        order if how == "table" else NO_TABLE,
-        half_bits_of(n_blocks) if how == "network" else 0,
-        keys,
-        out,
-    )
-    assert out.tolist() == sequence[start:stop]

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import scipy.sparse as sp
 from anndata import AnnData
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dasksc
@@ -81,7 +81,6 @@ def test_missing_genes_are_zeros_and_repeated_ones_sums(stored: str, layout: str
     assert (match.n_wanted, match.n_matched, match.n_summed) == ((5, 3, 5) if key is None else (4, 3, 2))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     stored=st.sampled_from(["csr", "dense"]),

@@ -7,8 +7,6 @@ import pytest
 
 import dasksc
 from dasksc import (
-    BlockShuffling,
-    BlockWeightedSampling,
     ClassBalancedSampling,
     CorruptDataError,
     InputError,
@@ -147,23 +145,6 @@ def test_a_string_where_a_list_belongs(path, name):
 )
 def test_options_that_make_no_sense(path, options, match):
     refuse(InputError, match, path, **options)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "match"),
-    [
-        (lambda: BlockShuffling(0), "block_size"),
-        (lambda: BlockWeightedSampling(weights=np.ones(N_OBS - 1)), "weights.*59.*60"),
-        (lambda: BlockWeightedSampling(replace=False, total_size=N_OBS + 1), "60"),
-        (lambda: ClassBalancedSampling(np.zeros(7)), "labels.*60"),
-        (lambda: ClassBalancedSampling(), "give either labels="),
-        (lambda: Streaming(indices=[0, N_OBS]), "indices.*60.*59"),
-    ],
-)
-def test_strategies_that_do_not_fit(path, strategy, match):
-    with recorded_reads() as reads, pytest.raises(InputError, match=match):
-        scDataset(path, strategy(), 8, seed=0)
-    assert not reads.of("X/")
 
 
 def test_an_anndata_without_x():

@@ -13,17 +13,15 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.kernels import sets as kernels
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.sets import SetSampler
-from tests.support import twins
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
@@ -186,7 +184,6 @@ SHAPES = {
 }
 
 
-@settings(max_examples=60)
 @given(**SHAPES)
 def test_ranks_share_the_sets_of_an_epoch(
     replace: bool, drop_last: bool, equal_ranks: bool, world_size: int, n: int, set_size: int
@@ -213,7 +210,6 @@ def test_ranks_share_the_sets_of_an_epoch(
         assert len({len(rank) for rank in ranks}) == 1
 
 
-@settings(max_examples=60)
 @given(
     **SHAPES,
     then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])),
@@ -347,7 +343,6 @@ def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture)
 
 
 @given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
-@settings(max_examples=20)
 def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None:
     obs = screen()
     rng = np.random.default_rng(1)
@@ -456,10 +451,3 @@ def test_get_indices_keeps_sets_together():
     genes = adata.obs["gene"].to_numpy()[rows]
     assert (genes == genes[:, :1]).all()
     assert len({tuple(one) for one in rows.tolist()}) > 10
-
-
-@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=20))
-def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
-    out = np.empty(len(numbers), dtype=np.uint64)
-    kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
-    assert out.tolist() == [twins.stream(key, number) for number in numbers]

@@ -6,15 +6,13 @@ perfect generator fails one of them.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import pickle
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
@@ -22,7 +20,6 @@ from scipy import stats
 import dasksc
 from dasksc import EpochPlan
 from dasksc.plan.binding import bind
-from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.order import BlockOrder
 
 pytestmark = pytest.mark.core
@@ -78,7 +75,6 @@ ALL = [
     "balanced",
     "balanced, no replacement",
 ]
-SHUFFLED = ["blocks", "user shuffled"]
 
 
 def plan_of(strategy: dasksc.SamplingStrategy, n: int, **options: Any) -> EpochPlan:
@@ -181,25 +177,6 @@ def test_any_fetch_is_the_same_when_computed_alone_elsewhere(name: str, n: int, 
         np.testing.assert_array_equal(yielded_by(pickle.loads(pickle.dumps(here))), yielded_by(here))
 
 
-@given(
-    name=st.sampled_from(SHUFFLED),
-    n=st.integers(8, 60),
-    world_size=st.integers(1, 4),
-    block_size=st.integers(1, 12),
-    batch_size=st.integers(1, 8),
-    fetch_factor=st.integers(1, 3),
-    equal_ranks=st.booleans(),
-)
-def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size: int, **sizes: Any) -> None:
-    # An epoch drops a row with a probability of at most 7/8; 50 epochs all drop it with a probability of 0.1%.
-    seen: set[int] = set()
-    for epoch in range(50):
-        plan = plan_of(strategy_of(name, n, block_size), n, drop_last=True, seed=1, epoch=epoch, **sizes)
-        assume(plan.n_dropped * 2 <= n)
-        seen |= {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
-    assert seen == set(range(n))
-
-
 @pytest.mark.parametrize(
     ("n", "strategy", "sizes"),
     [
@@ -242,16 +219,6 @@ def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
 # --- Particular sizes -------------------------------------------------------------------------------
 
 
-def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
-    # 1,000 rows are fewer than the 2,048 of one fetch: division by fetches would give all of them to one rank.
-    ranks = ranks_of(plan_of(dasksc.BlockShuffling(8), 1000, batch_size=128, world_size=4))
-    assert [rank.n_batches for rank in ranks] == [2, 2, 2, 2]
-    assert [rank.n_rank_rows for rank in ranks] == [250] * 4
-    assert set(np.concatenate([yielded_by(rank) for rank in ranks])) == set(range(1000))
-    streaming = ranks_of(plan_of(dasksc.Streaming(), 1000, batch_size=128, world_size=4))
-    assert [rank.n_batches for rank in streaming] == [2, 2, 2, 2]
-
-
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("equal_ranks", [False, True])
@@ -260,17 +227,6 @@ def test_an_epoch_without_rows_has_no_batches(name: str, drop_last: bool, equal_
     assert (plan.n_rows, plan.n_batches, plan.n_fetches, plan.n_padded, plan.n_dropped) == (0, 0, 0, 0, 0)
     with pytest.raises(IndexError, match="fetch 0.*0"):
         plan.fetch(0)
-
-
-def test_one_row_for_many_ranks_is_repeated_or_given_to_one_or_dropped() -> None:
-    def counts(**options: Any) -> list[int]:
-        return [
-            len(yielded_by(rank)) for rank in ranks_of(plan_of(dasksc.BlockShuffling(), 1, world_size=4, **options))
-        ]
-
-    assert counts() == [1, 1, 1, 1]
-    assert counts(equal_ranks=False) == [1, 0, 0, 0]
-    assert counts(drop_last=True) == [0, 0, 0, 0]
 
 
 def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
@@ -349,22 +305,6 @@ def test_the_digest_covers_every_rank_and_all_sizes() -> None:
         plan_of(dasksc.BlockShuffling(4), 100, world_size=3, equal_ranks=False),
     ]
     assert plan.digest() not in {other.digest() for other in others}
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int, block_size: int) -> None:
-    for n, n_batches in itertools.product(range(5, 24), range(4)):
-        sizes = {"batch_size": 2, "fetch_factor": 2}
-        before = plan_of(dasksc.BlockShuffling(block_size), n, world_size=world_size, seed=n, **sizes)
-        segment = ConsumedSegment(world_size=world_size, n_batches=n_batches, **sizes)
-        after = dataclasses.replace(before, rank=0, world_size=1, consumed=(segment,))
-        read = [batch for rank in ranks_of(before) for batch in batches_of(rank)[:n_batches]]
-        completed = yielded_by(after)
-        times = np.bincount(np.concatenate([*read, completed]), minlength=n)
-        assert times.min() == 1, (n, n_batches)
-        assert len(np.unique(completed)) == len(completed), (n, n_batches)
-        assert times.sum() - n <= before.n_padded, (n, n_batches)
 
 
 @pytest.mark.parametrize(

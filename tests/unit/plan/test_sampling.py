@@ -155,18 +155,6 @@ def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     return chances
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_without_replacement_rows_are_included_with_their_exact_chances(size: int) -> None:
-    weights = np.array([1.0, 2.0, 3.0, 5.0, 0.0, 10.0])
-    n_epochs = 6000
-    strategy = BlockWeightedSampling(8, weights=weights, total_size=size, replace=False)
-    counts = counts_of(strategy, len(weights), n_epochs)
-    chances = inclusion(weights, size)
-    sigma = np.sqrt(np.clip(chances * (1 - chances), 0, None) / n_epochs)
-    z = stats.norm.isf(ERROR / 2 / len(weights))
-    assert np.all(np.abs(counts / n_epochs - chances) <= z * sigma + 1e-12)
-
-
 def test_rounds_draw_without_replacement_inside_each() -> None:
     weights = np.array([1.0, 2.0, 3.0, 5.0])
     strategy = BlockWeightedSampling(8, weights=weights, total_size=7, replace=False, sampling_size=3)

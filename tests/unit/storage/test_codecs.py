@@ -213,15 +213,6 @@ def test_pieces_of_chunks_equal_those_of_the_whole(cuts: list[list[int]], how: s
 
 
 @needs_getitem
-@pytest.mark.parametrize("at", [2, 4, 8, 12, 16, 20], ids=lambda at: f"byte {at}")
-@pytest.mark.parametrize("value", [0, 255])
-def test_any_byte_of_a_blosc_header_may_be_wrong(at: int, value: int) -> None:
-    stored = bytearray(blosc_chunk(VALUES))
-    stored[at] = value
-    decode_pieces([bytes(stored)], [0, 0], [40, 400_000], [4000, 4 * N], 4 * N)  # must not hang
-
-
-@needs_getitem
 @pytest.mark.parametrize("header", [{2: 111}, {1: 118, 2: 111}, {1: 0}, {8: 1, 9: 0, 10: 127}], ids=str)
 def test_a_blosc_header_that_contradicts_itself_is_refused(header: dict[int, int]) -> None:
     stored = bytearray(blosc_chunk(VALUES))

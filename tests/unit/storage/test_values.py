@@ -124,11 +124,6 @@ def test_every_obs_column_of_every_kind_survives_being_written_and_encoded(writt
         assert_column_equal(original[name], *encode_column(opened.obs[name]))
 
 
-def test_every_batch_of_a_dataset_holds_the_rows_it_names(written: Opened) -> None:
-    opened, expected = written
-    assert_batches_equal(opened, expected, batch_size=7)
-
-
 def test_every_batch_of_a_real_file_holds_the_rows_it_names(real: Opened) -> None:
     opened, expected = real
     if expected.X is None:
