@@ -151,9 +151,6 @@ def matrix(kind: str) -> Any:
     return values if kind == "csr" else values.toarray()
 
 
-# --- Damage -------------------------------------------------------------------------------------------
-
-
 def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
@@ -198,9 +195,6 @@ def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None
         case "cut":
             del data[at:]
     file.write_bytes(data)
-
-
-# --- Reading ------------------------------------------------------------------------------------------
 
 
 def read(path: Path, expected: Any, *, use_mmap: bool) -> int:

@@ -74,9 +74,6 @@ def rows_of(batches) -> list[int]:
     return rows
 
 
-# --- Backed AnnData -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "fetch_callback",
     [
@@ -145,9 +142,6 @@ def test_an_ann_collection_of_backed_files(path):
         file.file.close()
 
 
-# --- Other collections --------------------------------------------------------------------------------
-
-
 # Each collection once, and each strategy with arrays, sparse matrices and objects.
 @pytest.mark.parametrize(
     ("collection", "kind", "dense", "strategy"),
@@ -170,9 +164,6 @@ def test_batches_of_any_collection_equal_the_result_of_its_indexing(collection, 
         assert rows == list(range(N_OBS))
     if kind is MultiIndexable:
         assert np.concatenate([batch["y"] for batch in batches]).tolist() == rows
-
-
-# --- User-defined strategies --------------------------------------------------------------------------
 
 
 class EveryOther(SamplingStrategy):
@@ -207,9 +198,6 @@ def test_a_strategy_of_ones_own_works_under_ranks_and_workers(strategy, num_work
     assert len(together) == len(set(together)) == 300
     alone = scDataset(np.arange(N_OBS), strategy, BATCH, FETCH_FACTOR, seed=3)
     assert sorted(together) == sorted(np.concatenate(list(alone)).tolist())
-
-
-# --- DataLoader, DataParallel, training ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])

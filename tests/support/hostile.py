@@ -73,9 +73,6 @@ def full() -> AnnData:
     return adata
 
 
-# --- Zarr -------------------------------------------------------------------------------------------------
-
-
 def array_at(path: Path, where: str) -> str:
     """Return the name of an array; newer versions of AnnData store strings as a group with values."""
     is_array = (path / where / ".zarray").exists() or (
@@ -128,9 +125,6 @@ def store_with_bombs(folder: Path, where: str) -> Path:
     return path
 
 
-# --- HDF5 -------------------------------------------------------------------------------------------------
-
-
 def h5ad_whose_x_is_elsewhere(folder: Path, how: str) -> Path:
     path = write_store(small(), folder, "h5ad")
     outside = folder.parent / f"{folder.name}-outside.h5"
@@ -171,9 +165,6 @@ def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
         if how == "beside":
             file[where] = h5py.ExternalLink("beside.h5", "/n")
     return path
-
-
-# --- Both formats -----------------------------------------------------------------------------------------
 
 
 def store_of_shape(folder: Path, format: str, where: str, n: int) -> Path:

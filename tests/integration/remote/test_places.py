@@ -32,8 +32,6 @@ pytest.importorskip("obstore")
 
 pytestmark = pytest.mark.programs
 
-# --- Several atlases at a URL -------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -141,9 +139,6 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
             same(one, local)
 
 
-# --- Other clouds -------------------------------------------------------------------------------------
-
-
 def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> None:
     for name in ("part0.h5ad", "part1.zarr"):
         remote, local = (
@@ -161,9 +156,6 @@ def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> Non
 
 def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket: Bucket) -> None:
     are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
-
-
-# --- Through fsspec -----------------------------------------------------------------------------------
 
 
 class Counted(AbstractBufferedFile):
@@ -319,9 +311,6 @@ def test_names_and_errors_omit_the_query_of_a_url(folder: Path) -> None:
             dasksc.open(url.replace("part0", "part2"), raw=True)
     texts = [str(joined.X.dask), str(dasksc.check(dataset)), str(caught.value), str(raw.value)]
     assert not [text for text in texts if SECRET in text]
-
-
-# --- Zip files ----------------------------------------------------------------------------------------
 
 
 def test_a_zipped_store_behind_a_url_is_refused_with_what_to_do(tmp_path: Path) -> None:

@@ -180,9 +180,6 @@ def test_other_files_have_no_features_to_choose(tmp_path: Path, v3: Path) -> Non
         dasksc.open([tmp_path / "a.h5ad"], genome="mm10")
 
 
-# --- Damaged and hostile files ------------------------------------------------------------------------
-
-
 def _with(path: Path, name: str, value: Any, **options: Any) -> None:
     with h5py.File(path, "r+") as file:
         if name in file["matrix"]:

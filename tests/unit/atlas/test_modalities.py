@@ -229,9 +229,6 @@ def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[in
     np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
 
 
-# --- Passes and predictions -----------------------------------------------------------------------------
-
-
 def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path) -> None:
     data = dasksc.Modalities(store(tmp_path, "h5mu"))
 

@@ -90,9 +90,6 @@ class Gauge:
                 return
 
 
-# Order and bounds
-
-
 def test_results_come_in_order_whatever_the_delays(any_scheduler: Any) -> None:
     with Window(double_late, range(3, 40), name="w", depth=5, scheduler=any_scheduler) as window:
         assert list(window) == [(k, 2 * k) for k in range(3, 40)]
@@ -180,9 +177,6 @@ def test_bounds_must_be_positive(bad: dict[str, int]) -> None:
         Window(double, range(3), name="w", scheduler="threads", **bad)
 
 
-# Failures
-
-
 def test_an_error_comes_at_its_turn_and_says_what_failed(any_scheduler: Any) -> None:
     window = Window(
         fail_at_5,
@@ -211,9 +205,6 @@ def test_an_interrupt_in_the_asking_thread_is_not_wrapped() -> None:
     with pytest.raises(KeyboardInterrupt):
         next(window)
     assert next(window, None) is None
-
-
-# Stopping early
 
 
 def test_breaking_off_leaves_nothing_behind(any_scheduler: Any) -> None:
@@ -280,9 +271,6 @@ def test_closing_wakes_the_thread_that_waits() -> None:
     assert eventually(lambda: not our_threads())
 
 
-# Dask's own callbacks
-
-
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 def test_every_callback_fires_for_every_fetch(scheduler: str) -> None:
     fired = {"start": 0, "start_state": 0, "pretask": 0, "posttask": 0, "finish": 0}
@@ -327,16 +315,10 @@ def test_figures_tell_running_from_ready_and_weigh_both() -> None:
     assert (figures.n_fetching, figures.n_ready, figures.n_fetched, figures.in_flight_bytes) == (0, 0, 5, 0)
 
 
-# Choosing the scheduler
-
-
 @pytest.mark.parametrize("bad", ["thread", "processes", 3])
 def test_what_is_not_a_scheduler_is_refused(bad: Any) -> None:
     with pytest.raises(InputError, match=re.escape(repr(bad))):
         resolve_scheduler(bad)
-
-
-# CPUs
 
 
 def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:

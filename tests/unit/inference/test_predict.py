@@ -70,9 +70,6 @@ def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.Predicti
     return dasksc.predict(model, data, out, **options)
 
 
-# --- Written predictions --------------------------------------------------------------------------------
-
-
 def test_predictions_are_those_of_the_plain_loop(atlas, tmp_path):
     model = Embedder()
     report = predict(model, atlas, tmp_path / "emb.zarr")
@@ -171,9 +168,6 @@ def test_the_mode_of_every_part_is_restored_and_no_gradients_are_kept(atlas, tmp
     assert (model.training, model.linear.training) == (True, False)
 
 
-# --- Ranks and resuming -----------------------------------------------------------------------------------
-
-
 def test_a_rank_that_fails_keeps_what_others_have_written_meanwhile(atlas, tmp_path):
     out = tmp_path / "emb.zarr"
 
@@ -263,9 +257,6 @@ def test_an_atlas_changed_in_place_is_not_mixed_with_what_was_predicted_before(t
     np.testing.assert_array_equal(read(out).obsm["X_emb"], plain(Embedder(), atlas))
 
 
-# --- Targets ----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def store(atlas, tmp_path) -> Path:
     path = tmp_path / "store.zarr"
@@ -309,9 +300,6 @@ def test_a_store_of_other_cells_is_refused(atlas, store, tmp_path):
     make_adata(50, N_VARS).write_h5ad(tmp_path / "few.h5ad")
     with pytest.raises(InputError, match="203.*50"):
         predict(Embedder(), tmp_path / "few.h5ad", store)
-
-
-# --- Errors -----------------------------------------------------------------------------------------------
 
 
 def two(batch: Any) -> Any:
@@ -412,9 +400,6 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
 
 
-# --- Attaching --------------------------------------------------------------------------------------------
-
-
 def test_predictions_are_attached_lazily_and_read_with_the_atlas(atlas, tmp_path):
     model = Embedder()
     predict(model.both, atlas, tmp_path / "emb.zarr", categories={"predicted": LABELS})
@@ -459,9 +444,6 @@ def _with_column(store: Path, folder: Path) -> Path:
     adata = read(store)
     ad.AnnData(obs=adata.obs[[]].assign(other=np.arange(N_OBS))).write_h5ad(folder / "other.h5ad")
     return folder / "other.h5ad"
-
-
-# --- Overwriting -----------------------------------------------------------------------------------------
 
 
 FACTOR = 1.0

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.core
 ERROR = 1e-4
 SEGMENT_LEVELS = 6
 SEGMENT = 1 << SEGMENT_LEVELS
-EMPTY = np.empty(0, dtype=np.float64)
-NO_LOOKUP = np.empty(0, dtype=np.int64)
+# The package passes read-only arrays, for which the kernels are compiled once.
+EMPTY, NO_LOOKUP = np.frombuffer(b"", np.float64), np.frombuffer(b"", np.int64)
 
 Source = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]
 
@@ -39,6 +39,8 @@ def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
     codes[n // 2] = 2
     table = np.array([0.0, 1.5, 0.0, 4.0])
     lookup = np.arange(n) + n // 3
+    for array in (weights, codes, table, lookup):
+        array.flags.writeable = False
     return {
         "equal": lambda: ((EMPTY, EMPTY, NO_LOOKUP), np.ones(n)),
         "weights": lambda: ((weights, EMPTY, NO_LOOKUP), weights[:n].astype(float)),
@@ -84,9 +86,6 @@ def starts_of(tree: NDArray[np.float64], n_draws: int, levels: int, key: int) ->
     return starts
 
 
-# --- Sums and counts --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", N)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_sums(kind: str, n: int) -> None:
@@ -104,14 +103,11 @@ def test_twin_of_sums(kind: str, n: int) -> None:
 @given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
 def test_twin_of_counts(codes: list[int], some: bool) -> None:
     array = np.array(codes, dtype=np.int16)
-    lookup = np.arange(0, len(codes), 2) if some else NO_LOOKUP
+    lookup = np.arange(0, len(codes), 2) if some else np.array(NO_LOOKUP)
     counted = array[lookup] if some and len(lookup) else array
     out = np.zeros(7, dtype=np.int64)
     draw.count_codes(len(counted), array, lookup, out)
     np.testing.assert_array_equal(out, [np.count_nonzero(counted == code) for code in range(-1, 6)])
-
-
-# --- Binomials --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 64, 65, 1000, 10**9])
@@ -137,9 +133,6 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
         assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
 
 
-# --- Draws ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", N)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twin_of_single_draws(kind: str, n: int) -> None:
@@ -162,11 +155,9 @@ def test_draws_never_fall_on_rows_without_weight(kernel: str) -> None:
     for rows in ([0], [63], [64], [199], [0, 199], [5, 64, 130]):
         weights = np.zeros(200)
         weights[rows] = [5e-324, 1.0, 1e300][: len(rows)]
+        weights.flags.writeable = False
         found = drawn(kernel, range(1000), 1000, (weights, EMPTY, NO_LOOKUP), 200)
         assert set(found.tolist()) <= set(rows)
-
-
-# --- Without replacement ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,9 +48,6 @@ def assert_uniform(counts: Any, expected: Any = None) -> None:
     assert stats.chisquare(counts, expected).pvalue > ERROR
 
 
-# --- The generator ----------------------------------------------------------------------------------
-
-
 def test_bits_are_those_of_splitmix64() -> None:
     # The first outputs of the published generator seeded with 0, and with 1234567.
     zero = [int(permute.bits(np.uint64(0), i)) for i in range(3)]
@@ -79,9 +76,6 @@ def test_below_is_uniform(n: int) -> None:
     assert_uniform(np.bincount(draws * bins // n, minlength=bins))
 
 
-# --- Tables -----------------------------------------------------------------------------------------
-
-
 @given(UINT64, st.integers(0, 200))
 def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)
@@ -101,9 +95,6 @@ def test_every_order_of_a_small_table_is_as_likely(n: int) -> None:
     assert_uniform(seen)
 
 
-# --- The network ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [*SIZES, 65_535, 65_537, 131_071, 131_073, 262_145])
 def test_the_network_is_a_permutation(n: int) -> None:
     np.testing.assert_array_equal(np.sort(network(n, 7)), np.arange(n))
@@ -116,6 +107,3 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
     images = np.array([network(n, number, positions) for number in range(5_000)])
     for column in images.T:
         assert_uniform(np.bincount(column * 50 // n, minlength=50))
-
-
-# --- Dealing ----------------------------------------------------------------------------------------

@@ -93,9 +93,6 @@ def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> N
         len(dasksc.scDataset(np.arange(11), dasksc.Streaming(shuffle=True), batch_size=2, rank=0, world_size=2))
 
 
-# --- Names of strategies ----------------------------------------------------------------------------
-
-
 def rows_of(dataset: dasksc.scDataset) -> list[int]:
     return [int(row) for batch in dataset for row in batch.index]
 
@@ -144,9 +141,6 @@ def test_names_and_labels_that_do_not_fit_are_refused(given: dict[str, Any], mes
         dasksc.scDataset(labelled(), **given)
 
 
-# --- Row numbers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
     adata = labelled()
@@ -161,9 +155,6 @@ def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
         seen += batch.index.tolist()
     assert sorted(seen) == list(range(90))
     assert plain.fingerprint == numbered.fingerprint
-
-
-# --- Displays ---------------------------------------------------------------------------------------
 
 
 def test_a_data_set_is_displayed_by_what_differs_from_defaults() -> None:

@@ -26,12 +26,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# --- Sources ----------------------------------------------------------------------------------------
-
-
-# --- Reads ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("part_bytes", [2**25, 5_000])
 def test_targets_and_controls_are_read_together_in_ascending_order(
@@ -55,12 +49,6 @@ def test_targets_and_controls_are_read_together_in_ascending_order(
     assert read == [part_of(rows, part, n_parts).tolist() for rows in fetches for part in range(n_parts)]
     assert all(rows == sorted(rows) for rows in read)
     assert sorted(row for rows in read for row in rows) == sorted(yielded)
-
-
-# --- Sizes, processes and states --------------------------------------------------------------------
-
-
-# --- Functions of batches ---------------------------------------------------------------------------
 
 
 TRANSFORMS: dict[str, Callable[[], Any]] = {

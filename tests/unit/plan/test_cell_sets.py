@@ -30,9 +30,6 @@ ERROR = 1e-4
 SIZE = 6
 
 
-# --- Content of sets --------------------------------------------------------------------------------
-
-
 @given(
     seed=st.integers(0, 50),
     n=st.integers(200, 600),
@@ -121,9 +118,6 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
     assert later != set(rows)
 
 
-# --- Distributions ----------------------------------------------------------------------------------
-
-
 def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
     return np.bincount([group for group, _, _ in sets_of(plan_of(sampler, 100))], minlength=len(sampler.table))
 
@@ -171,8 +165,6 @@ def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> N
     blocks = counts[: len(counts) // block_size * block_size].reshape(-1, block_size).mean(axis=1)
     assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
 
-
-# --- Ranks, coverage and resuming -------------------------------------------------------------------
 
 SHAPES = {
     "replace": st.booleans(),
@@ -265,9 +257,6 @@ def test_digests_tell_samplers_apart() -> None:
     assert len(set(digests[0])) == len(options)
 
 
-# --- Unmatched cells --------------------------------------------------------------------------------
-
-
 def with_gap() -> pd.DataFrame:
     """Return a screen without controls in RPE1, and in batch z of K562."""
     obs = screen()
@@ -339,9 +328,6 @@ def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture)
     assert not obs.gene[[row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]].isna().any()
 
 
-# --- Rows to draw from ------------------------------------------------------------------------------
-
-
 @given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
 def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None:
     obs = screen()
@@ -354,9 +340,6 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
     for _, rows, controls in sets_of(plan_of(sampler)):
         assert set(rows) <= allowed
         assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
-
-
-# --- Labels ------------------------------------------------------------------------------------------
 
 
 def labels_of(sampler: Any, name: str) -> list[Any]:

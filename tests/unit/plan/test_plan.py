@@ -216,9 +216,6 @@ def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
     np.testing.assert_array_equal(yielded_by(plan), np.arange(50)[::-2])
 
 
-# --- Particular sizes -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("equal_ranks", [False, True])
@@ -237,9 +234,6 @@ def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
     for i in (-1, 10):
         with pytest.raises(IndexError, match=f"{i}.*10"):
             plan.batch_rows(i)
-
-
-# --- Distribution to ranks --------------------------------------------------------------------------
 
 
 def test_full_blocks_stay_whole() -> None:
@@ -273,9 +267,6 @@ def test_no_row_is_always_early_or_late() -> None:
         firsts.append(int(np.flatnonzero(rows == 10)[0]))
     # The short block comes before, between or after the two full blocks.
     assert stats.chisquare(np.bincount(np.searchsorted([3, 7], firsts), minlength=3)).pvalue > ERROR
-
-
-# --- Keys -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("streaming", "user")])

@@ -67,8 +67,6 @@ def assert_drawn_by(counts: NDArray[np.int64], weights: Any) -> None:
         assert stats.chisquare(observed, expected).pvalue > ERROR
 
 
-# --- Draws by weight --------------------------------------------------------------------------------
-
 WEIGHTS = {
     "equal": np.ones(1000),
     "integers": np.arange(1, 301),
@@ -102,9 +100,6 @@ def test_draws_with_replacement_are_independent() -> None:
     unordered = np.triu(chance, 1) * 2 + np.diag(np.diag(chance))
     upper = np.triu_indices(4)
     assert stats.chisquare(pairs[upper], unordered[upper] * 6000).pvalue > ERROR
-
-
-# --- Without replacement ----------------------------------------------------------------------------
 
 
 @given(n=st.integers(1, 400), data=st.data())
@@ -173,8 +168,6 @@ def test_rounds_draw_without_replacement_inside_each() -> None:
     z = stats.norm.isf(ERROR / 2 / 4)
     assert np.all(np.abs(counts / n_epochs - chances) <= z * np.sqrt(variance / n_epochs))
 
-
-# --- Classes ----------------------------------------------------------------------------------------
 
 CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
@@ -337,8 +330,6 @@ def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
         np.testing.assert_array_equal(sampler.draw(3, 1).rows(positions), given_.draw(3, 1).rows(positions))
 
 
-# --- Rows to draw from ------------------------------------------------------------------------------
-
 MASK = np.arange(30) % 4 == 1
 SUBSETS: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(30))),
@@ -382,9 +373,6 @@ def test_weights_and_labels_may_be_given_for_all_rows_or_for_those_drawn_from(na
         assert_drawn_by(counts_of(strategy_, 30), wanted)
 
 
-# --- Orders and keys --------------------------------------------------------------------------------
-
-
 def test_no_two_seeds_and_epochs_share_a_key() -> None:
     keys = [
         int(key)
@@ -395,9 +383,6 @@ def test_no_two_seeds_and_epochs_share_a_key() -> None:
         for key in epoch_keys(seed, epoch, purpose, *more, n=3)
     ]
     assert len(set(keys)) == len(keys)
-
-
-# --- Custom strategies ------------------------------------------------------------------------------
 
 
 class Own(dasksc.SamplingStrategy):
@@ -418,9 +403,6 @@ def test_a_users_strategy_needs_two_methods_only() -> None:
     assert rows_of(Own([]), 5).tolist() == []
     with pytest.raises(NotImplementedError, match="SamplingStrategy.*get_len"):
         sampler_of(dasksc.SamplingStrategy(), 5)
-
-
-# --- Digests ----------------------------------------------------------------------------------------
 
 
 def test_digests_tell_samplers_apart() -> None:

@@ -127,9 +127,6 @@ def test_a_matrix_is_pickled_and_holds_at_most_its_cost(atlas: Any) -> None:
     assert matrix.fetch(np.empty(0, np.int64)).shape == (0, N_VARS)
 
 
-# --- SOMA -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an experiment with two measurements, two layers, gaps in the numbers of its cells, and two writes of X."""
@@ -218,9 +215,6 @@ def test_values_written_after_an_experiment_was_opened_are_not_read(experiment: 
         array.write(pa.table(columns))
     assert dense(data.X.compute())[1, 0] == 0
     assert dense(dasksc.open(copy, reader_options=CHOSEN).X.compute())[1, 0] == 31
-
-
-# --- Parquet --------------------------------------------------------------------------------------------
 
 
 def test_a_fetch_decodes_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,9 +153,6 @@ def test_lzf_that_cannot_be_decoded_is_refused(stored: bytes) -> None:
         H5Lzf().decode(stored, 40)
 
 
-# --- Parts of Blosc and Zstandard chunks, all chunks in one call --------------------------------------------
-
-
 def decode_pieces(
     stored: list[bytes],
     chunks: list[int],
@@ -285,9 +282,6 @@ def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
         open_matrix(tmp_path / "x.h5ad", "X").fetch(rows).gather(np.arange(3), out=out)
     assert called.called
     np.testing.assert_array_equal(out, dense[rows])
-
-
-# --- Column numbers in two bytes ---------------------------------------------------------------------------
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:

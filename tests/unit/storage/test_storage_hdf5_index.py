@@ -158,9 +158,6 @@ def test_whatever_was_done_to_a_dataset_the_index_is_the_one_hdf5_reads(
         same(ours(path), theirs(path))
 
 
-# --- Damage -------------------------------------------------------------------------------------------
-
-
 def nodes_of(data: bytes | bytearray, level: int) -> list[int]:
     """Return the offsets of all nodes of a level in chunk B-trees."""
     return [found.start() for found in re.finditer(rb"TREE\x01" + bytes([level]), data)]
@@ -231,9 +228,6 @@ def test_a_tree_that_says_it_is_larger_than_the_file_is_not_walked(deep: Path, t
     ):
         ours(path)
     assert sum(len(call.args[1]) for call in reads.call_args_list) <= len(data) // NODE_BYTES
-
-
-# --- Behind URLs --------------------------------------------------------------------------------------
 
 
 USER_BLOCKED: dict[str, dict[str, Any]] = {

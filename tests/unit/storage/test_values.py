@@ -172,8 +172,6 @@ def test_the_rows_that_a_hook_reads_are_those_that_anndata_reads(real: Opened) -
         np.testing.assert_array_equal(dense(got.obsm[name]), dense(expected.obsm[name])[rows])
 
 
-# --- Types ------------------------------------------------------------------------------------------
-
 # Large values of each type, and small ones that reveal a wrong sign or a lost fraction.
 STORED: dict[str, list[float]] = {
     "bool": [1],

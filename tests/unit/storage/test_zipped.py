@@ -114,9 +114,6 @@ def test_the_last_of_several_members_of_one_name_counts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dense(dasksc.open(archive).X.compute()), before)
 
 
-# --- Damaged and hostile archives ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
     return zip_of(write_store(make_adata(), tmp_path, "zarr3"))

@@ -48,9 +48,6 @@ def listed(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
     return [(batch.index.tolist(), dense(batch.X).tolist()) for batch in batches]
 
 
-# --- Content of batches ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
@@ -223,9 +220,6 @@ def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
             assert dense(made.control.X).equal(dense(expected.control.X))
 
 
-# --- Keys -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 def test_an_epoch_is_the_same_however_it_is_read(adata, transform, layout):
@@ -267,9 +261,6 @@ def test_segments_and_ranks_number_batches_differently(adata):
     consumed = (ConsumedSegment(world_size=1, batch_size=8, fetch_factor=2, n_batches=3),)
     rest = dataclasses.replace(plans[0], consumed=consumed)
     assert rest.batch_number(0) > plans[2].batch_number(10**9)
-
-
-# --- Lists ----------------------------------------------------------------------------------------------
 
 
 def test_lists_of_transforms_are_called_in_order(adata):
