@@ -132,7 +132,3 @@ def test_html_escapes_what_it_is_given() -> None:
     assert "<a>" not in text
     assert "<b>" not in text
     assert "1 &lt; 2<br>&#x27;x&#x27; &amp; y" in text
-
-
-def read(path: str, n: int = 1, *, quick: bool = False, hidden: int = 0) -> tuple[str, int, bool, int]:
-    return path, n, quick, hidden

@@ -289,6 +289,7 @@ def test_file_systems_that_need_options_get_them(folder: Path) -> None:
         ("smb://host/atlas.h5ad", None, "smbprotocol"),
         ("zip://atlas.h5ad::s3://bucket/atlases.zip", None, "chain of URLs"),
         ("ftp://host/", None, "URL of a whole bucket"),
+        ("https://host/a/../../atlas.h5ad", None, r"'\.\.' in its path"),
         ("faulty://atlas.h5ad", {"nothing": 1, "skip_instance_cache": 1}, "storage_options"),
     ],
 )

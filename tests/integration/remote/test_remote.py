@@ -185,29 +185,9 @@ def _first_rows(matrix: Matrix) -> np.ndarray:
     return dense(gather_block(matrix.fetch(np.arange(5)), np.arange(5)))
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("nosuch://host/atlas.h5ad", "reads s3"),
-        ("s3://bucket", "URL of a whole bucket"),
-        ("https://host/a/../../atlas.h5ad", r"'\.\.' in its path"),
-    ],
-)
-def test_urls_that_lead_nowhere_are_refused(url: str, says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        dasksc.open(url)
-
-
 def test_metadata_are_read_by_few_requests(web_stores: HTTPServer) -> None:
     dasksc.open(f"{web_stores.url}/csr.h5ad")
     # The file has more than 60 groups and datasets, but fits in one block. For each matrix, two more requests read the
     # version and the header of the file.
     assert len(web_stores.faults.requests) < 40
     assert sum(method == "GET" for method, _, _ in web_stores.faults.requests) < 20
-
-
-def test_a_store_on_a_web_server_needs_consolidated_metadata(tmp_path: Path) -> None:
-    path = write_store(make_adata(20, 5), tmp_path, "zarr2")
-    (path / ".zmetadata").unlink()
-    with serving(tmp_path) as server, pytest.raises(StorageError, match="consolidate_metadata"):
-        dasksc.open(f"{server.url}/{path.name}")
