@@ -15,58 +15,10 @@ from dasksc.kernels import csr as kernels
 
 pytestmark = pytest.mark.core
 
-N_VARS = 37
-
-# Pairs of the stored dtype and the requested dtype.
-VALUE_DTYPES = [
-    ("float32", "float32"),
-    ("uint8", "float32"),
-]
-INDEX_DTYPES = ["int64", "uint16"]
-
-
-def address(array: NDArray[Any]) -> int:
-    return array.ctypes.data
-
-
-class Rows:
-    """CSR rows as addresses, the matrix that they represent, and an order in which to gather them."""
-
-    def __init__(self, *, data_dtype: str = "float32", index_dtype: str = "int32", n_rows: int = 23) -> None:
-        rng = np.random.default_rng(0)
-        matrix = sp.random_array((n_rows, N_VARS), density=0.3, rng=rng, format="csr")
-        matrix.data = rng.integers(1, 100, matrix.nnz).astype(data_dtype)
-        self.matrix = matrix
-        self.data = matrix.data
-        self.indices = matrix.indices.astype(index_dtype)
-        for array in (self.data, self.indices):
-            array.flags.writeable = False
-        starts = matrix.indptr[:-1].astype(np.int64)
-        self.lengths = np.diff(matrix.indptr).astype(np.int64)
-        self.data_at = (address(self.data) + starts * self.data.itemsize).astype(np.uint64)
-        self.indices_at = (address(self.indices) + starts * self.indices.itemsize).astype(np.uint64)
-        self.positions = rng.integers(0, n_rows, 2 * n_rows)
-        self.likes = (np.empty(0, self.data.dtype), np.empty(0, self.indices.dtype))
-
-    @property
-    def expected(self) -> NDArray[Any]:
-        return self.matrix.toarray()[self.positions]
-
 
 def garbage(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
     """Return an output array filled with a marker value, which reveals elements that were not written."""
     return np.full(shape, 77).astype(dtype)
-
-
-@pytest.mark.parametrize(("stored", "wanted"), VALUE_DTYPES)
-def test_scattered_rows_equal_the_dense_matrix(stored: str, wanted: str) -> None:
-    rows = Rows(data_dtype=stored)
-    out = garbage((len(rows.positions), N_VARS), wanted)
-    bad = kernels.scatter_rows(
-        rows.positions, rows.lengths, rows.data_at, rows.indices_at, N_VARS, out, *rows.likes, True
-    )
-    assert bad == -1
-    np.testing.assert_array_equal(out, rows.expected.astype(wanted))
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
@@ -94,58 +46,6 @@ def test_long_rows_are_cleared_whatever_the_order_of_their_columns(n_vars: int, 
     )
     assert bad == -1
     np.testing.assert_array_equal(out, csr.toarray())
-
-
-@pytest.mark.parametrize(
-    ("stored", "wanted", "index_dtype"),
-    [(*values, "int32") for values in VALUE_DTYPES] + [("float32", "float32", indices) for indices in INDEX_DTYPES],
-)
-def test_copied_csr_rows_equal_those_scipy_takes(stored: str, wanted: str, index_dtype: str) -> None:
-    rows = Rows(data_dtype=stored, index_dtype=index_dtype)
-    twin = rows.matrix[rows.positions]
-    indices, data = garbage((twin.nnz,), "int32"), garbage((twin.nnz,), wanted)
-    bad = kernels.copy_rows_csr(
-        rows.positions,
-        rows.lengths,
-        rows.data_at,
-        rows.indices_at,
-        N_VARS,
-        twin.indptr[:-1].astype(np.int64),
-        indices,
-        data,
-        *rows.likes,
-        True,
-    )
-    assert bad == -1
-    np.testing.assert_array_equal(indices, twin.indices)
-    np.testing.assert_array_equal(data, twin.data.astype(wanted))
-
-
-@pytest.mark.parametrize("wrong", [-1, N_VARS, 2**31 - 1])
-def test_a_column_outside_the_matrix_ends_every_kernel_with_its_row(wrong: int) -> None:
-    rows = Rows()
-    culprit = 5
-    assert rows.lengths[culprit]
-    indices = rows.indices.copy()
-    indices[rows.matrix.indptr[culprit + 1] - 1] = wrong
-    indices_at = rows.indices_at - np.uint64(address(rows.indices)) + np.uint64(address(indices))
-    positions = np.arange(len(rows.lengths))
-    n = len(positions)
-    everything = np.empty(int(rows.lengths.sum()), "int32"), np.empty(int(rows.lengths.sum()), "float32")
-    indptr = rows.matrix.indptr[:-1].astype(np.int64)
-    lookup = np.zeros(n, np.int32), np.arange(N_VARS, dtype=np.int32)[None]
-    where = (positions, rows.lengths, rows.data_at, indices_at)
-    assert kernels.scatter_rows(*where, N_VARS, np.empty((n, N_VARS), "f4"), *rows.likes, True) == culprit
-    for drops in (True, False):
-        assert (
-            kernels.scatter_columns(*where, *lookup, drops, np.empty((n, N_VARS), "f4"), *rows.likes, True) == culprit
-        )
-        assert kernels.copy_columns_csr(*where, *lookup, drops, indptr, *everything, *rows.likes, True) == culprit
-    assert kernels.copy_rows_csr(*where, N_VARS, indptr, *everything, *rows.likes, True) == culprit
-    merge = indptr.copy(), *everything, np.empty(N_VARS, "f4")
-    assert kernels.merge_columns_csr(*where, *lookup, *merge, *rows.likes) == culprit
-    counts = np.empty(n, "int64")
-    assert kernels.count_columns(positions, rows.lengths, indices_at, *lookup, counts, rows.likes[1]) == culprit
 
 
 @pytest.mark.parametrize("n_vars", [0, 1, 63, 64, 65, 127, 128, 200])

@@ -100,16 +100,6 @@ def test_twin_of_sums(kind: str, n: int) -> None:
         assert tree[node] == tree[2 * node] + tree[2 * node + 1]
 
 
-@given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
-def test_twin_of_counts(codes: list[int], some: bool) -> None:
-    array = np.array(codes, dtype=np.int16)
-    lookup = np.arange(0, len(codes), 2) if some else np.array(NO_LOOKUP)
-    counted = array[lookup] if some and len(lookup) else array
-    out = np.zeros(7, dtype=np.int64)
-    draw.count_codes(len(counted), array, lookup, out)
-    np.testing.assert_array_equal(out, [np.count_nonzero(counted == code) for code in range(-1, 6)])
-
-
 @pytest.mark.parametrize("n", [1, 64, 65, 1000, 10**9])
 @pytest.mark.parametrize("p", [1e-9, 0.02, 0.3, 0.5, 0.999])
 def test_binomials_have_their_distribution(n: int, p: float) -> None:

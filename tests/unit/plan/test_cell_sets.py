@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.sets import SetSampler
@@ -281,17 +279,6 @@ def test_unmatched_groups_are_dropped_and_counted() -> None:
     assert all((obs.line[list(rows)] != "RPE1").all() for _, rows, _ in sets_of(plan_of(sampler)))
 
 
-def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
-    obs = with_gap()
-    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="drop")
-    is_target = obs.gene != "ctrl"
-    is_open = is_target & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
-    assert sampler.accounts.n_unmatched_cells == is_open.sum()
-    assert sampler.accounts.n_unmatched_groups == 8
-    drawn = [row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]
-    assert not is_open[drawn].any()
-
-
 @pytest.mark.parametrize("n_controls", [1, 9])
 def test_controls_of_a_set_repeat_only_where_too_few_match(n_controls: int) -> None:
     obs = screen(400)
@@ -424,13 +411,3 @@ def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_g
     assert {row for _, rows, _ in sets_of(plan_of(bound(obs, "day", 4, weights=weights))) for row in rows} <= set(
         range(20, 40)
     )
-
-
-def test_get_indices_keeps_sets_together():
-    adata = ad.AnnData(
-        np.zeros((60, 1)), obs=pd.DataFrame({"gene": pd.Categorical(list("abc") * 20)}, index=list(map(str, range(60))))
-    )
-    rows = CellSets("gene", 4, n_sets=30).get_indices(adata, seed=3).reshape(30, 4)
-    genes = adata.obs["gene"].to_numpy()[rows]
-    assert (genes == genes[:, :1]).all()
-    assert len({tuple(one) for one in rows.tolist()}) > 10

@@ -315,7 +315,7 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
 
 @pytest.mark.parametrize("genes", [None, ["3", "0", "2"]])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
-@pytest.mark.parametrize("stored", ["uint8", "int32", "uint64", "float32", "float64"])
+@pytest.mark.parametrize("stored", ["int32", "float32", "float64"])
 def test_bfloat16_rounds_the_float32_values(stored: str, layout: str, genes: Any) -> None:
     values = np.array([*STORED[stored], *np.random.default_rng(0).integers(0, 250, 1000)]).astype(stored)
     if values.dtype.kind == "f":
