@@ -31,7 +31,6 @@ def rows(one):
 meshed, named = dataset(group=mesh), dataset(group=mesh["dp"])
 grouped = dataset(group=mesh.get_group("dp"))
 found = {
-    "rank": here,
     "world": [meshed.rank, meshed.world_size, dasksc.World.detect(group=mesh).local_world_size],
     "copies": [rows(copy.copy(grouped)), rows(pickle.loads(pickle.dumps(grouped)))],
 }

@@ -101,26 +101,6 @@ def test_backed_anndata_through_a_fetch_callback(adata, fetch_callback):
     np.testing.assert_array_equal(np.concatenate([np.asarray(b) for b in batches]), counts()[rows])
 
 
-@pytest.mark.parametrize("num_workers", [0, 4])
-def test_adata_to_mindex_with_obs_columns(adata, num_workers):
-    dataset = scDataset(
-        adata,
-        BlockShuffling(block_size=4),
-        batch_size=BATCH,
-        fetch_factor=FETCH_FACTOR,
-        fetch_transform=partial(adata_to_mindex, columns=["cell_type", "plate", "n_counts"]),
-    )
-    seen = []
-    for batch in DataLoader(dataset, batch_size=None, num_workers=num_workers):
-        rows = rows_of([batch["X"]])
-        np.testing.assert_array_equal(batch["X"], counts()[rows])
-        assert list(batch["cell_type"]) == LABELS[rows].tolist()
-        assert list(batch["plate"]) == [f"p{row % 14}" for row in rows]
-        np.testing.assert_array_equal(batch["n_counts"], counts()[rows].sum(1))
-        seen += rows
-    assert sorted(seen) == list(range(N_OBS))
-
-
 def test_an_ann_collection_of_backed_files(path):
     experimental = pytest.importorskip("anndata.experimental")
     files = [ad.read_h5ad(path, backed="r") for _ in range(2)]

@@ -1,8 +1,13 @@
-"""Pure-Python counterparts of the random kernels, with arbitrary-precision integers, one value at a time."""
+"""Pure-Python counterparts of the random kernels, one value at a time, and a test of drawn integers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
 
 WORD = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
@@ -56,3 +61,22 @@ def row_keys(key: int, rows: Sequence[int]) -> list[int]:
     for row in rows:
         key = mix(key ^ mix(row))
     return [stream(key, i) for i in range(len(rows))]
+
+
+def follows(found: NDArray[Any], distribution: Any, error: float = 1e-4) -> bool:
+    """Return True if integers follow a distribution: chi-square test with at least 20 expected values in a bin.
+
+    `error` is the probability that a perfect generator fails the test.
+    """
+    values = np.unique(found)
+    ends = [int(values[0])]
+    for value in values:
+        if distribution.cdf(value) - distribution.cdf(ends[-1]) > 20 / len(found):
+            ends.append(int(value))
+    if distribution.sf(ends[-1]) * len(found) < 20:
+        ends.pop()
+    if ends and distribution.cdf(ends[0]) * len(found) < 20:
+        ends = ends[1:]
+    observed = np.bincount(np.searchsorted(ends, found), minlength=len(ends) + 1)
+    expected = np.diff(np.concatenate([[0], distribution.cdf(ends), [1]])) * len(found)
+    return len(ends) == 0 or bool(stats.chisquare(observed, expected).pvalue > error)

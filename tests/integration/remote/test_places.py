@@ -139,12 +139,11 @@ def test_a_collection_on_a_web_server_needs_consolidated_metadata(folder: Path, 
             same(one, local)
 
 
-def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> None:
+def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket: Bucket) -> None:
+    root, options = f"gs://{bucket.name}", google_options(bucket, "parts")
     for name in ("part0.h5ad", "part1.zarr"):
-        remote, local = (
-            dasksc.open(f"{root}/parts/{name}", storage_options=options),
-            dasksc.open(folder / "parts" / name),
-        )
+        remote = dasksc.open(f"{root}/parts/{name}", storage_options=options)
+        local = dasksc.open(folder / "parts" / name)
         same(remote, local)
         for one, other in zip(batches(remote), batches(local), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -152,10 +151,6 @@ def are_the_local_parts(root: str, options: dict[str, Any], folder: Path) -> Non
     same(several, dasksc.open(folder / "parts", index_unique="-"))
     with pytest.raises(MissingPathError, match=f"{root}/nothing.h5ad"):
         dasksc.open(f"{root}/nothing.h5ad", storage_options=options)
-
-
-def test_atlases_on_google_cloud_storage_are_the_local_ones(folder: Path, bucket: Bucket) -> None:
-    are_the_local_parts(f"gs://{bucket.name}", google_options(bucket, "parts"), folder)
 
 
 class Counted(AbstractBufferedFile):

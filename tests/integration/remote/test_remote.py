@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import shutil
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from distributed import Client
 
 import dasksc
 from dasksc.errors import InputError, StorageError
-from dasksc.output.inputs import token_of
 from dasksc.pushdown import gather_block, matrix_of
 from dasksc.storage import Matrix
 from tests.support.corpora import source, write_parquet, write_soma
-from tests.support.data import FORMATS, batches, dense, make_adata, same, write_store
-from tests.support.servers import SECRET, Bucket, HTTPServer, serving, touch_later
+from tests.support.data import FORMATS, batches, dense, same
+from tests.support.servers import SECRET, Bucket, HTTPServer, serving
 
 pytest.importorskip("obstore")
 
@@ -98,32 +96,6 @@ def test_compressed_answers_are_refused(stores: Path, web_stores: HTTPServer, na
         return
     with pytest.raises(StorageError, match=f"Content-Encoding: {encoding}"):
         dasksc.open(f"{web_stores.url}/{name}")
-
-
-@pytest.mark.parametrize(("place", "format"), [("s3", "h5ad"), ("s3", "zarr3"), ("web", "zarr2")])
-def test_a_chunk_changed_in_place_changes_the_token(
-    tmp_path: Path, s3: Callable[[str], Bucket], place: str, format: str
-) -> None:
-    path = write_store(make_adata(20, 5, layout="dense"), tmp_path, format)
-    bucket = s3(f"tokens-{format}") if place == "s3" else None
-
-    def token(server: HTTPServer) -> str:
-        url, options = f"{server.url}/{path.name}", None
-        if bucket is not None:
-            url, options = bucket.put(path), bucket.options
-        return token_of(matrix_of(dasksc.open(url, storage_options=options).X))
-
-    with serving(tmp_path) as server:
-        before = token(server)
-        if place == "web":
-            assert token(server) == before
-        parts = [path] if format == "h5ad" else [one for one in (path / "X").rglob("*") if one.name[0].isdigit()]
-        chunk = next(one for one in parts if one.is_file())
-        content = bytearray(chunk.read_bytes())
-        content[-1] ^= 1
-        chunk.write_bytes(content)
-        touch_later(chunk)
-        assert token(server) != before
 
 
 @pytest.mark.parametrize("name", ["csr.h5ad", "csr.zarr3.zarr"])

@@ -16,7 +16,6 @@ from tests.support import twins
 
 pytestmark = pytest.mark.core
 
-ERROR = 1e-4  # probability that a distribution test fails by chance; keys are fixed, so results are deterministic
 N_VARS = 70  # more than one word of the bitmaps
 COUNTS = st.sampled_from([0, 0, 0, 1, 1, 1, 2, 3, 8, 9, 16, 17, 64, 65, 100, 5000, 2**31, 2**40])
 ROWS = st.lists(st.lists(COUNTS, min_size=N_VARS, max_size=N_VARS), max_size=3)
@@ -25,22 +24,6 @@ ROWS = st.lists(st.lists(COUNTS, min_size=N_VARS, max_size=N_VARS), max_size=3)
 def as_csr(dense: np.ndarray[Any, Any]) -> tuple[Any, Any, Any]:
     matrix = sp.csr_matrix(dense)
     return matrix.indptr.astype(np.int64), matrix.indices, matrix.data
-
-
-def fits(found: np.ndarray[Any, Any], distribution: Any) -> bool:
-    """Return True if integers follow the distribution: chi-square test with at least 20 expected values per bin."""
-    values = np.unique(found)
-    ends = [int(values[0])]
-    for value in values:
-        if distribution.cdf(value) - distribution.cdf(ends[-1]) > 20 / len(found):
-            ends.append(int(value))
-    if distribution.sf(ends[-1]) * len(found) < 20:
-        ends.pop()
-    if distribution.cdf(ends[0]) * len(found) < 20:
-        ends = ends[1:]
-    observed = np.bincount(np.searchsorted(ends, found), minlength=len(ends) + 1)
-    expected = np.diff(np.concatenate([[0], distribution.cdf(ends), [1]])) * len(found)
-    return bool(stats.chisquare(observed, expected).pvalue > ERROR)
 
 
 def change(key: int, number: int, rows: Any, csr: tuple[Any, Any, Any], p: float, target: int) -> int:
@@ -105,7 +88,7 @@ def test_thinned_counts_are_binomial(n, p):
     found = np.concatenate([downsampled(key, 0, cells, p, 0).ravel() for key in range(3)])
     assert found.min() >= 0
     assert found.max() <= n
-    assert fits(found, stats.binom(n, p))
+    assert twins.follows(found, stats.binom(n, p))
 
 
 @pytest.mark.parametrize("target", [3, 40, 97])
@@ -114,7 +97,7 @@ def test_samples_are_hypergeometric(target):
     found = np.concatenate([downsampled(key, 0, np.tile(cell, (5000, 1)), 0.0, target) for key in range(3)])
     assert (found.sum(axis=1) == target).all()
     for gene in (1, 2, 3, 4, 6):
-        assert fits(found[:, gene], stats.hypergeom(cell.sum(), cell[gene], target))
+        assert twins.follows(found[:, gene], stats.hypergeom(cell.sum(), cell[gene], target))
     # Counts of genes are negatively correlated, because the total per cell is fixed.
     n = cell.sum()
     covariance = -target * (cell[4] / n) * (cell[6] / n) * (n - target) / (n - 1)

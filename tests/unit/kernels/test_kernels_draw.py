@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
+from dasksc.kernels.synthetic import fill_alias_table
 from tests.support import twins
 
 pytestmark = pytest.mark.core
@@ -63,27 +64,20 @@ def tree_of(source: Source, n: int) -> NDArray[np.float64]:
     return tree
 
 
-def drawn(
-    kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5, split_levels: int = 16
-) -> NDArray[np.int64]:
+def drawn(kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5) -> NDArray[np.int64]:
     tree = tree_of(source, n)
     wanted = np.asarray(wanted, dtype=np.int64)
     out = np.empty(len(wanted), dtype=np.int64)
     levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
     if kernel == "in order":
-        starts = starts_of(tree, n_draws, min(split_levels, levels[0]), key)
+        starts = np.empty((1 << levels[0]) + 1, dtype=np.int64)
+        draw.split_draws(n_draws, tree, levels[0], np.uint64(key), starts)
         draw.drawn_in_order(wanted, starts, tree, *levels, n, *source, np.uint64(key), out)
     else:
         shares = np.empty(len(wanted))
         draw.uniforms(wanted, np.uint64(key), shares)
         draw.drawn_singly(shares, tree, *levels, n, *source, out)
     return out
-
-
-def starts_of(tree: NDArray[np.float64], n_draws: int, levels: int, key: int) -> NDArray[np.int64]:
-    starts = np.empty((1 << levels) + 1, dtype=np.int64)
-    draw.split_draws(n_draws, tree, levels, np.uint64(key), starts)
-    return starts
 
 
 @pytest.mark.parametrize("n", N)
@@ -107,17 +101,7 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
     assert heads.min() >= 0
     assert heads.max() <= n
     law = stats.binom(n, p)
-    # At most 25 bins with about equal probability and integer edges.
-    edges = np.unique(law.ppf(np.linspace(0, 1, 26)[1:-1]))
-    expected = np.diff(np.concatenate([[0], law.cdf(edges), [1]])) * len(heads)
-    observed = np.bincount(np.searchsorted(edges, heads), minlength=len(expected))
-    enough = expected >= 5
-    if np.count_nonzero(enough) > 1:
-        rest = [observed[~enough].sum()], [expected[~enough].sum()]
-        observed, expected = np.append(observed[enough], rest[0]), np.append(expected[enough], rest[1])
-        if expected[-1] < 5:
-            observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-        assert stats.chisquare(observed, expected).pvalue > ERROR
+    assert twins.follows(heads, law, ERROR)
     sigma = law.std() / np.sqrt(len(heads))
     if law.std() > 1:
         assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
@@ -183,3 +167,13 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
     chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
     assert chosen == sum(quotas)
     assert out.tolist() == expected
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))
+def test_an_alias_table_holds_the_distribution_it_was_filled_with(weights: list[float]) -> None:
+    share, n = np.array(weights) / np.sum(weights), len(weights)
+    keep, other = np.empty(n, np.uint32), np.empty(n, np.int32)
+    fill_alias_table(share * n, keep, other)
+    assert ((other >= 0) & (other < n)).all()
+    kept = (keep.astype(np.float64) + 1) / 2**32
+    np.testing.assert_allclose((np.bincount(other, 1 - kept, minlength=n) + kept) / n, share, atol=1e-8)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from dasksc.kernels import permute
+from dasksc.kernels import permute, sets
 from dasksc.kernels import stratified as kernels
 from tests.support import twins
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
-UINT64 = st.integers(0, 2**64 - 1)
+KEYS = st.integers(0, 2**64 - 1)
 SIZES = [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025]
 NO_TABLE = np.empty(0, dtype=np.int64)
 
@@ -56,14 +56,14 @@ def test_bits_are_those_of_splitmix64() -> None:
     assert int(permute.bits(np.uint64(1234567), 0)) == 6457827717110365317
 
 
-@given(UINT64, st.integers(0, 2**40))
+@given(KEYS, st.integers(0, 2**40))
 def test_twin_of_bits_and_streams(key: int, counter: int) -> None:
     assert int(permute.bits(np.uint64(key), counter)) == twins.bits(key, counter)
     assert permute.uniform(np.uint64(key), counter) == twins.uniform(key, counter)
     assert int(permute.stream(np.uint64(key), counter)) == twins.stream(key, counter)
 
 
-@given(UINT64, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
+@given(KEYS, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
 def test_twin_of_below(key: int, counter: int, n: int) -> None:
     value = int(permute.below(np.uint64(key), counter, n))
     assert value == twins.below(key, counter, n)
@@ -77,7 +77,7 @@ def test_below_is_uniform(n: int) -> None:
     assert_uniform(np.bincount(draws * bins // n, minlength=bins))
 
 
-@given(UINT64, st.integers(0, 200))
+@given(KEYS, st.integers(0, 200))
 def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)
     permute.shuffle(np.uint64(key), out)
@@ -110,9 +110,6 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
         assert_uniform(np.bincount(column * 50 // n, minlength=50))
 
 
-KEYS = st.integers(0, 2**64 - 1)
-
-
 @given(n=st.integers(0, 60), m=st.integers(1, 50), a=st.integers(0, 49), b=st.integers(-500, 500))
 def test_floor_sums_are_those_of_every_term(n: int, m: int, a: int, b: int) -> None:
     assert kernels.floor_sum(n, m, a % m, b) == sum((a % m * i + b) // m for i in range(n))
@@ -131,3 +128,27 @@ def test_every_pass_draws_every_row_once(n_rows: int, run_rows: int, key: int) -
     kernels.drawn_of_class(0, n_rows, run_rows, np.uint64(key), out)
     for one in out.reshape(3, -1):
         np.testing.assert_array_equal(np.sort(one), np.arange(n_rows))
+
+
+def order_of(key: int, n: int, block_size: int, first: int = 0, size: int | None = None, table: int = 64) -> Any:
+    out = np.empty(n if size is None else size, dtype=np.int64)
+    sets.fill_from_group(np.uint64(key), n, block_size, first, np.empty(table, dtype=np.int64), out)
+    return out
+
+
+@given(KEYS, st.integers(1, 60), st.integers(1, 9), st.integers(0, 200), st.integers(1, 150))
+def test_a_range_of_an_order_begins_anew_at_its_end(key: int, n: int, block_size: int, first: int, size: int) -> None:
+    whole = order_of(key, n, block_size)
+    expected = whole[np.arange(first, first + size) % n]
+    np.testing.assert_array_equal(order_of(key, n, block_size, first, size), expected)
+
+
+@pytest.mark.parametrize(("n", "block_size", "table"), [(21, 8, 64), (40, 3, 64), (37, 1, 4), (50, 64, 64)])
+def test_every_cell_is_as_likely_at_every_place(n: int, block_size: int, table: int) -> None:
+    counts = np.zeros((n, n))
+    for number in range(20_000):
+        key = twins.stream(12345, number)
+        counts[np.arange(n), order_of(key, n, block_size, table=table)] += 1
+    # Positions within one order are not independent, so each is tested separately.
+    pvalues = [stats.chisquare(place).pvalue for place in counts]
+    assert min(pvalues) > ERROR / n

@@ -11,22 +11,11 @@ from torch.utils.data import DataLoader
 
 from dasksc import BlockShuffling, scDataset
 
-N_OBS = 103
-
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*use of fork\\(\\) may lead to deadlocks:DeprecationWarning"),
 ]
-
-
-def dataset(strategy=None, **options) -> scDataset:
-    options = {"batch_size": 5, "fetch_factor": 2, "seed": 3, "scheduler": "synchronous", **options}
-    return scDataset(np.arange(N_OBS), strategy or BlockShuffling(4), **options)
-
-
-def loaded(one: scDataset, num_workers: int) -> DataLoader:
-    return DataLoader(one, batch_size=None, num_workers=num_workers)
 
 
 @pytest.fixture
@@ -44,13 +33,14 @@ def log(tmp_path):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_that_stops_early_is_counted_but_not_logged_as_complete(log, num_workers):
-    one = dataset()
-    for _ in islice(loaded(one, num_workers), 2):
+    one = scDataset(np.arange(103), BlockShuffling(4), 5, 2, seed=3, scheduler="synchronous")
+    loader = DataLoader(one, batch_size=None, num_workers=num_workers)
+    for _ in islice(loader, 2):
         pass
     assert log() == []
     if num_workers == 0:
         assert (one.stats()["n_batches"], one.stats()["n_rows"]) == (2, 10)
-    list(loaded(one, num_workers))
+    list(loader)
     (line,) = log()
     assert line.startswith("epoch 1, rank 0 of 1: 103 rows in 21 batches, 0 padded, 0 dropped")
     assert one.stats()["epoch"] == 1

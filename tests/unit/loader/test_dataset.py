@@ -379,14 +379,12 @@ def test_looking_changes_nothing(path, monkeypatch):
         assert [batch.index.tolist() for batch in one] == expected
 
 
-def shards_of_accelerate(dataset):
-    shard = pytest.importorskip("accelerate.data_loader").IterableDatasetShard
-    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+def shards_of(module):
+    def shards(dataset):
+        shard = pytest.importorskip(module).IterableDatasetShard
+        return shard(dataset, batch_size=1, num_processes=2, process_index=0)
 
-
-def shards_of_transformers(dataset):
-    shard = pytest.importorskip("transformers.trainer_pt_utils").IterableDatasetShard
-    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+    return shards
 
 
 def sharding_filter(dataset):
@@ -395,7 +393,9 @@ def sharding_filter(dataset):
     return pipe
 
 
-@pytest.mark.parametrize("shards", [shards_of_accelerate, shards_of_transformers, sharding_filter])
+@pytest.mark.parametrize(
+    "shards", [shards_of("accelerate.data_loader"), shards_of("transformers.trainer_pt_utils"), sharding_filter]
+)
 def test_wrappers_that_share_the_batches_once_more_are_refused(path, shards):
     with pytest.raises(dasksc.InputError, match="world_size=1"):
         next(iter(shards(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0))))

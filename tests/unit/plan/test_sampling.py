@@ -26,6 +26,7 @@ from dasksc.plan.binding import bind
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import encode_labels
 from dasksc.plan.samplers import Sampler
+from tests.support.sets import Own
 
 pytestmark = pytest.mark.core
 
@@ -383,19 +384,6 @@ def test_no_two_seeds_and_epochs_share_a_key() -> None:
         for key in epoch_keys(seed, epoch, purpose, *more, n=3)
     ]
     assert len(set(keys)) == len(keys)
-
-
-class Own(dasksc.SamplingStrategy):
-    def __init__(self, rows: Any, length: int | None = None) -> None:
-        super().__init__()
-        self.rows = rows
-        self.length = len(rows) if length is None else length
-
-    def get_len(self, data_collection: Any) -> int:
-        return self.length
-
-    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> Any:
-        return self.rows
 
 
 def test_a_users_strategy_needs_two_methods_only() -> None:

@@ -416,15 +416,3 @@ def test_an_integer_that_float64_rounds_is_refused_with_its_row(
     np.testing.assert_array_equal(some.to_dense().numpy(), X[:, [0, 2]].astype("float64"))
     (whole,) = dasksc.scDataset(path, dtype=stored, **(options | {"layout": "dense"}))
     np.testing.assert_array_equal(whole.numpy(), X)
-
-
-@pytest.mark.parametrize(("requested", "fits"), [("uint8", False), ("int16", True), (None, True)])
-def test_duplicates_are_summed_before_they_are_fitted(requested: str | None, fits: bool, tmp_path: Path) -> None:
-    X = sp.csr_matrix((np.array([200, 100, 7], "uint8"), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 3))
-    path = write_store(ad.AnnData(X=X), tmp_path, "h5ad")
-    dataset = dasksc.scDataset(path, dasksc.Streaming(), batch_size=2, dtype=requested)
-    if fits:
-        np.testing.assert_array_equal(next(iter(dataset)).numpy(), [[0, 300, 0], [7, 0, 0]])
-    else:
-        with pytest.raises(InputError, match="300.*dtype='uint8'"):
-            next(iter(dataset))
