@@ -82,9 +82,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# The tests of the kernels run again with bounds checks.
+# The tests of the kernels, and of what mostly calls them, run again with bounds checks.
 bounds: $(VENV)/.dev
-	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m core tests/unit/kernels tests/unit/storage/test_codecs.py tests/unit/transforms/test_tokens.py
+	NUMBA_BOUNDSCHECK=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup -m core tests/unit/kernels tests/unit/plan/test_cell_sets.py tests/unit/plan/test_per_batch.py tests/unit/plan/test_sampling.py tests/unit/storage/test_codecs.py tests/unit/storage/test_storage.py tests/unit/transforms
 
 # Two processes read damaged files for half a minute.
 fuzz: $(VENV)/.dev

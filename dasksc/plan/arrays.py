@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 
-__all__ = ["EMPTY_FLOATS", "EMPTY_INTS", "array_of"]
+__all__ = ["EMPTY_FLOATS", "EMPTY_INTS", "array_of", "read_only"]
 
 # Empty arrays, which stand for an absent lookup in kernel calls.
 EMPTY_INTS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
@@ -39,3 +39,10 @@ def array_of(name: str, values: Any) -> NDArray[Any]:
     native = array.dtype.newbyteorder("=")
     converted: NDArray[Any] = np.require(array, cast(Any, _KERNEL_DTYPES.get(native, native)), "A")
     return converted
+
+
+def read_only(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a read-only view, for which kernels are compiled once, whoever made the array."""
+    view = array.view()
+    view.flags.writeable = False
+    return view

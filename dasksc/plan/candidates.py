@@ -73,10 +73,10 @@ class Candidates:
         """Return `values` and a lookup of the candidates in them, in the form that the kernels expect."""
         if len(values) == n_obs:
             if self.array is None:
-                return values[self.start : self.start + self.n], EMPTY_INTS
-            return values, self.array
+                return np.ascontiguousarray(values[self.start : self.start + self.n]), EMPTY_INTS
+            return np.ascontiguousarray(values), self.array
         if len(values) == self.n:
-            return (values if self.given is None else values[self.given]), EMPTY_INTS
+            return np.ascontiguousarray(values) if self.given is None else values[self.given], EMPTY_INTS
         expected = f"{n_obs} (one per row)"
         if self.n != n_obs:
             expected += f" or {self.n} (one per entry of indices)"

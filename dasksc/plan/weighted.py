@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dasksc.errors import InputError
 from dasksc.kernels import draw as draw_kernels
-from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS
+from dasksc.plan.arrays import EMPTY_FLOATS, EMPTY_INTS, read_only
 from dasksc.plan.candidates import Candidates
 from dasksc.plan.keys import Purpose, digest_of, epoch_keys
 from dasksc.plan.samplers import ChosenRows, Draw, Sampler, sorted_rows
@@ -46,8 +46,8 @@ class Weights:
 
     @property
     def arrays(self) -> tuple[NDArray[Any], NDArray[np.float64], _Int64s]:
-        """The arrays in the order of the arguments of kernels."""
-        return self.values, self.table, self.lookup
+        """The arrays in the order of the arguments of kernels, which are compiled once: all arrays are read-only."""
+        return read_only(self.values), read_only(self.table), read_only(self.lookup)
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class WeightedSampler(Sampler):
 
     def require_drawable(self) -> None:
         """Raise `InputError` if rows cannot be drawn with these weights."""
-        tree = self._tree
+        self._tree  # noqa: B018, whose computation checks the weights
         if self.round_size is not None:
             if self.n_draws > self.round_size * _MAX_ROUNDS:
                 raise InputError(
@@ -142,7 +142,6 @@ class WeightedSampler(Sampler):
                     f"{self.round_size} rows are to be drawn without replacement, but only {positive} have a positive "
                     "weight; lower total_size or sampling_size, or draw with replace=True"
                 )
-        tree.flags.writeable = False
 
     @cached_property
     def _n_positive(self) -> int:

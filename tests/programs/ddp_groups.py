@@ -31,30 +31,11 @@ def rows(one):
 meshed, named = dataset(group=mesh), dataset(group=mesh["dp"])
 grouped = dataset(group=mesh.get_group("dp"))
 found = {
-    "rank": here,
     "world": [meshed.rank, meshed.world_size, dasksc.World.detect(group=mesh).local_world_size],
-    "seeds": [meshed.seed, named.seed, grouped.seed],
     "copies": [rows(copy.copy(grouped)), rows(pickle.loads(pickle.dumps(grouped)))],
 }
 grouped.set_epoch(0)
 found |= {"epochs": [rows(meshed), rows(meshed)], "named": rows(named), "grouped": rows(grouped)}
-
-# The two groups of one dimension are independent, so they may read different epochs.
-apart = dataset(group=mesh, seed=1)
-apart.set_epoch(here % 2)
-found["apart"] = rows(apart)
-# Within a group, different epochs are an error.
-wrong = dataset(group=mesh, seed=1)
-wrong.set_epoch(5 if here == 3 else 0)
-if here == 3:
-    dist.barrier()
-try:
-    rows(wrong)
-    found["wrong"] = ""
-except dasksc.RankMismatchError as error:
-    found["wrong"] = str(error)
-if here != 3:
-    dist.barrier()
 
 pair = dist.new_group([0, 1])
 try:

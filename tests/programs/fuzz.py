@@ -47,24 +47,12 @@ SAME, REFUSED, CHANGED, FOUND = 0, 1, 2, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Layout in which a matrix is stored.
-
-    Parameters
-    ----------
-    name
-        Name in reports.
-    write
-        Function that writes the matrix to a path.
-    is_checked
-        True if every chunk carries a checksum.
-    is_atlas
-        True if the layout stores a whole AnnData, from which the program reads an epoch.
-    """
+    """Layout in which a matrix is stored."""
 
     name: str
     write: Callable[[Path, Any], None]
-    is_checked: bool
-    is_atlas: bool = False
+    is_checked: bool  # whether every chunk carries a checksum
+    is_atlas: bool = False  # whether it is a whole AnnData, of which an epoch is read
 
 
 def write_h5(path: Path, values: Any, **options: Any) -> None:
@@ -151,9 +139,6 @@ def matrix(kind: str) -> Any:
     return values if kind == "csr" else values.toarray()
 
 
-# --- Damage -------------------------------------------------------------------------------------------
-
-
 def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
@@ -198,9 +183,6 @@ def damage(path: Path, rng: random.Random, where: tuple[Path, int, int]) -> None
         case "cut":
             del data[at:]
     file.write_bytes(data)
-
-
-# --- Reading ------------------------------------------------------------------------------------------
 
 
 def read(path: Path, expected: Any, *, use_mmap: bool) -> int:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import anndata as ad
 import distributed
 import numpy as np
 import pytest
@@ -25,9 +23,6 @@ from tests.support.programs import ROOT
 BENCHMARKS = ROOT / "benchmarks"
 CELLS, GENES = 1500, 200
 SIZES = ["--block", "16", "--batch", "32", "--fetch", "512"]
-PEER_PYTHON = os.environ.get("DASKSC_PEER_PYTHON")
-
-
 pytestmark = [pytest.mark.programs, pytest.mark.usefixtures("modules"), pytest.mark.xdist_group("benchmarks")]
 
 
@@ -179,37 +174,3 @@ def test_opening_measures_each_work_in_a_process_of_its_own(tmp_path):
     report = opening.main(["--cells", "5000", "--rounds", "1", "--work", str(tmp_path), "--works", *works])
     assert [row["work"] for row in report["rows"]] == works
     assert all(row["seconds"][0] > 0 and row["bytes"][0] >= 0 for row in report["rows"])
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("dasksc threads", "csr"),
-        ("dasksc client", "dense"),
-        ("dasksc without Dask", "dense"),
-        ("scDataset", "csr"),
-        ("scDataset per fetch", "dense"),
-        ("annbatch own store", "csr"),
-        ("annbatch AnnData zarr", "dense"),
-        ("anndata backed", "csr"),
-    ],
-)
-def test_every_contender_hands_over_every_value_once_an_epoch(work, tmp_path, name, layout):
-    from _harness import Contender
-    from compare import main_options, prepare
-
-    if name.startswith("scDataset"):
-        pytest.importorskip("scdataset")
-    python, more = sys.executable, []
-    if name.startswith("annbatch"):
-        if PEER_PYTHON is None:
-            pytest.skip("DASKSC_PEER_PYTHON names no interpreter with annbatch")
-        python, more = PEER_PYTHON, ["--peer-python", PEER_PYTHON]
-    options = [*SIZES, "--work", str(work), "--cells", str(CELLS), "--genes", str(GENES), "--layout", layout]
-    spec = prepare(main_options([*options, *more]))
-    where = Contender if name.startswith("annbatch") else Here
-    with where(name, python=python, script=BENCHMARKS / "_contenders.py", spec=spec, log=tmp_path / "log") as contender:
-        epoch = contender.run(seconds=0, consume=True)
-    total = ad.read_h5ad(spec["path"]).X.sum(dtype=np.float64)
-    assert epoch["n_rows"] == CELLS
-    assert epoch["checksum"] == pytest.approx(total, rel=1e-5)

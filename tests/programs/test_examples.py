@@ -10,8 +10,8 @@ from pathlib import Path
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
-import scipy.sparse as sp
 import torch
 from make_atlas import make_atlas
 
@@ -25,8 +25,8 @@ EXAMPLES = ROOT / "examples"
 TORCHRUN = (*programs.TORCHRUN[1:], "--standalone", "--nproc_per_node=2")
 
 
-def run(*command: object) -> str:
-    return programs.run([sys.executable, *command], is_preloaded=True)
+def run(*command: object, **options: object) -> str:
+    return programs.run([sys.executable, *command], is_preloaded=True, **options)
 
 
 @pytest.fixture(scope="session")
@@ -42,24 +42,6 @@ def small_atlas(atlas_of) -> Path:
 
 def accuracy(printed: str, of: str) -> float:
     return float(re.search(rf"{of}\s+loss [\d.]+\s+accuracy ([\d.]+)%", printed)[1])
-
-
-def test_make_atlas_writes_what_it_says(tmp_path):
-    adata = ad.read_h5ad(make_atlas(tmp_path / "atlas.h5ad", 8_000))
-    assert adata.shape == (8_000, 20_000)
-    assert sp.issparse(adata.X)
-    assert adata.X.format == "csr"
-    assert adata.X.dtype == np.float32
-    assert adata.X.has_canonical_format
-    assert (adata.X.data == np.round(adata.X.data)).all()
-    assert (adata.X.data > 0).all()
-    types = adata.obs["cell_type"].cat
-    assert len(types.categories) == 50
-    assert 1_200 < adata.X.nnz / adata.n_obs < 1_700
-    assert (np.diff(types.codes) >= 0).all()  # sorted on disk
-    sizes = np.sort(np.bincount(types.codes))[::-1]
-    assert sizes[0] > 10 * sizes[-1]  # few common types and many rare ones
-    assert adata.obs["plate"].nunique() == 14
 
 
 def test_make_atlas_writes_every_format(tmp_path):
@@ -192,3 +174,78 @@ def test_train_scvi_embeds_every_cell(small_atlas, tmp_path):
     printed = run(EXAMPLES / "train_scvi.py", small_atlas, "--batch-key", "plate", "--out", tmp_path / "latent.npy")
     assert printed.splitlines()[-1].startswith("2000 cells in 10 dimensions")
     assert np.isfinite(np.load(tmp_path / "latent.npy")).all()
+
+
+def test_embed_umap_trains_embeds_and_draws(tmp_path):
+    program = EXAMPLES / "embed_umap.py"
+    sizes = ["--cells", "8000", "--genes", "2000", "--drawn", "600", "--epochs", "5"]
+    printed = run(program, *sizes, "--figure", "umap.png", cwd=tmp_path, TMPDIR=str(tmp_path))
+    assert "embedded 8,000 cells" in printed
+    shared, chance = map(int, re.search(r"share cell_type: (\d+)%, by chance (\d+)%", printed).groups())
+    assert shared > 2 * chance
+    assert (tmp_path / "umap.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_perturbation_beats_both_means_on_two_ranks(tmp_path):
+    program = (*TORCHRUN, EXAMPLES / "train_perturbation.py", "--cells", "16000", "--epochs", "10")
+    printed = run(*program, TMPDIR=str(tmp_path))
+    assert len(re.findall(r"^epoch \d+: loss", printed, re.MULTILINE)) == 10
+    assert "20 conditions held out" in printed
+    errors = dict(re.findall(r"^  (.*?) +(\d\.\d+)$", printed, re.MULTILINE))
+    assert set(errors) == {"set model", "same perturbation, other lines", "mean of all"}
+    model, same, mean = (float(errors[name]) for name in errors)
+    assert model < 0.9 * same < 0.9 * mean
+
+
+GENES = ["ctrl", "AARS", "NUP107", "MYC", "TP53"]
+TOML = """
+[datasets]
+"screen.v2" = "{folder}/screen"
+"other" = "{folder}/o{{ne,wt}}o*.h5ad"
+
+[training]
+"screen.v2" = "train"
+
+[zeroshot]
+"screen.v2.jurkat" = "test"
+"other.hepg2" = "val"
+
+[fewshot."screen.v2.rpe1"]
+val = ["AARS"]
+test = ["AARS", "NUP107", "GONE"]
+"""
+
+
+def write(path: Path, cell_types: list[str], seed: int) -> None:
+    obs = pd.DataFrame([(line, gene) for line in cell_types for gene in GENES] * 6, columns=["line", "target"])
+    obs = obs.sample(frac=1, random_state=seed).set_axis([f"{path.stem}{i}" for i in range(len(obs))])
+    ad.AnnData(np.ones((len(obs), 2), "f4"), obs=obs, var=pd.DataFrame(index=["a", "b"])).write_h5ad(path)
+
+
+def test_cells_go_to_the_parts_that_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "screen").mkdir()
+    files = {"screen/both.h5": ["jurkat", "rpe1"], "screen/k562.h5ad": ["k562"], "oneo1.h5ad": ["hepg2"]}
+    files["oneo2.h5ad"] = ["a549"]
+    for seed, (name, cell_types) in enumerate(files.items()):
+        write(tmp_path / name, cell_types, seed)
+    (tmp_path / "experiment.toml").write_text(TOML.format(folder=tmp_path))
+    options = ["--cell-type-key=line", "--pert-col=target", "--control-pert=ctrl"]
+    program = ROOT / "examples" / "cell_load_experiment.py"
+    command = [sys.executable, program, tmp_path / "experiment.toml", *options, "--out", tmp_path / "parts.npz"]
+    printed = programs.run(command, is_preloaded=True)
+    assert "screen.v2.rpe1 has GONE" in printed
+    obs = dasksc.open([tmp_path / name for name in files]).obs
+    with np.load(tmp_path / "parts.npz") as parts:
+        counts = {
+            part: obs.iloc[rows].groupby(["line", "target"], observed=True).size().to_dict()
+            for part, rows in parts.items()
+        }
+    perturbed = GENES[1:]
+    expected = {
+        "train": [("k562", gene) for gene in GENES]
+        + [("rpe1", gene) for gene in ("ctrl", "MYC", "TP53")]
+        + [(line, "ctrl") for line in ("jurkat", "hepg2")],
+        "val": [*(("hepg2", gene) for gene in perturbed), ("rpe1", "AARS")],
+        "test": [*(("jurkat", gene) for gene in perturbed), ("rpe1", "AARS"), ("rpe1", "NUP107")],
+    }
+    assert counts == {part: dict.fromkeys(conditions, 6) for part, conditions in expected.items()}

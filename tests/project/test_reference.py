@@ -32,9 +32,6 @@ def tables_of(page: Path) -> dict[str, list[list[str]]]:
     return {heading: rows[2:] for heading, rows in found.items()}  # without the header and the rule
 
 
-# --- Configuration ----------------------------------------------------------------------------------------
-
-
 def test_every_key_of_the_configuration_is_listed_with_its_default():
     keys = yaml.safe_load((ROOT / "dasksc" / "dasksc.yaml").read_text())["dasksc"]
     rows = {row[0]: row for row in tables_of(REFERENCE / "configuration.md")["Keys"]}
@@ -46,9 +43,6 @@ def test_every_key_of_the_configuration_is_listed_with_its_default():
         assert len(meaning) > 10
 
 
-# --- Errors -----------------------------------------------------------------------------------------------
-
-
 def test_examples_of_errors_raise_them(tmp_path):
     dasksc.datasets.demo_data(tmp_path / "demo")
     with examples.demo_folder(tmp_path / "demo", tmp_path / "work"):
@@ -58,9 +52,6 @@ def test_examples_of_errors_raise_them(tmp_path):
         ]
     assert len(reports) >= 9
     assert not "".join(reports), "".join(reports)
-
-
-# --- Commands ---------------------------------------------------------------------------------------------
 
 
 def test_every_command_has_its_options_and_an_example():

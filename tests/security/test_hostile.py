@@ -15,7 +15,6 @@ from tests.support.hostile import (
     bounded,
     h5ad_whose_values_are_elsewhere,
     h5ad_whose_x_is_elsewhere,
-    opener,
     store_of_shape,
     store_with_a_column_called,
     store_with_pickles,
@@ -42,9 +41,10 @@ REFUSED: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_malicious_stores_at_a_url_are_refused(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("obstore")
     path = REFUSED[name](tmp_path)
-    with opener(tmp_path, "remote") as opened, bounded(), pytest.raises(dasksc.DaskscError):
-        opened(path.name).X.compute()
+    with serving(tmp_path) as server, bounded(), pytest.raises(dasksc.DaskscError):
+        dasksc.open(f"{server.url}/{path.name}").X.compute()
     assert not (tmp_path / "unpickled").exists()
 
 

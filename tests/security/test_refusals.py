@@ -27,12 +27,12 @@ from tests.support.hostile import (
     bounded,
     edited,
     full,
+    h5ad_of_many_arrays,
     h5ad_whose_values_are_elsewhere,
     h5ad_whose_x_is_elsewhere,
     memory_of,
     recompressed,
     small,
-    store_of_many_arrays,
     store_of_shape,
     store_with_a_column_called,
     store_with_bombs,
@@ -143,7 +143,7 @@ def test_pickles_in_arrays_are_not_loaded(tmp_path: Path, where: str, name: str,
 
 def test_arrays_that_are_too_large_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory_of(2**30, monkeypatch)
-    path = store_of_many_arrays(tmp_path, "h5ad", "uns")
+    path = h5ad_of_many_arrays(tmp_path)
     with bounded(), pytest.raises(StorageError, match="1073741824"):
         dasksc.open(path)
 

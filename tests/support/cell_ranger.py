@@ -12,16 +12,14 @@ import scipy.sparse as sp
 
 __all__ = ["make_counts", "write_v2", "write_v3"]
 
-_FIXED = np.bytes_
 
-
-def make_counts(n_obs: int, n_vars: int, *, dtype: Any = np.int32, seed: int = 0) -> sp.csr_matrix:
+def make_counts(n_obs: int, n_vars: int, *, seed: int = 0) -> sp.csr_matrix:
     """Return a CSR matrix of counts with sorted column indices, and with empty cells at the start, middle and end."""
     rng = np.random.default_rng(seed)
     dense = rng.integers(1, 100, (n_obs, n_vars)) * (rng.random((n_obs, n_vars)) < 0.3)
     for row in (0, n_obs // 2, n_obs - 1):
         dense[row] = 0
-    return sp.csr_matrix(dense.astype(dtype))
+    return sp.csr_matrix(dense.astype(np.int32))
 
 
 def write_v3(
@@ -32,8 +30,6 @@ def write_v3(
     feature_type: Sequence[str] | None = None,
     genome: Sequence[str] | None = None,
     features: Mapping[str, Any] | None = None,
-    filtered_barcodes: Any = None,
-    types: Mapping[str, Any] | None = None,
     variable_strings: bool = False,
     compression: str | None = "gzip",
 ) -> Path:
@@ -49,42 +45,32 @@ def write_v3(
     with h5py.File(path, "w") as file:
         file.attrs["filetype"] = "matrix"
         group = file.create_group("matrix")
-        _write_matrix(group, counts, types, variable_strings=variable_strings, compression=compression)
+        _write_matrix(group, counts, variable_strings=variable_strings, compression=compression)
         table = group.create_group("features")
         _write_text(table, "_all_tag_keys", ["genome"], variable_strings=variable_strings)
         for key, values in columns.items():
             _write_text(table, key, values, variable_strings=variable_strings)
-        if filtered_barcodes is not None:
-            group["filtered_barcodes"] = filtered_barcodes
     return path
 
 
-def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix], *, compression: str | None = "gzip") -> Path:
+def write_v2(path: Path, genomes: Mapping[str, sp.csr_matrix]) -> Path:
     """Write counts in the layout of Cell Ranger 2: one group per genome, each with its own cells."""
     with h5py.File(path, "w") as file:
         for genome, counts in genomes.items():
             group = file.create_group(genome)
-            _write_matrix(group, counts, None, variable_strings=False, compression=compression)
+            _write_matrix(group, counts, variable_strings=False, compression="gzip")
             for key, prefix in (("genes", "ENSG"), ("gene_names", f"{genome} gene ")):
                 _write_text(group, key, [f"{prefix}{i}" for i in range(counts.shape[1])], variable_strings=False)
     return path
 
 
-def _write_matrix(
-    group: h5py.Group,
-    counts: sp.csr_matrix,
-    types: Mapping[str, Any] | None,
-    *,
-    variable_strings: bool,
-    compression: str | None,
-) -> None:
+def _write_matrix(group: h5py.Group, counts: sp.csr_matrix, *, variable_strings: bool, compression: str | None) -> None:
     n_obs, n_vars = counts.shape
-    how = {"indptr": np.int64, "indices": np.int64, "data": counts.dtype, "shape": np.int32} | dict(types or {})
     for key in ("indptr", "indices", "data"):
-        values = getattr(counts, key).astype(how[key])
+        values = getattr(counts, key) if key == "data" else getattr(counts, key).astype(np.int64)
         group.create_dataset(key, data=values, chunks=(100,), maxshape=(None,), compression=compression)
     # The matrix is genes by cells, so each column of the CSC matrix is a cell.
-    group["shape"] = np.array([n_vars, n_obs], dtype=how["shape"])
+    group["shape"] = np.array([n_vars, n_obs], dtype=np.int32)
     _write_text(group, "barcodes", [f"AAAC{i}-1" for i in range(n_obs)], variable_strings=variable_strings)
 
 
@@ -95,4 +81,4 @@ def _write_text(group: h5py.Group, key: str, values: Any, *, variable_strings: b
     elif variable_strings:
         group.create_dataset(key, data=values.astype(object), dtype=h5py.string_dtype())
     else:
-        group[key] = np.char.encode(values, "utf-8").astype(_FIXED)
+        group[key] = np.char.encode(values, "utf-8")

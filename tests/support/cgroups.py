@@ -17,13 +17,7 @@ class NoCgroupError(RuntimeError):
 
 
 class Cgroup:
-    """Control group, version 1 or 2.
-
-    Parameters
-    ----------
-    path
-        Folder of the control group.
-    """
+    """Control group, version 1 or 2, at the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,13 +47,7 @@ class Cgroup:
 
 @contextlib.contextmanager
 def memory_cgroup(n_bytes: int) -> Iterator[Cgroup]:
-    """Create a control group with a memory limit; remove it once its processes have ended.
-
-    Raises
-    ------
-    NoCgroupError
-        If this process cannot create one.
-    """
+    """Create a control group with a memory limit, or raise `NoCgroupError`; remove it once its processes have ended."""
     cgroup = Cgroup(_root() / f"dasksc-{os.getpid()}-{next(_numbers)}")
     try:
         cgroup.path.mkdir()

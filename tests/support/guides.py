@@ -75,8 +75,6 @@ def blocks_of(text: str) -> list[Block]:
     return [block for block in found if block.start not in owned]
 
 
-# --- Requirements of a page ---------------------------------------------------------------------------
-
 # Modules whose names differ from those of their packages.
 MODULES = {"scikit-misc": "skmisc", "scvi-tools": "scvi"}
 
@@ -91,9 +89,6 @@ def missing_of(text: str) -> list[str]:
             needed += [one for extra in named[1].split(",") for one in extras[extra]] if named else [word]
     modules = (re.split(r"[\[<>=]", name)[0] for name in needed)
     return [name for name in modules if importlib.util.find_spec(MODULES.get(name, name).replace("-", "_")) is None]
-
-
-# --- The wheel ----------------------------------------------------------------------------------------
 
 
 def install_wheel(folder: Path) -> Path:
@@ -115,8 +110,6 @@ def run_with(site: Path, command: list[object], folder: Path) -> Any:
     programs = f"{site / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
     return ended(command, cwd=folder, is_preloaded=True, PYTHONPATH=str(site), PATH=programs)
 
-
-# --- Running a page -----------------------------------------------------------------------------------
 
 PRELUDE = """\
 import os, shlex, subprocess
@@ -172,8 +165,6 @@ def outputs_of(page: Path, folder: Path, site: Path, demo: Path) -> dict[int, st
     outputs = (part.replace(str(folder), HOME) for part in parts[2::2])
     return {int(number): output for number, output in zip(parts[1::2], outputs, strict=True)}
 
-
-# --- Output of a page ---------------------------------------------------------------------------------
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 # Values that depend on the machine: durations, rates, memory, loopback addresses, shares of time, processes.

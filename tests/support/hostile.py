@@ -8,7 +8,7 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,12 @@ import pytest
 import zarr
 from anndata import AnnData
 
-import dasksc
 from dasksc.memory import limits as process_memory
 from dasksc.readers import sizes
 from tests.support.data import write_store
-from tests.support.servers import serving
 
 VALUES = np.arange(300.0, dtype=np.float32).reshape(50, 6)
 BOMB_BYTES = 2**26
-
-
-@contextlib.contextmanager
-def opener(folder: Path, place: str) -> Iterator[Callable[[str], AnnData]]:
-    """Yield a function that opens a store in a folder by name, from disk ("local") or a web server ("remote")."""
-    if place == "local":
-        yield lambda name: dasksc.open(folder / name)
-        return
-    pytest.importorskip("obstore")
-    with serving(folder) as server:
-        yield lambda name: dasksc.open(f"{server.url}/{name}")
 
 
 @contextlib.contextmanager
@@ -88,9 +75,6 @@ def full() -> AnnData:
     adata.obsm["n"] = pd.DataFrame({"n": np.arange(20.0)}, index=adata.obs_names)
     adata.uns |= {"n": np.arange(20.0), "deep": {"n": np.arange(20.0)}}
     return adata
-
-
-# --- Zarr -------------------------------------------------------------------------------------------------
 
 
 def array_at(path: Path, where: str) -> str:
@@ -145,9 +129,6 @@ def store_with_bombs(folder: Path, where: str) -> Path:
     return path
 
 
-# --- HDF5 -------------------------------------------------------------------------------------------------
-
-
 def h5ad_whose_x_is_elsewhere(folder: Path, how: str) -> Path:
     path = write_store(small(), folder, "h5ad")
     outside = folder.parent / f"{folder.name}-outside.h5"
@@ -178,19 +159,11 @@ def h5ad_whose_values_are_elsewhere(folder: Path, where: str, how: str) -> Path:
         shape, attributes = file[where].shape, dict(file[where].attrs)
         del file[where]
         into, name = (beside, "n") if how == "beside" else (file, where)
-        if how == "virtual":
-            layout = h5py.VirtualLayout(shape, "f8")
-            layout[:] = h5py.VirtualSource(str(outside), "n", shape=shape)
-            into.create_virtual_dataset(name, layout)
-        else:
-            into.create_dataset(name, shape, "f8", external=[(str(outside), 0, 8 * int(np.prod(shape)))])
+        into.create_dataset(name, shape, "f8", external=[(str(outside), 0, 8 * int(np.prod(shape)))])
         into[name].attrs.update(attributes)
         if how == "beside":
             file[where] = h5py.ExternalLink("beside.h5", "/n")
     return path
-
-
-# --- Both formats -----------------------------------------------------------------------------------------
 
 
 def store_of_shape(folder: Path, format: str, where: str, n: int) -> Path:
@@ -233,21 +206,13 @@ def store_with_a_column_called(folder: Path, format: str, name: str) -> Path:
     return path
 
 
-def store_of_many_arrays(folder: Path, format: str, where: str) -> Path:
-    """Write a store in which one group declares ten arrays of 128 MiB each, without storing any of their chunks."""
-    path = write_store(full(), folder, format)
-    length = 20 if where in ("obs", "obsm") else 6
-    attributes = {"encoding-type": "string-array" if where == "obsm" else "array", "encoding-version": "0.2.0"}
-    shape = (length, 2**27 // length // 8)
-    if format == "h5ad":
-        with h5py.File(path, "r+") as file:
-            for i in range(10):
-                file[where].create_dataset(f"many{i}", shape, "f8", chunks=(1, 1024)).attrs.update(attributes)
-    else:
-        group = zarr.open_group(path, mode="r+", use_consolidated=False)
+def h5ad_of_many_arrays(folder: Path) -> Path:
+    """Write a file whose uns declares ten arrays of 128 MiB each, without storing any of their chunks."""
+    path = write_store(full(), folder, "h5ad")
+    with h5py.File(path, "r+") as file:
         for i in range(10):
-            group[where].create_array(f"many{i}", shape=shape, chunks=(1, 1024), dtype="f8").attrs.update(attributes)
-        zarr.consolidate_metadata(path)
+            array = file["uns"].create_dataset(f"many{i}", (6, 2**27 // 48), "f8", chunks=(1, 1024))
+            array.attrs.update({"encoding-type": "array", "encoding-version": "0.2.0"})
     return path
 
 

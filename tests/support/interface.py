@@ -22,16 +22,9 @@ from dasksc.cli import COMMANDS, prepared
 __all__ = ["interface"]
 
 MODULES = (
-    *(
-        "dasksc",
-        "dasksc.datasets",
-        "dasksc.errors",
-        "dasksc.transforms",
-        "dasksc.tokens",
-        "dasksc.experimental",
-        "dasksc.dashboard",
-    ),
-    *("dasksc.train", "dasksc.train.sections", "dasksc.train.models", "dasksc.integrations.data_module"),
+    *("dasksc", "dasksc.datasets", "dasksc.errors", "dasksc.transforms", "dasksc.tokens", "dasksc.experimental"),
+    *("dasksc.dashboard", "dasksc.train", "dasksc.train.sections", "dasksc.train.models"),
+    "dasksc.integrations.data_module",
 )
 # Importing these modules imports a trainer, which takes longer than all other imports.
 TRAINERS = ("lightning", "pytorch_lightning", "scvi", "transformers")

@@ -11,11 +11,11 @@ import dataclasses
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import combinations, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +36,14 @@ from dasksc import (
     SamplingStrategy,
     Streaming,
 )
+from dasksc.transforms import Downsample, MaskGenes
 from dasksc.transforms.tokens import RankTokens, ValueBins
 from tests.support.data import write_store
 from tests.support.interface import interface
 
-__all__ = [
-    "FACTORS",
-    "RECORDED",
-    "UNIT_WAYS",
-    "Atlas",
-    "Case",
-    "cases",
-    "cases_of_units",
-    "covering",
-    "digest_of_way",
-    "digest_of",
-    "other_results",
-    "recorded",
-]
-
 RECORDED = Path(__file__).parents[1] / "recorded"
 N_OBS, N_VARS = 103, 17
 SEED = 20_240_229
-
-# --- The atlas ----------------------------------------------------------------------------------------
 
 
 def scattered(n_rows: int, n_columns: int, salt: int, *, most: int = 1000) -> NDArray[np.int64]:
@@ -104,9 +88,6 @@ def make_adata(layout: str) -> ad.AnnData:
     return adata
 
 
-# --- Factors ------------------------------------------------------------------------------------------
-
-
 class Backwards(SamplingStrategy):
     """Strategy defined by a user."""
 
@@ -142,9 +123,7 @@ STRATEGIES: dict[str, SamplingStrategy] = {
 }
 FILTER = "n > 20 and kind != 'NK cell'"
 
-# Strategies for cell sets, for equal shares of classes in every batch, and for class weights from a temperature. Cell
-# sets require a batch size that is a multiple of the set size, and only atlases have controls. These strategies are
-# therefore not in FACTORS; each is recorded with every start and world size.
+# Cell sets require a batch size that is a multiple of the set size, and only atlases have controls.
 _MATCHED: dict[str, Any] = {"by": ["kind", "donor"], "set_size": 2, "control": {"donor": ["donor0", "donor3"]}}
 UNITS: dict[str, SamplingStrategy] = {
     "sets": CellSets("kind", 2, block_size=2),
@@ -160,6 +139,7 @@ UNITS: dict[str, SamplingStrategy] = {
     "shares once": ClassBalancedSampling(KINDS, 4, smoothing=1.0, per_batch=True, replace=False),
 }
 UNIT_WAYS = ("h5ad", "zarr 3", "converted", "memory", "joined")
+LAYOUTS = ("csr", "dense")
 
 # Options of a data set: the data read in addition to X, the dtype, and the genes.
 ASKED: dict[str, dict[str, Any]] = {
@@ -172,7 +152,6 @@ ASKED: dict[str, dict[str, Any]] = {
 ENDS = {"padded": (False, True), "dropped": (True, True), "exact": (False, False)}
 SIZES = {"8x2": (8, 2), "5x3": (5, 3)}
 STARTS = ("first epoch", "second epoch", "epoch 7", "resumed", "resumed elsewhere")
-OTHER_SIZES = {"batch_size": 6, "fetch_factor": 3}
 
 
 @dataclass(frozen=True)
@@ -253,25 +232,16 @@ WAYS: dict[str, Way] = {
     "bins": Way(
         _opened("gzip.h5ad"), {"transform": ValueBins(GENES, n_bins=4, max_genes=4, seed=3)}, frozenset({"layout"})
     ),
-}
-
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "strategy": tuple(STRATEGIES),
-    "way": tuple(WAYS),
-    "world_size": (1, 2, 3),
-    "start": STARTS,
-    "stored": ("csr", "dense"),
-    "yielded": ("csr", "dense"),
-    "asked": tuple(ASKED),
-    "ends": tuple(ENDS),
-    "sizes": tuple(SIZES),
-    "scheduler": ("synchronous", "threads"),
+    "thinned": Way(
+        _opened("atlas.h5ad"), {"transform": [Downsample(0.3, seed=2), MaskGenes(0.2)]}, frozenset({"layout"})
+    ),
+    "sampled": Way(_opened("atlas.h5ad"), {"transform": Downsample(target_counts=200)}, frozenset({"layout"})),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Combination of one value of each of `FACTORS`."""
+    """Strategy, `Way`, and one value of each other factor."""
 
     strategy: str
     way: str
@@ -284,71 +254,25 @@ class Case:
     sizes: str
     scheduler: str
 
-    @property
-    def name(self) -> str:
-        return " | ".join(map(str, dataclasses.astuple(self)))
-
 
 def cases() -> Iterator[Case]:
-    """Yield cases that cover all pairs of values.
-
-    Each strategy and each `Way` occurs with every combination of world size and `STARTS`.
-    """
-    moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
-    others = [name for name in FACTORS if name not in ("strategy", "way", "world_size", "start")]
-    for i, strategy in enumerate(STRATEGIES):
-        for j, way in enumerate(WAYS):
-            world_size, start = moments[(i + j) % len(moments)]
-            place, chosen = i * len(WAYS) + j + i // 2, {}
-            for name in others:
-                place, which = divmod(place * 5 + i, len(FACTORS[name]))
-                chosen[name] = FACTORS[name][which]
-            yield Case(strategy=strategy, way=way, world_size=world_size, start=start, **chosen)
-
-
-def cases_of_units() -> Iterator[Case]:
-    """Yield cases of each of `UNITS` that together have every start and world size; other values alternate."""
-    moments = [(world_size, start) for start in STARTS for world_size in FACTORS["world_size"]]
-    for i, strategy in enumerate(UNITS):
-        for j, (world_size, start) in enumerate(moments):
-            if (i + j) % 3:
-                continue
+    """Yield cases in which all factors alternate, so that every strategy and every `Way` begins at every start."""
+    for i, strategy in enumerate(STRATEGIES | UNITS):
+        is_unit = strategy in UNITS
+        ways = UNIT_WAYS if is_unit else tuple(WAYS)
+        for j, start in enumerate(STARTS):
             yield Case(
                 strategy=strategy,
-                way=UNIT_WAYS[(i + j) % len(UNIT_WAYS)],
-                world_size=world_size,
+                way=ways[(i + (1 if is_unit else 4) * j) % len(ways)],
+                world_size=1 + (i + 2 * j) % 3,
                 start=start,
-                stored=FACTORS["stored"][i % 2],
-                yielded=FACTORS["yielded"][j % 2],
-                asked="obs",
+                stored=LAYOUTS[(i + j) % 2],
+                yielded=LAYOUTS[(i // 2 + j) % 2],
+                asked="obs" if is_unit else tuple(ASKED)[(i + j) % len(ASKED)],
                 ends=tuple(ENDS)[(i + j // 2) % len(ENDS)],
-                sizes="8x2",
-                scheduler=FACTORS["scheduler"][j // 2 % 2],
+                sizes="8x2" if is_unit else tuple(SIZES)[(i // 3 + j) % len(SIZES)],
+                scheduler=("synchronous", "threads")[(i // 4 + j) % 2],
             )
-
-
-def pairs_of(case: Case) -> set[tuple[Any, ...]]:
-    """Return the pairs of values in a case, except that of strategy and way."""
-    return {
-        (one, other, getattr(case, one), getattr(case, other))
-        for one, other in combinations(FACTORS, 2)
-        if (one, other) != ("strategy", "way")
-    }
-
-
-def covering() -> list[Case]:
-    """Return cases that cover all pairs, chosen greedily by the number of missing pairs."""
-    remaining = {case: pairs_of(case) for case in cases()}
-    missing = set().union(*remaining.values())
-    chosen = []
-    while missing:
-        best = max(remaining, key=lambda case: len(remaining[case] & missing))
-        missing -= remaining.pop(best)
-        chosen.append(best)
-    return chosen
-
-
-# --- The stores ---------------------------------------------------------------------------------------
 
 
 class Atlas:
@@ -360,7 +284,7 @@ class Atlas:
 
     @cached_property
     def adata(self) -> dict[str, ad.AnnData]:
-        return {layout: make_adata(layout) for layout in FACTORS["stored"]}
+        return {layout: make_adata(layout) for layout in LAYOUTS}
 
     def close(self) -> None:
         for data in self._data.values():
@@ -394,9 +318,6 @@ class Atlas:
 
     def backed(self, layout: str) -> ad.AnnData:
         return ad.read_h5ad(self.path(layout, "atlas.h5ad"), backed="r")
-
-
-# --- Digests ------------------------------------------------------------------------------------------
 
 
 def digest_of(value: Any, *, n_bytes: int = 6) -> str:
@@ -443,8 +364,6 @@ def _exact(value: Any) -> Any:
         return [value.crow_indices(), value.col_indices(), _exact(value.values()), value.dtype]
     return torch.expm1(value.double()).mul(100).round()
 
-
-# --- Cases --------------------------------------------------------------------------------------------
 
 _COUNTS = ("epoch", "rank", "world_size", "n_batches", "n_batches_before", "n_batches_left", "n_rows")
 _COUNTS = (*_COUNTS, "n_rank_batches", "n_rank_padded", "n_rank_dropped", "n_padded", "n_dropped")
@@ -503,18 +422,10 @@ def batches_of(case: Case, atlas: Atlas) -> str:
     if case.start == "resumed":
         state = state_of(case, atlas, case.world_size)
     elif case.start == "resumed elsewhere":
-        state = state_of(case, atlas, case.world_size % 3 + 1, **_other_sizes(case))
-    return rest_of(case, atlas, state)
-
-
-def _other_sizes(case: Case) -> dict[str, Any]:
-    # With per_batch=True, resuming requires the same batch size.
-    kept = {"batch_size"} if getattr(UNITS.get(case.strategy), "per_batch", False) else set()
-    return {name: size for name, size in OTHER_SIZES.items() if name not in kept}
-
-
-def rest_of(case: Case, atlas: Atlas, state: Any = None) -> str:
-    """Return the digests of `batches_of` for a case, after loading a state."""
+        # With per_batch=True, resuming requires the same batch size.
+        is_per_batch = getattr(UNITS.get(case.strategy), "per_batch", False)
+        sizes = {"fetch_factor": 3} if is_per_batch else {"batch_size": 6, "fetch_factor": 3}
+        state = state_of(case, atlas, case.world_size % 3 + 1, **sizes)
     batches, counts = [], []
     for rank in _ranks(case, atlas, case.world_size, state):
         if case.start == "second epoch":
@@ -556,39 +467,22 @@ def other_results(atlas: Atlas) -> dict[str, str]:
     return {name: digest_of(value) for name, value in found.items()}
 
 
-# --- Files --------------------------------------------------------------------------------------------
-
-
 @cache
-def recorded(name: str) -> Any:
-    return json.loads((RECORDED / name).read_text())
+def recorded() -> dict[str, str]:
+    return json.loads((RECORDED / "batches.json").read_text())
 
 
-def dumped(found: Any) -> str:
-    return json.dumps(found, indent=1) + "\n"
-
-
-def digest_of_way(cases: Iterable[Case], way: str, atlas: Atlas) -> str:
+def digest_of_way(way: str, atlas: Atlas) -> str:
     """Return one digest of the batches of all cases of a `Way`."""
-    return digest_of({case.name: batches_of(case, atlas) for case in cases if case.way == way})
-
-
-@contextmanager
-def an_atlas() -> Iterator[Atlas]:
-    """Yield an atlas in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder, closing(Atlas(Path(folder))) as atlas:
-        yield atlas
+    return digest_of([batches_of(case, atlas) for case in cases() if case.way == way])
 
 
 def record() -> None:
     """Write the digests and public names of the current version."""
     RECORDED.mkdir(exist_ok=True)
-    with an_atlas() as atlas:
-        ways = {way: digest_of_way(covering(), way, atlas) for way in WAYS}
-        units = {way: digest_of_way(cases_of_units(), way, atlas) for way in UNIT_WAYS}
-        other = digest_of(other_results(atlas))
-    batches = {"ways": ways, "units": units, "other results": other}
-    (RECORDED / "batches.json").write_text(dumped(batches))
+    with tempfile.TemporaryDirectory() as folder, closing(Atlas(Path(folder))) as atlas:
+        found = {way: digest_of_way(way, atlas) for way in WAYS} | {"other results": digest_of(other_results(atlas))}
+    (RECORDED / "batches.json").write_text(json.dumps(found, indent=1) + "\n")
     (RECORDED / "interface.txt").write_text(interface())
 
 

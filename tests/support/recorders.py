@@ -29,21 +29,11 @@ class Reach:
 
 @dataclass
 class Reads:
-    """Reads recorded in a block.
+    """Reads of all threads, recorded in a block."""
 
-    Attributes
-    ----------
-    reached
-        Calls of ``locate`` on any array of `dasksc.storage`, in order, in all threads.
-    h5py_names
-        Name of the dataset of each read through h5py, by any caller: ``"/X/data"``.
-    zarr_keys
-        Keys of the chunks (not metadata) that zarr-python read, for any caller: ``"X/data/c/0"``.
-    """
-
-    reached: list[Reach] = field(default_factory=list)
-    h5py_names: list[str] = field(default_factory=list)
-    zarr_keys: list[str] = field(default_factory=list)
+    reached: list[Reach] = field(default_factory=list)  # calls of ``locate`` on arrays of `dasksc.storage`
+    h5py_names: list[str] = field(default_factory=list)  # datasets read through h5py, by any caller: ``"/X/data"``
+    zarr_keys: list[str] = field(default_factory=list)  # chunks, not metadata, that zarr-python read: ``"X/data/c/0"``
 
     def n_calls(self, end: str) -> int:
         """Return the number of reads of arrays whose label ends in `end`, e.g. ``"X/data"``."""
@@ -61,14 +51,7 @@ class Reads:
 
 @contextmanager
 def recorded_reads() -> Iterator[Reads]:
-    """Record the reads of this process until the end of the block.
-
-    .. code-block:: python
-
-        with recorded_reads() as reads:
-            adata = dasksc.open(path)
-        assert not reads.of("X/")
-    """
+    """Record the reads of this process until the end of the block."""
     reads = Reads()
 
     def recording_reach(original: Any) -> Any:

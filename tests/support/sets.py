@@ -1,4 +1,4 @@
-"""Small perturbation screen, and cell sets drawn from it."""
+"""Small perturbation screen, cell sets drawn from it, and a strategy of a user."""
 
 from __future__ import annotations
 
@@ -8,10 +8,25 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from dasksc import CellSets, EpochPlan
+from dasksc import CellSets, EpochPlan, SamplingStrategy
 from dasksc.plan.sets import SetSampler
 
 CONTROL = {"gene": "ctrl"}
+
+
+class Own(SamplingStrategy):
+    """Strategy of a user that draws given rows, and may state another number of them."""
+
+    def __init__(self, rows: Any, length: Any = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.length = len(rows) if length is None else length
+
+    def get_len(self, data_collection: Any) -> Any:
+        return self.length
+
+    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> Any:
+        return self.rows
 
 
 def screen(n: int = 2000, *, is_sorted: bool = False, seed: int = 0) -> pd.DataFrame:

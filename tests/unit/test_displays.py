@@ -107,18 +107,6 @@ def test_a_strategy_is_displayed_as_the_call_that_makes_it(strategy: Any, expect
     assert repr(strategy) == expected
 
 
-def test_plans_are_displayed_without_their_rows() -> None:
-    plan = dasksc.EpochPlan(
-        sampler=dasksc.BlockShuffling(4, indices=np.arange(90)).bind(100, lambda name: None), batch_size=10, seed=3
-    )
-    assert repr(plan) == "EpochPlan(sampler=RowSampler of 90 rows, batch_size=10, seed=3)"
-    first = plan.fetch(0)
-    assert repr(first) == (
-        "FetchPlan(number=0, rows=ndarray(shape=(90,), dtype=int64), order=ndarray(shape=(90,), dtype=int64), "
-        "batch_size=10)"
-    )
-
-
 def test_notebooks_show_the_repr_that_a_strategy_of_the_user_defines() -> None:
     class Named(ManualStrategy):
         def __repr__(self) -> str:
@@ -132,7 +120,3 @@ def test_html_escapes_what_it_is_given() -> None:
     assert "<a>" not in text
     assert "<b>" not in text
     assert "1 &lt; 2<br>&#x27;x&#x27; &amp; y" in text
-
-
-def read(path: str, n: int = 1, *, quick: bool = False, hidden: int = 0) -> tuple[str, int, bool, int]:
-    return path, n, quick, hidden

@@ -40,9 +40,6 @@ def address(array: Any) -> int:
     return np.frombuffer(array, dtype=np.uint8).__array_interface__["data"][0]
 
 
-# Blocks
-
-
 @pytest.mark.parametrize(("layout", "dtype"), [("csr", np.float32), ("dense", np.float64)])
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:0]], ids=len)
 def test_a_block_holds_the_same_rows_before_and_after_it_is_sent(layout: Any, dtype: Any, rows: Any) -> None:
@@ -95,9 +92,6 @@ def test_a_block_weighs_what_it_holds_and_a_mapped_fetch_nothing(tmp_path: Path)
     assert sizeof(compact) >= compact.nbytes == indices.nbytes + data.nbytes
     assert sizeof((0.5, FetchedMatrices({"X": compact}))) >= compact.nbytes
     assert sizeof(fetched) < compact.nbytes / 10
-
-
-# Files
 
 
 def files_of(*matrices: Any) -> set[str]:

@@ -33,31 +33,11 @@ def test_tensor_parallel_ranks_read_the_same_and_data_parallel_ones_share_the_ep
         assert len({len(found["epochs"][epoch]) for found in groups}) == 1
 
 
-def test_all_groups_agree_on_the_seed_of_each_data_set(groups):
-    seeds = groups[0]["seeds"]
-    assert len(set(seeds)) == 3
-    assert all(found["seeds"] == seeds for found in groups)
-
-
 def test_a_copy_of_a_data_set_of_a_group_keeps_its_rank(groups):
     for found in groups:
         assert found["copies"][0] == found["grouped"]
         assert found["copies"][1] != found["grouped"]
         assert len(found["copies"][1]) == len(found["grouped"])
-
-
-def test_groups_do_not_read_each_others_keys_in_the_store(groups):
-    assert groups[0]["apart"] != groups[1]["apart"]
-    for first, second in ((0, 2), (1, 3)):
-        assert {row for found in (groups[first], groups[second]) for batch in found["apart"] for row in batch} == set(
-            range(101)
-        )
-
-
-def test_a_mismatch_inside_a_group_names_both_of_its_ranks(groups):
-    complaints = [found["wrong"] for found in groups]
-    assert complaints[:3] == ["", "", ""]
-    assert "rank 0 reads epoch 0 and rank 1 reads epoch 5" in complaints[3]
 
 
 def test_a_rank_outside_the_group_and_a_mesh_without_a_data_dimension_are_refused(groups):

@@ -33,9 +33,6 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-# --- One rank of several ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -99,9 +96,6 @@ def path(tmp_path_factory):
     return write_store(make_adata(N_OBS), tmp_path_factory.mktemp("atlas"), "h5ad")
 
 
-# --- Workers of a DataLoader --------------------------------------------------------------------------
-
-
 # A worker that is killed while it transfers a tensor may leave a socket of torch's queue open.
 @pytest.mark.filterwarnings("ignore:.*socket:pytest.PytestUnraisableExceptionWarning")
 # All signals and start methods but not all pairs: the effect of a signal does not depend on the start method.
@@ -126,8 +120,6 @@ def test_a_worker_that_dies_is_an_error_and_the_next_epoch_is_whole(tmp_path, ho
     assert sorted(np.concatenate(list(loader)).tolist()) == list(range(100))
     assert one.stats()["n_rows"] == 100
 
-
-# --- Ctrl-C -------------------------------------------------------------------------------------------
 
 # A notebook keeps the traceback of the last error and hence every frame.
 INTERRUPTED = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from itertools import islice
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -86,32 +85,6 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
         assert sorted(rows(batches)) == sorted(epoch)
         assert {type(batch).__name__ for batch in batches} == {"Batch"}
         assert all(batch.X.is_pinned() == torch.cuda.is_available() for batch in batches if layout == "dense")
-
-
-def test_workers_share_the_memory_of_their_rank_and_tell_when_it_is_too_little(path, epochs, caplog):
-    one = dataset(path)
-    projection = one.memory
-    projection.limit = 3 * one.projected_bytes
-    alone = projection.reading_mode().depth
-    seen = {}
-
-    def worker(n_workers: int) -> None:
-        info = mock.Mock(id=0, num_workers=n_workers)
-        with (
-            mock.patch("dasksc.loader.projection.get_worker_info", return_value=info),
-            caplog.at_level("WARNING", "dasksc"),
-        ):
-            projection.mode_of_epoch()
-            assert all("memory_limit" in message for message in caplog.messages)
-            seen[n_workers] = (projection.reading_mode().depth, projection.share, len(caplog.messages))
-            caplog.clear()
-
-    worker(3)
-    assert seen[3] == (alone, projection.limit // 3, 0)
-    worker(4)
-    worker(1_000)
-    assert seen[4][0] < alone
-    assert seen[1_000] == (1, projection.limit // 1_000, 1)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

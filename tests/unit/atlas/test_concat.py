@@ -31,7 +31,7 @@ PARTS = ["layers/twice", "obsm/pca", "obsm/table", "raw"]
 pytestmark = [
     pytest.mark.core,
     pytest.mark.filterwarnings(
-        "ignore:Observation names are not unique",
+        "ignore:(Observation|Variable) names are not unique",
         "ignore:.*has (several )?data types?.* and becomes",
         "ignore:The behavior of DataFrame concatenation with empty",  # issued by pandas when AnnData joins
         "ignore:Only some AnnData objects have `.raw`",  # issued by AnnData for the expected result
@@ -225,7 +225,7 @@ def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path])
     expected = dasksc.open([three[0], three[1], three[2]], join="outer", label="source")
     folder = three[0].parent
     for same in (folder, {path.stem: path for path in three}):
-        assert_same(dasksc.open(same, join="outer", label="source"), to_memory(expected))
+        assert_same(dasksc.open(same, join="outer", label="source"), expected.to_memory())
     assert list(expected.obs["source"].cat.categories) == ["part0", "part1", "part2"]
     some = dasksc.open(str(folder / "part*.h5ad"))
     assert some.n_obs == 61
@@ -242,10 +242,6 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path, three: list[Path]) -
         assert dasksc.open(f"{prefix}{tmp_path}/run[0-9]/o*.h5ad").n_obs == 30
         with pytest.raises(MissingPathError, match="there is nothing at"):
             dasksc.open(f"{prefix}{folder}/other.h5ad")
-
-
-def to_memory(adata: AnnData) -> AnnData:
-    return adata.to_memory()
 
 
 def test_a_store_of_groups_as_annbatch_writes_it_opens_as_one(tmp_path: Path) -> None:
@@ -390,9 +386,8 @@ def test_incompatible_atlases_and_options_are_refused(
         dasksc.open(data, **options)
 
 
-@pytest.mark.filterwarnings("ignore:Variable names are not unique")
 def test_variables_that_repeat_are_refused() -> None:
-    with pytest.raises(InputError, match=r"\(\['gene0'\]\)"):
+    with pytest.raises(InputError, match=r"\['gene0'\]"):
         dasksc.open([atlas(0, 3), atlas(1, 3, GENES[[0, 0, 1]])])
 
 
@@ -488,7 +483,7 @@ def test_the_only_match_of_a_pattern_or_folder_opens_like_its_path(tmp_path: Pat
     adata.uns["about"] = "it"
     path = write(adata, tmp_path / "part", "plain")
     alone, found = dasksc.open(path), dasksc.open(f"{tmp_path}/{what}")
-    assert_same(found, to_memory(alone))
+    assert_same(found, alone.to_memory())
     assert found.uns["about"] == "it"
     labelled = dasksc.open(f"{tmp_path}/{what}", label="batch", index_unique="-")
     assert labelled.obs["batch"].tolist() == ["part"] * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -178,34 +179,27 @@ def test_a_mudata_is_taken_as_it_is(tmp_path: Path) -> None:
             assert opened.obs["site"].tolist() == data.obs["site"][opened.obs_names].tolist()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    mod = parts()
+REFUSED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
+    (dasksc.open, InputError, "dasksc.Modalities"),
+    (lambda path: dasksc.Modalities(path.with_name("atlsa.h5mu")), MissingPathError, r"atlas\.h5mu"),
+    (lambda _: dasksc.Modalities({"a": parts()["rna"], "b": AnnData(np.ones((2, 2)))}), InputError, "share no name"),
+    (lambda _: dasksc.Modalities({"obs": parts()["rna"]}), InputError, "'obs'"),
+    (lambda _: dasksc.Modalities({}), InputError, "no modality"),
+    (lambda _: dasksc.Modalities({"a": ad.concat([parts()["rna"]] * 2)}), InputError, "obs_names"),
+    (lambda path: dasksc.scDataset(path, obs=["rna:scor"]), MissingKeyError, "rna:score"),
+    (lambda path: dasksc.scDataset(path, layers=["twice"]), InputError, "modality"),
+    (lambda path: dasksc.scDataset(path, layers=["rna:twic"]), MissingKeyError, "twice"),
+    (lambda path: dasksc.scDataset(path, genes=[0]), InputError, "dict"),
+    (lambda path: dasksc.scDataset(path, batch_transform=lambda batch: batch), InputError, "hooks"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+@pytest.mark.parametrize(("use", "error", "fact"), REFUSED)
+def test_what_does_not_fit_is_refused(tmp_path: Path, use: Any, error: type[Exception], fact: str) -> None:
     path = store(tmp_path, "h5mu")
-    with pytest.raises(InputError, match="dasksc.Modalities"):
-        dasksc.open(path)
-    with pytest.raises(MissingPathError, match=r"atlas\.h5mu"):
-        dasksc.Modalities(tmp_path / "atlsa.h5mu")
-    with pytest.raises(InputError, match="share no name"):
-        dasksc.Modalities({"a": mod["rna"], "b": AnnData(np.ones((2, 2)))})
-    with pytest.raises(InputError, match="called 'obs'"):
-        dasksc.Modalities({"obs": mod["rna"]})
-    with pytest.raises(InputError, match="no modality"):
-        dasksc.Modalities({})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        repeated = ad.concat([mod["rna"], mod["rna"]])
-        with pytest.raises(InputError, match="obs_names"):
-            dasksc.Modalities({"a": repeated})
-    with pytest.raises(MissingKeyError, match="rna:score"):
-        dasksc.scDataset(path, dasksc.Streaming(), 8, obs=["rna:scor"])
-    with pytest.raises(InputError, match="must name the modality"):
-        dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["twice"])
-    with pytest.raises(MissingKeyError, match="twice"):
-        dasksc.scDataset(path, dasksc.Streaming(), 8, layers=["rna:twic"])
-    with pytest.raises(InputError, match="dict"):
-        dasksc.scDataset(path, dasksc.Streaming(), 8, genes=[0])
-    with pytest.raises(InputError, match="hooks"):
-        dasksc.scDataset(path, dasksc.Streaming(), 8, batch_transform=lambda batch: batch)
+    with pytest.raises(error, match=fact):
+        use(path)
 
 
 @given(
@@ -227,9 +221,6 @@ def test_rows_taken_in_any_order_are_those_rows(rows: list[int], wanted: list[in
     np.testing.assert_array_equal(out, expected)
     indptr, indices, data = fetched.gather_csr(np.arange(len(numbers)))
     np.testing.assert_array_equal(sp.csr_matrix((data, indices, indptr), shape=expected.shape).toarray(), expected)
-
-
-# --- Passes and predictions -----------------------------------------------------------------------------
 
 
 def test_predictions_of_several_modalities_are_those_of_their_cells(tmp_path: Path) -> None:

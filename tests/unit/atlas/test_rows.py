@@ -30,9 +30,6 @@ def in_pieces_of(n: int, patched: pytest.MonkeyPatch) -> None:
         patched.setattr(module, name, n)
 
 
-# --- Bytes per row ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Function that returns the path of an atlas with the given number of cells and a nearly empty X."""
@@ -152,9 +149,6 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
     # A filter copies the columns.
     of_columns = (1 + 4) * (2 if "filter" in options else 1)
     assert bytes_a_row(converted, path_of, N // 8, N // 4) <= n_files * (16 + of_columns)
-
-
-# --- Identical results ------------------------------------------------------------------------------
 
 
 def table(n: int = 5000) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Bounded, ordered window of fetches in flight, on every kind of scheduler."""
+"""Bounded, ordered window of fetches in flight, on every kind of scheduler, and large fetches read in parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,14 @@ import pytest
 from dask.callbacks import Callback
 from dask.diagnostics import Profiler, ProgressBar
 
+import dasksc
 from dasksc.errors import FetchError, InputError
 from dasksc.executor.schedulers import default_threads, resolve_scheduler
+from dasksc.executor.tasks import AssembledFetches, FetchedMatrices, part_of
 from dasksc.executor.window import Window
+from dasksc.memory import model as memory_model
+from dasksc.storage import as_matrix, join
+from tests.support.data import make_values
 from tests.support.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.core
@@ -88,9 +95,6 @@ class Gauge:
                 self.n_taken += 1  # taking a result makes room before the caller receives it
             if next(window, None) is None:
                 return
-
-
-# Order and bounds
 
 
 def test_results_come_in_order_whatever_the_delays(any_scheduler: Any) -> None:
@@ -180,9 +184,6 @@ def test_bounds_must_be_positive(bad: dict[str, int]) -> None:
         Window(double, range(3), name="w", scheduler="threads", **bad)
 
 
-# Failures
-
-
 def test_an_error_comes_at_its_turn_and_says_what_failed(any_scheduler: Any) -> None:
     window = Window(
         fail_at_5,
@@ -211,9 +212,6 @@ def test_an_interrupt_in_the_asking_thread_is_not_wrapped() -> None:
     with pytest.raises(KeyboardInterrupt):
         next(window)
     assert next(window, None) is None
-
-
-# Stopping early
 
 
 def test_breaking_off_leaves_nothing_behind(any_scheduler: Any) -> None:
@@ -280,9 +278,6 @@ def test_closing_wakes_the_thread_that_waits() -> None:
     assert eventually(lambda: not our_threads())
 
 
-# Dask's own callbacks
-
-
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 def test_every_callback_fires_for_every_fetch(scheduler: str) -> None:
     fired = {"start": 0, "start_state": 0, "pretask": 0, "posttask": 0, "finish": 0}
@@ -327,16 +322,10 @@ def test_figures_tell_running_from_ready_and_weigh_both() -> None:
     assert (figures.n_fetching, figures.n_ready, figures.n_fetched, figures.in_flight_bytes) == (0, 0, 5, 0)
 
 
-# Choosing the scheduler
-
-
 @pytest.mark.parametrize("bad", ["thread", "processes", 3])
 def test_what_is_not_a_scheduler_is_refused(bad: Any) -> None:
     with pytest.raises(InputError, match=re.escape(repr(bad))):
         resolve_scheduler(bad)
-
-
-# CPUs
 
 
 def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:
@@ -350,3 +339,102 @@ def test_affinity_and_the_share_of_a_rank_limit_the_threads() -> None:
     assert 1 <= n <= len(allowed)
     assert default_threads(local_world_size=n) == 1
     assert default_threads(local_world_size=10 * n, n_workers=3) == 1
+
+
+N_OBS, N_VARS = 90, 11
+
+
+@pytest.mark.parametrize("layout", ["csr", "dense"])
+def test_joined_fetches_gather_as_one(layout: str) -> None:
+    matrix = as_matrix(make_values(N_OBS, N_VARS, layout=layout, dtype=np.float32), "m")
+    rows = np.sort(np.random.default_rng(0).integers(0, N_OBS, 40))
+    whole = matrix.fetch(rows)
+    joined = join([matrix.fetch(part_of(rows, part, 4)) for part in range(4)])
+    assert (joined.shape, joined.dtype, joined.nbytes) == (whole.shape, whole.dtype, whole.nbytes)
+    order = np.random.default_rng(1).permutation(40)
+    for fetched in (joined, joined.compact()):
+        out, expected = np.empty((2, 40, N_VARS), dtype=np.float32)
+        fetched.gather(order, out=out)
+        whole.gather(order, out=expected)
+        np.testing.assert_array_equal(out, expected)
+        for one, other in zip(fetched.gather_csr(order), whole.gather_csr(order), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class FakeWindow:
+    """Window whose results arrive when a test increases ``n_arrived``."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.results = deque(results)
+        self.n_arrived = 0
+
+    def next_is_done(self) -> bool:
+        return self.n_arrived > 0 or not self.results
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if not self.results:
+            raise StopIteration
+        self.n_arrived -= 1
+        i, result = self.results.popleft()
+        if isinstance(result, Exception):
+            raise result
+        return i, result
+
+
+def part(i: int) -> FetchedMatrices:
+    return FetchedMatrices({"X": as_matrix(np.full((2, 3), i), "m").fetch(np.arange(2))})
+
+
+def test_a_fetch_is_ready_when_its_last_part_has_arrived() -> None:
+    window = FakeWindow([(i, part(i)) for i in range(6, 12)])
+    fetches = AssembledFetches(window, 3)
+    assert not fetches.is_ready()
+    window.n_arrived = 2
+    assert not fetches.is_ready()
+    assert len(window.results) == 4, "what is there is taken, so that the window goes on"
+    window.n_arrived = 2
+    assert fetches.is_ready()
+    k, fetched = next(iter(fetches))
+    assert k == 2
+    out = np.empty((6, 3))
+    fetched.parts["X"].gather(np.arange(6), out=out)
+    assert out[:, 0].tolist() == [6, 6, 7, 7, 8, 8]
+
+
+def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for() -> None:
+    window = FakeWindow([(0, part(0)), (1, part(1)), (2, OSError("part 2")), (3, part(3))])
+    window.n_arrived = 4
+    fetches = AssembledFetches(window, 2)
+    results = iter(fetches)
+    assert next(results)[0] == 0
+    assert fetches.is_ready()
+    with pytest.raises(OSError, match="part 2"):
+        next(results)
+
+
+@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
+def test_batches_do_not_depend_on_the_parts(tmp_path: Any, scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import anndata
+
+    values = make_values(N_OBS, N_VARS, layout="csr", dtype=np.float32)
+    path = tmp_path / "x.h5ad"
+    anndata.AnnData(X=values).write_h5ad(path, compression="gzip")
+
+    def epoch(part_bytes: int) -> tuple[int, list[Any]]:
+        monkeypatch.setattr(memory_model, "_PART_BYTES", part_bytes)
+        dataset = dasksc.scDataset(
+            path, dasksc.BlockShuffling(4), 8, 3, scheduler=scheduler, rank=0, world_size=1, seed=0
+        )
+        first = [batch.clone() for batch in islice(dataset, 4)]
+        state = dataset.state_dict()
+        dataset.load_state_dict({**state, "epoch": 0})
+        return dataset.memory.reading_mode().n_parts, first + [batch.clone() for batch in dataset]
+
+    (one, expected), (several, batches) = epoch(2**25), epoch(500)
+    assert one == 1
+    assert several == 3
+    assert len(batches) == len(expected) > 10
+    assert all(batch.equal(other) for batch, other in zip(batches, expected, strict=True))

@@ -7,7 +7,6 @@ perfect generator fails one of them.
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dasksc.kernels import draw
+from dasksc.kernels.synthetic import fill_alias_table
 from tests.support import twins
 
 pytestmark = pytest.mark.core
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.core
 ERROR = 1e-4
 SEGMENT_LEVELS = 6
 SEGMENT = 1 << SEGMENT_LEVELS
-EMPTY = np.empty(0, dtype=np.float64)
-NO_LOOKUP = np.empty(0, dtype=np.int64)
+# The package passes read-only arrays, for which the kernels are compiled once.
+EMPTY, NO_LOOKUP = np.frombuffer(b"", np.float64), np.frombuffer(b"", np.int64)
 
 Source = tuple[NDArray[Any], NDArray[np.float64], NDArray[np.int64]]
 
@@ -40,6 +40,8 @@ def source_of(kind: str, n: int) -> tuple[Source, NDArray[np.float64]]:
     codes[n // 2] = 2
     table = np.array([0.0, 1.5, 0.0, 4.0])
     lookup = np.arange(n) + n // 3
+    for array in (weights, codes, table, lookup):
+        array.flags.writeable = False
     return {
         "equal": lambda: ((EMPTY, EMPTY, NO_LOOKUP), np.ones(n)),
         "weights": lambda: ((weights, EMPTY, NO_LOOKUP), weights[:n].astype(float)),
@@ -62,30 +64,20 @@ def tree_of(source: Source, n: int) -> NDArray[np.float64]:
     return tree
 
 
-def drawn(
-    kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5, split_levels: int = 16
-) -> NDArray[np.int64]:
+def drawn(kernel: str, wanted: Any, n_draws: int, source: Source, n: int, key: int = 5) -> NDArray[np.int64]:
     tree = tree_of(source, n)
     wanted = np.asarray(wanted, dtype=np.int64)
     out = np.empty(len(wanted), dtype=np.int64)
     levels = (len(tree).bit_length() - 2, SEGMENT_LEVELS)
     if kernel == "in order":
-        starts = starts_of(tree, n_draws, min(split_levels, levels[0]), key)
+        starts = np.empty((1 << levels[0]) + 1, dtype=np.int64)
+        draw.split_draws(n_draws, tree, levels[0], np.uint64(key), starts)
         draw.drawn_in_order(wanted, starts, tree, *levels, n, *source, np.uint64(key), out)
     else:
         shares = np.empty(len(wanted))
         draw.uniforms(wanted, np.uint64(key), shares)
         draw.drawn_singly(shares, tree, *levels, n, *source, out)
     return out
-
-
-def starts_of(tree: NDArray[np.float64], n_draws: int, levels: int, key: int) -> NDArray[np.int64]:
-    starts = np.empty((1 << levels) + 1, dtype=np.int64)
-    draw.split_draws(n_draws, tree, levels, np.uint64(key), starts)
-    return starts
-
-
-# --- Sums and counts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", N)
@@ -102,19 +94,6 @@ def test_twin_of_sums(kind: str, n: int) -> None:
         assert tree[node] == tree[2 * node] + tree[2 * node + 1]
 
 
-@given(st.lists(st.integers(-1, 5), max_size=60), st.booleans())
-def test_twin_of_counts(codes: list[int], some: bool) -> None:
-    array = np.array(codes, dtype=np.int16)
-    lookup = np.arange(0, len(codes), 2) if some else NO_LOOKUP
-    counted = array[lookup] if some and len(lookup) else array
-    out = np.zeros(7, dtype=np.int64)
-    draw.count_codes(len(counted), array, lookup, out)
-    np.testing.assert_array_equal(out, [np.count_nonzero(counted == code) for code in range(-1, 6)])
-
-
-# --- Binomials --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [1, 64, 65, 1000, 10**9])
 @pytest.mark.parametrize("p", [1e-9, 0.02, 0.3, 0.5, 0.999])
 def test_binomials_have_their_distribution(n: int, p: float) -> None:
@@ -122,79 +101,10 @@ def test_binomials_have_their_distribution(n: int, p: float) -> None:
     assert heads.min() >= 0
     assert heads.max() <= n
     law = stats.binom(n, p)
-    # At most 25 bins with about equal probability and integer edges.
-    edges = np.unique(law.ppf(np.linspace(0, 1, 26)[1:-1]))
-    expected = np.diff(np.concatenate([[0], law.cdf(edges), [1]])) * len(heads)
-    observed = np.bincount(np.searchsorted(edges, heads), minlength=len(expected))
-    enough = expected >= 5
-    if np.count_nonzero(enough) > 1:
-        rest = [observed[~enough].sum()], [expected[~enough].sum()]
-        observed, expected = np.append(observed[enough], rest[0]), np.append(expected[enough], rest[1])
-        if expected[-1] < 5:
-            observed, expected = observed[:-1], expected[:-1] * observed[:-1].sum() / expected[:-1].sum()
-        assert stats.chisquare(observed, expected).pvalue > ERROR
+    assert twins.follows(heads, law, ERROR)
     sigma = law.std() / np.sqrt(len(heads))
     if law.std() > 1:
         assert abs(heads.mean() - law.mean()) < stats.norm.isf(ERROR / 2) * sigma
-
-
-# --- Draws ------------------------------------------------------------------------------------------
-
-
-def in_order_twin(n_draws: int, source: Source, weights: NDArray[np.float64], key: int, split_levels: int) -> list[int]:
-    """Return all draws in storage order by plain recursion, with the kernel's rule for nodes with few draws."""
-    tree = tree_of(source, len(weights))
-    n_leaves = len(tree) // 2
-    padded = np.zeros(n_leaves * SEGMENT)
-    padded[: len(weights)] = weights
-
-    def weight(node: int) -> float:
-        if node < 2 * n_leaves:
-            return float(tree[node])
-        return inner(node)
-
-    def inner(node: int) -> float:
-        if node >= n_leaves * SEGMENT:
-            return float(padded[node - n_leaves * SEGMENT])
-        return inner(2 * node) + inner(2 * node + 1)
-
-    def down(node: int, share: float) -> int:
-        rest = share * (weight(node) if node < n_leaves else inner(node))
-        while node < n_leaves * SEGMENT:
-            if node >= n_leaves and node < 2 * n_leaves:
-                rest = rest / weight(node) * inner(node)
-            heavier = inner if node >= n_leaves else weight
-            node *= 2
-            if rest >= heavier(node) and heavier(node + 1) > 0:
-                rest -= heavier(node)
-                node += 1
-        return node - n_leaves * SEGMENT
-
-    def split(node: int, count: int) -> list[int]:
-        if count == 0:
-            return []
-        if node >= n_leaves * SEGMENT:
-            return [node - n_leaves * SEGMENT] * count
-        if count <= draw._GROUP and node >= 1 << min(split_levels, n_leaves.bit_length() - 1):
-            own = twins.stream(key, node)
-            return [down(node, share) for share in sorted(twins.uniform(own, i) for i in range(count))]
-        of = weight if node < n_leaves else inner
-        share = of(2 * node) / (of(2 * node) + of(2 * node + 1))
-        left = int(draw.binomial(np.uint64(twins.stream(key, node)), count, share))
-        return split(2 * node, left) + split(2 * node + 1, count - left)
-
-    return split(1, n_draws)
-
-
-@pytest.mark.parametrize("n", N)
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_draws_in_order(kind: str, n: int) -> None:
-    source, weights = source_of(kind, n)
-    for n_draws, split_levels in product((1, 2, 3, 50, 3000), (0, 2, 16)):
-        expected = in_order_twin(n_draws, source, weights, 5, split_levels)
-        assert drawn("in order", range(n_draws), n_draws, source, n, split_levels=split_levels).tolist() == expected
-        backwards = drawn("in order", range(n_draws)[::-3], n_draws, source, n, split_levels=split_levels)
-        assert backwards.tolist() == expected[::-3]
 
 
 @pytest.mark.parametrize("n", N)
@@ -219,11 +129,9 @@ def test_draws_never_fall_on_rows_without_weight(kernel: str) -> None:
     for rows in ([0], [63], [64], [199], [0, 199], [5, 64, 130]):
         weights = np.zeros(200)
         weights[rows] = [5e-324, 1.0, 1e300][: len(rows)]
+        weights.flags.writeable = False
         found = drawn(kernel, range(1000), 1000, (weights, EMPTY, NO_LOOKUP), 200)
         assert set(found.tolist()) <= set(rows)
-
-
-# --- Without replacement ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,31 +148,6 @@ def gumbel_twins(weights: NDArray[np.float64], key: int) -> list[float]:
         math.log(weight) - math.log(-math.log1p(-twins.uniform(key, i))) if weight else -math.inf
         for i, weight in enumerate(weights)
     ]
-
-
-@pytest.mark.parametrize(("low", "high"), [(-math.inf, math.inf), (-1.0, 1.0), (2.0, math.inf), (800.0, 900.0)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_twin_of_selecting_by_key(kind: str, low: float, high: float) -> None:
-    source, weights = source_of(kind, 3000)
-    keys = np.array(gumbel_twins(weights, 9))
-    expected = np.flatnonzero((keys >= low) & (weights > 0))
-    near = np.flatnonzero(keys[expected] <= high)
-    for room in (3000, 20, 0):
-        out, places, found = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int64), np.empty(room)
-        counts = draw.select_above(3000, *source, np.uint64(9), low, high, out, places, found)
-        assert counts == (len(expected), len(near))
-        np.testing.assert_array_equal(out[: counts[0]], expected[:room])
-        np.testing.assert_array_equal(places[: counts[1]], near[:room])
-        np.testing.assert_allclose(found[: counts[1]], keys[expected[near]][:room], rtol=1e-12)
-    assert draw.count_positive(3000, *source) == np.count_nonzero(weights)
-
-
-@given(st.lists(st.integers(), max_size=30, unique=True).map(len), st.data())
-def test_twin_of_leaving_out(n: int, data: st.DataObject) -> None:
-    places = np.array(sorted(data.draw(st.sets(st.integers(0, n - 1)))) if n else [], dtype=np.int64)
-    values = np.arange(n, dtype=np.int32) + 100
-    draw.leave_out(values, n, places)
-    assert values[: n - len(places)].tolist() == np.delete(np.arange(n) + 100, places).tolist()
 
 
 @given(codes=st.lists(st.integers(-1, 3), min_size=1, max_size=80), key=st.integers(0, 2**64 - 1), data=st.data())
@@ -284,3 +167,13 @@ def test_twin_of_quotas(codes: list[int], key: int, data: st.DataObject) -> None
     chosen = draw.select_quotas(len(codes), array, NO_LOOKUP, np.array(quotas), np.array(counts), np.uint64(key), out)
     assert chosen == sum(quotas)
     assert out.tolist() == expected
+
+
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=60))
+def test_an_alias_table_holds_the_distribution_it_was_filled_with(weights: list[float]) -> None:
+    share, n = np.array(weights) / np.sum(weights), len(weights)
+    keep, other = np.empty(n, np.uint32), np.empty(n, np.int32)
+    fill_alias_table(share * n, keep, other)
+    assert ((other >= 0) & (other < n)).all()
+    kept = (keep.astype(np.float64) + 1) / 2**32
+    np.testing.assert_allclose((np.bincount(other, 1 - kept, minlength=n) + kept) / n, share, atol=1e-8)

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from dasksc.kernels import permute
+from dasksc.kernels import permute, sets
+from dasksc.kernels import stratified as kernels
 from tests.support import twins
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
-UINT64 = st.integers(0, 2**64 - 1)
+KEYS = st.integers(0, 2**64 - 1)
 SIZES = [1, 2, 3, 5, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025]
 NO_TABLE = np.empty(0, dtype=np.int64)
 
@@ -44,17 +45,8 @@ def network(n: int, number: int, positions: NDArray[np.int64] | None = None) -> 
     return out
 
 
-def table(n: int, number: int) -> NDArray[np.int64]:
-    out = np.empty(n, dtype=np.int64)
-    permute.shuffle(keys_of(number, 1)[0], out)
-    return out
-
-
 def assert_uniform(counts: Any, expected: Any = None) -> None:
     assert stats.chisquare(counts, expected).pvalue > ERROR
-
-
-# --- The generator ----------------------------------------------------------------------------------
 
 
 def test_bits_are_those_of_splitmix64() -> None:
@@ -64,14 +56,14 @@ def test_bits_are_those_of_splitmix64() -> None:
     assert int(permute.bits(np.uint64(1234567), 0)) == 6457827717110365317
 
 
-@given(UINT64, st.integers(0, 2**40))
+@given(KEYS, st.integers(0, 2**40))
 def test_twin_of_bits_and_streams(key: int, counter: int) -> None:
     assert int(permute.bits(np.uint64(key), counter)) == twins.bits(key, counter)
     assert permute.uniform(np.uint64(key), counter) == twins.uniform(key, counter)
     assert int(permute.stream(np.uint64(key), counter)) == twins.stream(key, counter)
 
 
-@given(UINT64, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
+@given(KEYS, st.integers(0, 2**40), st.integers(1, 2**32 - 1) | st.integers(1, 10))
 def test_twin_of_below(key: int, counter: int, n: int) -> None:
     value = int(permute.below(np.uint64(key), counter, n))
     assert value == twins.below(key, counter, n)
@@ -85,10 +77,7 @@ def test_below_is_uniform(n: int) -> None:
     assert_uniform(np.bincount(draws * bins // n, minlength=bins))
 
 
-# --- Tables -----------------------------------------------------------------------------------------
-
-
-@given(UINT64, st.integers(0, 200))
+@given(KEYS, st.integers(0, 200))
 def test_twin_of_shuffle(key: int, n: int) -> None:
     out = np.empty(n, dtype=np.int64)
     permute.shuffle(np.uint64(key), out)
@@ -107,21 +96,9 @@ def test_every_order_of_a_small_table_is_as_likely(n: int) -> None:
     assert_uniform(seen)
 
 
-# --- The network ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [*SIZES, 65_535, 65_537, 131_071, 131_073, 262_145])
 def test_the_network_is_a_permutation(n: int) -> None:
     np.testing.assert_array_equal(np.sort(network(n, 7)), np.arange(n))
-
-
-@given(st.integers(1, 2**40), st.integers(0, 2**32), st.data())
-def test_twin_of_the_network(n: int, number: int, data: st.DataObject) -> None:
-    position = data.draw(st.integers(0, n - 1))
-    keys = keys_of(number)
-    value = int(permute.permuted(position, n, half_bits_of(n), keys))
-    assert value == twins.permuted(position, n, half_bits_of(n), [int(key) for key in keys])
-    assert 0 <= value < n
 
 
 @pytest.mark.parametrize("n", [65_537, 2**17 - 1, 2**17 + 1, 10**7])
@@ -133,46 +110,45 @@ def test_the_network_sends_any_position_anywhere(n: int) -> None:
         assert_uniform(np.bincount(column * 50 // n, minlength=50))
 
 
-# --- Dealing ----------------------------------------------------------------------------------------
+@given(n=st.integers(0, 60), m=st.integers(1, 50), a=st.integers(0, 49), b=st.integers(-500, 500))
+def test_floor_sums_are_those_of_every_term(n: int, m: int, a: int, b: int) -> None:
+    assert kernels.floor_sum(n, m, a % m, b) == sum((a % m * i + b) // m for i in range(n))
 
 
-@given(
-    block_size=st.integers(1, 9),
-    rank=st.integers(0, 3),
-    more_ranks=st.integers(1, 4),
-    n_rounds=st.integers(0, 6),
-    n_piece=st.integers(0, 12),
-    how=st.sampled_from(["storage", "table", "network"]),
-    data=st.data(),
-)
-def test_twin_of_deal(
-    block_size: int, rank: int, more_ranks: int, n_rounds: int, n_piece: int, how: str, data: st.DataObject
-) -> None:
-    world_size = rank + more_ranks
-    n_blocks = max(1, n_rounds * world_size)
-    keys = keys_of(3)
-    order = {"storage": np.arange(n_blocks), "table": table(n_blocks, 1), "network": network(n_blocks, 3)}[how]
-    piece_round = data.draw(st.integers(0, n_rounds))
-    piece = np.arange(1000, 1000 + n_piece, dtype=np.int64)
-    blocks = order[rank : n_rounds * world_size : world_size]
-    rows = [list(range(block * block_size, (block + 1) * block_size)) for block in blocks]
-    sequence = [row for rows_of in [*rows[:piece_round], piece.tolist(), *rows[piece_round:]] for row in rows_of]
+def test_floor_sums_of_many_batches_do_not_overflow() -> None:
+    n = 10**9 + 7
+    stride = 618_033_993
+    # Every residue occurs once, so the sum is (stride * n(n-1)/2 minus the sum of all residues) / n.
+    assert kernels.floor_sum(n, n, stride, 0) == (stride * n * (n - 1) // 2 - n * (n - 1) // 2) // n
 
-    start = data.draw(st.integers(0, len(sequence)))
-    stop = data.draw(st.integers(start, len(sequence)))
-    out = np.empty(stop - start, dtype=np.int64)
-    permute.deal(
-        start,
-        block_size,
-        rank,
-        world_size,
-        0,
-        piece_round,
-        piece,
-        n_blocks,
-        order if how == "table" else NO_TABLE,
-        half_bits_of(n_blocks) if how == "network" else 0,
-        keys,
-        out,
-    )
-    assert out.tolist() == sequence[start:stop]
+
+@given(n_rows=st.one_of(st.integers(1, 60), st.integers(500, 2000)), run_rows=st.integers(1, 9), key=KEYS)
+def test_every_pass_draws_every_row_once(n_rows: int, run_rows: int, key: int) -> None:
+    out = np.empty(3 * n_rows, dtype=np.int64)
+    kernels.drawn_of_class(0, n_rows, run_rows, np.uint64(key), out)
+    for one in out.reshape(3, -1):
+        np.testing.assert_array_equal(np.sort(one), np.arange(n_rows))
+
+
+def order_of(key: int, n: int, block_size: int, first: int = 0, size: int | None = None, table: int = 64) -> Any:
+    out = np.empty(n if size is None else size, dtype=np.int64)
+    sets.fill_from_group(np.uint64(key), n, block_size, first, np.empty(table, dtype=np.int64), out)
+    return out
+
+
+@given(KEYS, st.integers(1, 60), st.integers(1, 9), st.integers(0, 200), st.integers(1, 150))
+def test_a_range_of_an_order_begins_anew_at_its_end(key: int, n: int, block_size: int, first: int, size: int) -> None:
+    whole = order_of(key, n, block_size)
+    expected = whole[np.arange(first, first + size) % n]
+    np.testing.assert_array_equal(order_of(key, n, block_size, first, size), expected)
+
+
+@pytest.mark.parametrize(("n", "block_size", "table"), [(21, 8, 64), (40, 3, 64), (37, 1, 4), (50, 64, 64)])
+def test_every_cell_is_as_likely_at_every_place(n: int, block_size: int, table: int) -> None:
+    counts = np.zeros((n, n))
+    for number in range(20_000):
+        key = twins.stream(12345, number)
+        counts[np.arange(n), order_of(key, n, block_size, table=table)] += 1
+    # Positions within one order are not independent, so each is tested separately.
+    pvalues = [stats.chisquare(place).pvalue for place in counts]
+    assert min(pvalues) > ERROR / n

@@ -42,9 +42,6 @@ def dataset(data, **options) -> scDataset:
     return scDataset(data, **options)
 
 
-# --- Values -----------------------------------------------------------------------------------------
-
-
 # Pairwise combinations of format, storage of matrices and layout of batches.
 @pytest.mark.parametrize(
     ("format", "stored", "layout"),
@@ -177,9 +174,6 @@ def test_batches_that_are_kept_keep_their_values(adata, path):
         np.testing.assert_array_equal(np.asarray(values), adata.X[which].toarray())
 
 
-# --- Hooks ------------------------------------------------------------------------------------------
-
-
 def test_hooks_run_in_order_and_one_at_a_time(path):
     running, calls = threading.Lock(), []
 
@@ -258,9 +252,6 @@ def test_after_a_hook_has_raised_the_data_set_goes_on_with_the_next_epoch():
     assert one.stats()["epoch"] == 1
 
 
-# --- Early exit -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["break", "close", "exception", "drop"])
 def test_however_the_loop_ends_no_thread_stays(path, how):
     before = set(threading.enumerate())
@@ -284,9 +275,6 @@ def test_however_the_loop_ends_no_thread_stays(path, how):
 def _divide_by_zero(batches) -> None:
     for batch in batches:
         batch.shape[0] // 0
-
-
-# --- Lengths, epochs and accounts ----------------------------------------------------------------------
 
 
 def test_progress_shows_a_bar_that_counts_batches(path, capfd):
@@ -316,9 +304,6 @@ def test_to_dask_is_the_epoch_as_an_array_of_its_fetches(path, layout):
 def test_to_dask_of_no_rows_is_an_empty_array(path, layout):
     one = dasksc.scDataset(path, dasksc.Streaming(indices=[]), layout=layout)
     assert one.to_dask().compute().shape == (0, one.to_dask().shape[1])
-
-
-# --- Laziness ---------------------------------------------------------------------------------------
 
 
 def test_nothing_of_x_is_read_before_the_first_batch_and_then_only_its_fetch(path, monkeypatch):
@@ -394,14 +379,12 @@ def test_looking_changes_nothing(path, monkeypatch):
         assert [batch.index.tolist() for batch in one] == expected
 
 
-def shards_of_accelerate(dataset):
-    shard = pytest.importorskip("accelerate.data_loader").IterableDatasetShard
-    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+def shards_of(module):
+    def shards(dataset):
+        shard = pytest.importorskip(module).IterableDatasetShard
+        return shard(dataset, batch_size=1, num_processes=2, process_index=0)
 
-
-def shards_of_transformers(dataset):
-    shard = pytest.importorskip("transformers.trainer_pt_utils").IterableDatasetShard
-    return shard(dataset, batch_size=1, num_processes=2, process_index=0)
+    return shards
 
 
 def sharding_filter(dataset):
@@ -410,7 +393,9 @@ def sharding_filter(dataset):
     return pipe
 
 
-@pytest.mark.parametrize("shards", [shards_of_accelerate, shards_of_transformers, sharding_filter])
+@pytest.mark.parametrize(
+    "shards", [shards_of("accelerate.data_loader"), shards_of("transformers.trainer_pt_utils"), sharding_filter]
+)
 def test_wrappers_that_share_the_batches_once_more_are_refused(path, shards):
     with pytest.raises(dasksc.InputError, match="world_size=1"):
         next(iter(shards(dasksc.scDataset(path, batch_size=8, rank=0, world_size=2, seed=0))))

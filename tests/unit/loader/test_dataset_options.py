@@ -1,4 +1,4 @@
-"""Options of a data set: genes, sizes of fetches and of the window, and differences between ranks."""
+"""Options of a data set: genes, sizes of fetches and of the window, differences between ranks, and invalid input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from anndata import AnnData
 
 import dasksc
 import dasksc.loader.projection
-from dasksc.errors import InputError
+from dasksc import (
+    ClassBalancedSampling,
+    InputError,
+    Streaming,
+    scDataset,
+)
+from tests.support.data import make_adata, write_store
+from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
 
@@ -93,9 +100,6 @@ def test_ranks_that_stream_in_storage_order_need_no_seed(equal_ranks: bool) -> N
         len(dasksc.scDataset(np.arange(11), dasksc.Streaming(shuffle=True), batch_size=2, rank=0, world_size=2))
 
 
-# --- Names of strategies ----------------------------------------------------------------------------
-
-
 def rows_of(dataset: dasksc.scDataset) -> list[int]:
     return [int(row) for batch in dataset for row in batch.index]
 
@@ -144,9 +148,6 @@ def test_names_and_labels_that_do_not_fit_are_refused(given: dict[str, Any], mes
         dasksc.scDataset(labelled(), **given)
 
 
-# --- Row numbers ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
     adata = labelled()
@@ -163,32 +164,10 @@ def test_return_index_yields_the_row_numbers_of_x(layout: Any) -> None:
     assert plain.fingerprint == numbered.fingerprint
 
 
-# --- Displays ---------------------------------------------------------------------------------------
-
-
 def test_a_data_set_is_displayed_by_what_differs_from_defaults() -> None:
-    weights = np.ones(60)
-    indices = np.arange(60)
-    dataset = dasksc.scDataset(
-        labelled(),
-        dasksc.BlockWeightedSampling(indices=indices, weights=weights),
-        16,
-        2,
-        obs=["kind"],
-        filter="kind == 'b'",
-        transform=len,
-        seed=5,
-        equal_ranks=False,
-        layers=(),
-        dtype="float32",
-    )
-    assert repr(dataset) == (
-        "scDataset(data, 90 rows, BlockWeightedSampling(indices=ndarray(shape=(60,), dtype=int64), "
-        "weights=ndarray(shape=(60,), dtype=float64)), batch_size=16, fetch_factor=2, seed=5, "
-        "obs=['kind'], filter=\"kind == 'b'\", equal_ranks=False, transform=len)"
-    )
-    assert repr(dasksc.scDataset(labelled())) == "scDataset(data, 90 rows, BlockShuffling(), batch_size=64)"
-    assert repr(pickle.loads(pickle.dumps(dataset))) == repr(dataset)
+    dataset = dasksc.scDataset(labelled(), batch_size=16, obs=["kind"], transform=len, layers=(), dtype="float32")
+    expected = "scDataset(data, 90 rows, BlockShuffling(), batch_size=16, obs=['kind'], transform=len)"
+    assert repr(dataset) == repr(pickle.loads(pickle.dumps(dataset))) == expected
 
 
 @pytest.mark.parametrize(
@@ -208,3 +187,86 @@ def test_an_epoch_without_batches_is_reported_once_with_the_reason(strategy, opt
     assert list(dataset) == []
     (record,) = caplog.records
     assert re.search(f"epoch 0 has no batches: .*{reason}", record.getMessage())
+
+
+N_OBS = 60
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_store(make_adata(N_OBS, has_everything=True), tmp_path_factory.mktemp("atlas"), "h5ad")
+
+
+SIZES = [("batch_size", 0), ("batch_size", 2.5), ("fetch_factor", "8"), ("prefetch", True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        *(({name: "flag"}, rf"{name}='flag'.*list") for name in ("obs", "layers", "obsm", "genes")),
+        *(({name: value}, f"{name}.*{value!r}") for name, value in SIZES),
+        *(({"seed": seed}, r"seed.*2\*\*64") for seed in (-1, 1.5, 2**64)),
+        ({"obs": ["cell_typ"]}, "cell_type"),
+        ({"layers": ["count"]}, "'count'.*'counts'"),
+        ({"obsm": ["pca"]}, "obsm.*'pca'"),
+        ({"genes": ["gene0", "gen1"]}, "'gen1'.*'gene1"),
+        ({"genes": ["gene0", "GENE1"]}, "'GENE1'.*'gene1'"),
+        ({"strategy": ClassBalancedSampling(label_key="celltype")}, "cell_type"),
+        ({"layout": "coo"}, "layout must be 'dense' or 'csr'"),
+        ({"dtype": "str"}, "dtype='str'"),
+        ({"dtype": "float99"}, "dtype='float99'"),
+        ({"scheduler": "processes"}, "scheduler='processes'"),
+        ({"memory_limit": "abc"}, "memory_limit='abc'"),
+        ({"device": "gpu"}, "device='gpu'.*PyTorch.*'cpu'"),
+        ({"genes": np.ones(3, dtype=bool)}, r"genes is a mask of shape \(3,\), but there are 17 columns"),
+        ({"genes": []}, "genes= selects no column"),
+        ({"genes": [0, 0]}, "twice"),
+        ({"genes": [99]}, r"\[0, 17\)"),
+        ({"obsm": ["table"]}, "obsm/table is a DataFrame"),
+        (
+            {"memory_limit": "1kB", "fetch_factor": None},
+            r"^batches of 8 rows need .*B of memory .*limit is 0\.98 kiB.*fetch_factor=1 needs.* at least '\d+MiB'$",
+        ),
+        (
+            {"memory_limit": "18MB", "fetch_factor": 10_000},
+            r"1 fetch of 10000 batches in flight.*limit is 17\.17 MiB\. Use fetch_factor=\d+,.* at least '\d+MiB'$",
+        ),
+        (
+            {"memory_limit": "18MB", "fetch_factor": 100, "prefetch": 50},
+            "50 fetches of 100 batches in flight.* Use fetch_factor=.* lower batch_size or prefetch",
+        ),
+        ({"fetch_transform": 3}, "fetch_transform must be callable"),
+        ({"fetch_transform": len, "layers": ["counts"]}, "layers= cannot be used here: hooks determine"),
+        ({"rank": 2, "world_size": 2}, r"rank must lie in \[0, world_size\)"),
+        ({"rank": 0, "world_size": 0}, "world_size=0"),
+        ({"rank": "0", "world_size": 1}, "rank must be a whole number"),
+        ({"data": iter([1, 2])}, "list_iterator.*len"),
+        ({"data": None}, r"None.*len\(\)"),
+        ({"data": 5}, r"int.*len\(\)"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_read(path, options, match):
+    given = {"data": path, "strategy": Streaming(), "batch_size": 8, "seed": 0} | options
+    data = given.pop("data")
+    with recorded_reads() as reads, pytest.raises(InputError, match=match):
+        scDataset(data, given.pop("strategy"), **given)
+    assert not reads.of("X/")
+    assert not reads.of("layers/")
+
+
+def test_an_anndata_without_x_is_refused():
+    adata = make_adata(N_OBS)
+    adata.X = None
+    with pytest.raises(InputError, match="no X"):
+        scDataset(adata, Streaming(), 8)
+
+
+def test_mapping_cannot_be_switched_off_after_opening(path):
+    opened = dasksc.open(path)
+    with pytest.raises(InputError, match="mmap=False"):
+        scDataset(opened, Streaming(), 8, mmap=False)
+    for data in (opened, [opened, path]):
+        with pytest.raises(InputError, match="mmap=False"):
+            dasksc.open(data, mmap=False)
+    one = scDataset(dasksc.open(path, mmap=False), Streaming(), 8, seed=0)
+    assert sum(map(len, one)) == N_OBS

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import recorder
 from tests.support.interface import interface
-from tests.support.recorder import FACTORS, RECORDED, UNIT_WAYS, Atlas, recorded
+from tests.support.recorder import LAYOUTS, RECORDED, WAYS, Atlas, recorded
 
 pytestmark = pytest.mark.core
 
@@ -17,23 +17,18 @@ pytestmark = pytest.mark.core
 @pytest.fixture(scope="module")
 def atlas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Atlas]:
     with closing(Atlas(tmp_path_factory.mktemp("recorded"))) as atlas:
-        for layout in FACTORS["stored"]:
+        for layout in LAYOUTS:
             atlas.path(layout, "converted.zarr")
         yield atlas
 
 
-@pytest.mark.parametrize("way", FACTORS["way"])
+@pytest.mark.parametrize("way", WAYS)
 def test_batches_are_those_recorded(way: str, atlas: Atlas) -> None:
-    assert recorder.digest_of_way(recorder.covering(), way, atlas) == recorded("batches.json")["ways"][way]
-
-
-@pytest.mark.parametrize("way", UNIT_WAYS)
-def test_batches_of_sets_and_shares_are_those_recorded(way: str, atlas: Atlas) -> None:
-    assert recorder.digest_of_way(recorder.cases_of_units(), way, atlas) == recorded("batches.json")["units"][way]
+    assert recorder.digest_of_way(way, atlas) == recorded()[way]
 
 
 def test_other_results_are_those_recorded(atlas: Atlas) -> None:
-    assert recorder.digest_of(recorder.other_results(atlas)) == recorded("batches.json")["other results"]
+    assert recorder.digest_of(recorder.other_results(atlas)) == recorded()["other results"]
 
 
 def test_public_names_and_signatures_are_those_recorded() -> None:

@@ -71,16 +71,6 @@ def test_epochs_after_a_resumed_one_equal_those_of_an_uninterrupted_run():
     assert again.state_dict()["epoch"] == 3
 
 
-def test_an_iteration_that_was_left_can_still_be_saved_and_gone_on_with():
-    one = dataset()
-    for i, _ in enumerate(one):
-        if i == 3:
-            break
-    other = dataset()
-    other.load_state_dict(through_json(one.state_dict()))
-    assert [b.tolist() for b in other] == [b.tolist() for b in dataset()][4:]
-
-
 @pytest.mark.parametrize("n_read", [0, 4])
 def test_an_epoch_that_failed_before_its_first_batch_can_be_gone_on_with(n_read):
     def fail(data):

@@ -9,30 +9,23 @@ import logging
 from collections import Counter
 from typing import Any
 
-import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from dasksc import CellSets
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.kernels import sets as kernels
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.sets import SetSampler
-from tests.support import twins
 from tests.support.sets import CONTROL, bound, plan_of, screen, sets_of
 
 pytestmark = pytest.mark.core
 
 ERROR = 1e-4
 SIZE = 6
-
-
-# --- Content of sets --------------------------------------------------------------------------------
 
 
 @given(
@@ -123,9 +116,6 @@ def test_incomplete_sets_are_dropped_or_filled_without_repeats() -> None:
     assert later != set(rows)
 
 
-# --- Distributions ----------------------------------------------------------------------------------
-
-
 def group_counts(sampler: SetSampler) -> NDArray[np.int64]:
     return np.bincount([group for group, _, _ in sets_of(plan_of(sampler, 100))], minlength=len(sampler.table))
 
@@ -174,8 +164,6 @@ def assert_even(counts: NDArray[np.float64], per_set: int, block_size: int) -> N
     assert stats.spearmanr(np.arange(len(blocks)), blocks).pvalue > ERROR
 
 
-# --- Ranks, coverage and resuming -------------------------------------------------------------------
-
 SHAPES = {
     "replace": st.booleans(),
     "drop_last": st.booleans(),
@@ -186,7 +174,6 @@ SHAPES = {
 }
 
 
-@settings(max_examples=60)
 @given(**SHAPES)
 def test_ranks_share_the_sets_of_an_epoch(
     replace: bool, drop_last: bool, equal_ranks: bool, world_size: int, n: int, set_size: int
@@ -213,7 +200,6 @@ def test_ranks_share_the_sets_of_an_epoch(
         assert len({len(rank) for rank in ranks}) == 1
 
 
-@settings(max_examples=60)
 @given(
     **SHAPES,
     then=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 4])),
@@ -269,9 +255,6 @@ def test_digests_tell_samplers_apart() -> None:
     assert len(set(digests[0])) == len(options)
 
 
-# --- Unmatched cells --------------------------------------------------------------------------------
-
-
 def with_gap() -> pd.DataFrame:
     """Return a screen without controls in RPE1, and in batch z of K562."""
     obs = screen()
@@ -294,17 +277,6 @@ def test_unmatched_groups_are_dropped_and_counted() -> None:
     assert sampler.accounts.n_unmatched_cells == ((obs.line == "RPE1") & (obs.gene != "ctrl")).sum()
     assert sampler.accounts.n_cells == ((obs.line != "RPE1") & (obs.gene != "ctrl")).sum()
     assert all((obs.line[list(rows)] != "RPE1").all() for _, rows, _ in sets_of(plan_of(sampler)))
-
-
-def test_unmatched_cells_of_a_group_are_dropped_alone() -> None:
-    obs = with_gap()
-    sampler = bound(obs, ["line", "gene"], 8, control=CONTROL, match=["line", "batch"], unmatched="drop")
-    is_target = obs.gene != "ctrl"
-    is_open = is_target & ((obs.line == "RPE1") | ((obs.line == "K562") & (obs.batch == "z")))
-    assert sampler.accounts.n_unmatched_cells == is_open.sum()
-    assert sampler.accounts.n_unmatched_groups == 8
-    drawn = [row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]
-    assert not is_open[drawn].any()
 
 
 @pytest.mark.parametrize("n_controls", [1, 9])
@@ -343,11 +315,7 @@ def test_cells_without_a_group_are_never_drawn(caplog: pytest.LogCaptureFixture)
     assert not obs.gene[[row for _, rows, _ in sets_of(plan_of(sampler)) for row in rows]].isna().any()
 
 
-# --- Rows to draw from ------------------------------------------------------------------------------
-
-
 @given(st.sampled_from(["mask", "rows", "slice"]), st.booleans())
-@settings(max_examples=20)
 def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None:
     obs = screen()
     rng = np.random.default_rng(1)
@@ -359,9 +327,6 @@ def test_indices_restrict_targets_and_controls(kind: str, has_own: bool) -> None
     for _, rows, controls in sets_of(plan_of(sampler)):
         assert set(rows) <= allowed
         assert set(controls) <= (allowed if own is None else set(range(1000, 2000)))
-
-
-# --- Labels ------------------------------------------------------------------------------------------
 
 
 def labels_of(sampler: Any, name: str) -> list[Any]:
@@ -446,20 +411,3 @@ def test_dates_and_durations_are_labels_of_controls(column: pd.Series[Any], as_g
     assert {row for _, rows, _ in sets_of(plan_of(bound(obs, "day", 4, weights=weights))) for row in rows} <= set(
         range(20, 40)
     )
-
-
-def test_get_indices_keeps_sets_together():
-    adata = ad.AnnData(
-        np.zeros((60, 1)), obs=pd.DataFrame({"gene": pd.Categorical(list("abc") * 20)}, index=list(map(str, range(60))))
-    )
-    rows = CellSets("gene", 4, n_sets=30).get_indices(adata, seed=3).reshape(30, 4)
-    genes = adata.obs["gene"].to_numpy()[rows]
-    assert (genes == genes[:, :1]).all()
-    assert len({tuple(one) for one in rows.tolist()}) > 10
-
-
-@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**40), max_size=20))
-def test_twin_of_set_keys(key: int, numbers: list[int]) -> None:
-    out = np.empty(len(numbers), dtype=np.uint64)
-    kernels.set_keys(np.uint64(key), np.array(numbers, dtype=np.int64), out)
-    assert out.tolist() == [twins.stream(key, number) for number in numbers]

@@ -13,25 +13,13 @@ import dasksc
 from dasksc import BlockShuffling, BlockWeightedSampling, CellSets, ClassBalancedSampling, Streaming
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.plan.binding import bind
-from tests.support.sets import CONTROL, bound, screen
+from tests.support.sets import CONTROL, Own, bound, screen
 
 pytestmark = pytest.mark.core
 
 NAN = float("nan")
 HIDDEN = np.ma.masked_array([1, 2], mask=[False, True])
 DURATIONS = np.ones(10, "m8[s]")
-
-
-class Own(dasksc.SamplingStrategy):
-    def __init__(self, rows: Any, length: Any = None) -> None:
-        self.rows = rows
-        self.length = len(rows) if length is None else length
-
-    def get_len(self, data_collection: Any) -> Any:
-        return self.length
-
-    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> Any:
-        return self.rows
 
 
 def balanced(labels: Any = (1,) * 10, **options: Any) -> ClassBalancedSampling:

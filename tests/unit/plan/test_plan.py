@@ -6,23 +6,22 @@ perfect generator fails one of them.
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import pickle
 from typing import Any
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
 import dasksc
 from dasksc import EpochPlan
+from dasksc.plan import label_entropy as mixing
 from dasksc.plan.binding import bind
-from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.order import BlockOrder
 
 pytestmark = pytest.mark.core
@@ -78,7 +77,6 @@ ALL = [
     "balanced",
     "balanced, no replacement",
 ]
-SHUFFLED = ["blocks", "user shuffled"]
 
 
 def plan_of(strategy: dasksc.SamplingStrategy, n: int, **options: Any) -> EpochPlan:
@@ -181,25 +179,6 @@ def test_any_fetch_is_the_same_when_computed_alone_elsewhere(name: str, n: int, 
         np.testing.assert_array_equal(yielded_by(pickle.loads(pickle.dumps(here))), yielded_by(here))
 
 
-@given(
-    name=st.sampled_from(SHUFFLED),
-    n=st.integers(8, 60),
-    world_size=st.integers(1, 4),
-    block_size=st.integers(1, 12),
-    batch_size=st.integers(1, 8),
-    fetch_factor=st.integers(1, 3),
-    equal_ranks=st.booleans(),
-)
-def test_no_row_is_left_out_for_ever_by_drop_last(name: str, n: int, block_size: int, **sizes: Any) -> None:
-    # An epoch drops a row with a probability of at most 7/8; 50 epochs all drop it with a probability of 0.1%.
-    seen: set[int] = set()
-    for epoch in range(50):
-        plan = plan_of(strategy_of(name, n, block_size), n, drop_last=True, seed=1, epoch=epoch, **sizes)
-        assume(plan.n_dropped * 2 <= n)
-        seen |= {int(row) for rank in ranks_of(plan) for row in yielded_by(rank)}
-    assert seen == set(range(n))
-
-
 @pytest.mark.parametrize(
     ("n", "strategy", "sizes"),
     [
@@ -239,19 +218,6 @@ def test_a_users_order_is_read_sorted_and_yielded_as_given() -> None:
     np.testing.assert_array_equal(yielded_by(plan), np.arange(50)[::-2])
 
 
-# --- Particular sizes -------------------------------------------------------------------------------
-
-
-def test_ranks_with_less_than_a_fetch_each_share_evenly() -> None:
-    # 1,000 rows are fewer than the 2,048 of one fetch: division by fetches would give all of them to one rank.
-    ranks = ranks_of(plan_of(dasksc.BlockShuffling(8), 1000, batch_size=128, world_size=4))
-    assert [rank.n_batches for rank in ranks] == [2, 2, 2, 2]
-    assert [rank.n_rank_rows for rank in ranks] == [250] * 4
-    assert set(np.concatenate([yielded_by(rank) for rank in ranks])) == set(range(1000))
-    streaming = ranks_of(plan_of(dasksc.Streaming(), 1000, batch_size=128, world_size=4))
-    assert [rank.n_batches for rank in streaming] == [2, 2, 2, 2]
-
-
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("equal_ranks", [False, True])
@@ -262,17 +228,6 @@ def test_an_epoch_without_rows_has_no_batches(name: str, drop_last: bool, equal_
         plan.fetch(0)
 
 
-def test_one_row_for_many_ranks_is_repeated_or_given_to_one_or_dropped() -> None:
-    def counts(**options: Any) -> list[int]:
-        return [
-            len(yielded_by(rank)) for rank in ranks_of(plan_of(dasksc.BlockShuffling(), 1, world_size=4, **options))
-        ]
-
-    assert counts() == [1, 1, 1, 1]
-    assert counts(equal_ranks=False) == [1, 0, 0, 0]
-    assert counts(drop_last=True) == [0, 0, 0, 0]
-
-
 def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
     plan = plan_of(dasksc.BlockShuffling(), 100, batch_size=10, fetch_factor=2)
     for k in (-1, 5):
@@ -281,9 +236,6 @@ def test_fetches_and_batches_outside_the_plan_are_refused() -> None:
     for i in (-1, 10):
         with pytest.raises(IndexError, match=f"{i}.*10"):
             plan.batch_rows(i)
-
-
-# --- Distribution to ranks --------------------------------------------------------------------------
 
 
 def test_full_blocks_stay_whole() -> None:
@@ -319,9 +271,6 @@ def test_no_row_is_always_early_or_late() -> None:
     assert stats.chisquare(np.bincount(np.searchsorted([3, 7], firsts), minlength=3)).pvalue > ERROR
 
 
-# --- Keys -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("streaming", "user")])
 def test_epochs_and_seeds_differ_and_come_again(name: str) -> None:
     n = 300
@@ -351,22 +300,6 @@ def test_the_digest_covers_every_rank_and_all_sizes() -> None:
     assert plan.digest() not in {other.digest() for other in others}
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_epoch_that_ranks_leave_anywhere_is_completed_by_one(world_size: int, block_size: int) -> None:
-    for n, n_batches in itertools.product(range(5, 24), range(4)):
-        sizes = {"batch_size": 2, "fetch_factor": 2}
-        before = plan_of(dasksc.BlockShuffling(block_size), n, world_size=world_size, seed=n, **sizes)
-        segment = ConsumedSegment(world_size=world_size, n_batches=n_batches, **sizes)
-        after = dataclasses.replace(before, rank=0, world_size=1, consumed=(segment,))
-        read = [batch for rank in ranks_of(before) for batch in batches_of(rank)[:n_batches]]
-        completed = yielded_by(after)
-        times = np.bincount(np.concatenate([*read, completed]), minlength=n)
-        assert times.min() == 1, (n, n_batches)
-        assert len(np.unique(completed)) == len(completed), (n, n_batches)
-        assert times.sum() - n <= before.n_padded, (n, n_batches)
-
-
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -386,3 +319,38 @@ def test_epochs_of_more_than_2_to_the_32_rounds_are_planned(strategy: dasksc.Sam
     for k in (0, plan.n_fetches // 3, plan.n_fetches // 2, plan.n_fetches - 1):
         rows = plan.fetch(k).rows
         assert 0 <= rows.min() <= rows.max() < n_obs
+
+
+def batches_of_64(strategy: dasksc.SamplingStrategy, n: int, fetch_factor: int = 4) -> dasksc.EpochPlan:
+    sampler = bind(strategy, range(n), n, lambda key: None)
+    return dasksc.EpochPlan(sampler=sampler, batch_size=64, fetch_factor=fetch_factor)
+
+
+def test_entropy_is_that_of_the_labels_of_each_batch() -> None:
+    batches = [np.array([0, 0, 1, 1]), np.array([0, 1, 2, 3]), np.array([2, 2, 2, 2, -1])]
+    measured = mixing.diversity_of(batches, 4)
+    assert measured.mean == pytest.approx((1 + 2 + 0) / 3)
+    assert measured.spread == pytest.approx(np.std([1, 2, 0]))
+    assert measured.n_batches == 3
+
+
+def test_single_rows_mix_ideally_and_large_blocks_do_not() -> None:
+    labels = np.arange(20_000) // 1000
+    single = batches_of_64(dasksc.BlockShuffling(1), 20_000).diversity(labels)
+    blocks = batches_of_64(dasksc.BlockShuffling(64), 20_000).diversity(labels)
+    stream = batches_of_64(dasksc.Streaming(), 20_000).diversity(labels)
+    assert single.share == pytest.approx(1, abs=0.01)
+    assert stream.mean < blocks.mean < single.mean
+    assert single.spread == pytest.approx(single.ideal_spread, rel=0.3)
+    longer = batches_of_64(dasksc.BlockShuffling(64), 20_000, fetch_factor=32).diversity(labels)
+    assert blocks.mean < longer.mean <= longer.ideal_mean + 0.05
+
+
+def test_a_data_set_is_measured_by_a_column_of_obs() -> None:
+    plates = pd.Categorical.from_codes(np.arange(2000) // 200, list("abcdefghij"))
+    obs = pd.DataFrame({"plate": plates}, index=[str(i) for i in range(2000)])
+    adata = ad.AnnData(np.zeros((2000, 3), dtype=np.float32), obs=obs)
+    dataset = dasksc.scDataset(adata, dasksc.BlockShuffling(50), batch_size=50, fetch_factor=4, seed=0)
+    measured = dasksc.diversity(dataset, "plate")
+    assert measured == dataset.plan().diversity(plates)
+    assert 0 < measured.mean < measured.ideal_mean

@@ -26,6 +26,7 @@ from dasksc.plan.binding import bind
 from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.plan.labels import encode_labels
 from dasksc.plan.samplers import Sampler
+from tests.support.sets import Own
 
 pytestmark = pytest.mark.core
 
@@ -67,8 +68,6 @@ def assert_drawn_by(counts: NDArray[np.int64], weights: Any) -> None:
         assert stats.chisquare(observed, expected).pvalue > ERROR
 
 
-# --- Draws by weight --------------------------------------------------------------------------------
-
 WEIGHTS = {
     "equal": np.ones(1000),
     "integers": np.arange(1, 301),
@@ -102,9 +101,6 @@ def test_draws_with_replacement_are_independent() -> None:
     unordered = np.triu(chance, 1) * 2 + np.diag(np.diag(chance))
     upper = np.triu_indices(4)
     assert stats.chisquare(pairs[upper], unordered[upper] * 6000).pvalue > ERROR
-
-
-# --- Without replacement ----------------------------------------------------------------------------
 
 
 @given(n=st.integers(1, 400), data=st.data())
@@ -155,18 +151,6 @@ def inclusion(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     return chances
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_without_replacement_rows_are_included_with_their_exact_chances(size: int) -> None:
-    weights = np.array([1.0, 2.0, 3.0, 5.0, 0.0, 10.0])
-    n_epochs = 6000
-    strategy = BlockWeightedSampling(8, weights=weights, total_size=size, replace=False)
-    counts = counts_of(strategy, len(weights), n_epochs)
-    chances = inclusion(weights, size)
-    sigma = np.sqrt(np.clip(chances * (1 - chances), 0, None) / n_epochs)
-    z = stats.norm.isf(ERROR / 2 / len(weights))
-    assert np.all(np.abs(counts / n_epochs - chances) <= z * sigma + 1e-12)
-
-
 def test_rounds_draw_without_replacement_inside_each() -> None:
     weights = np.array([1.0, 2.0, 3.0, 5.0])
     strategy = BlockWeightedSampling(8, weights=weights, total_size=7, replace=False, sampling_size=3)
@@ -185,8 +169,6 @@ def test_rounds_draw_without_replacement_inside_each() -> None:
     z = stats.norm.isf(ERROR / 2 / 4)
     assert np.all(np.abs(counts / n_epochs - chances) <= z * np.sqrt(variance / n_epochs))
 
-
-# --- Classes ----------------------------------------------------------------------------------------
 
 CLASS_SIZES = np.array([1000, 500, 30, 3])
 LABELS = np.repeat(np.arange(4), CLASS_SIZES)
@@ -349,8 +331,6 @@ def test_labels_can_be_named_or_given_as_a_lazy_array() -> None:
         np.testing.assert_array_equal(sampler.draw(3, 1).rows(positions), given_.draw(3, 1).rows(positions))
 
 
-# --- Rows to draw from ------------------------------------------------------------------------------
-
 MASK = np.arange(30) % 4 == 1
 SUBSETS: dict[str, tuple[Any, list[int]]] = {
     "all": (None, list(range(30))),
@@ -394,9 +374,6 @@ def test_weights_and_labels_may_be_given_for_all_rows_or_for_those_drawn_from(na
         assert_drawn_by(counts_of(strategy_, 30), wanted)
 
 
-# --- Orders and keys --------------------------------------------------------------------------------
-
-
 def test_no_two_seeds_and_epochs_share_a_key() -> None:
     keys = [
         int(key)
@@ -409,30 +386,11 @@ def test_no_two_seeds_and_epochs_share_a_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-# --- Custom strategies ------------------------------------------------------------------------------
-
-
-class Own(dasksc.SamplingStrategy):
-    def __init__(self, rows: Any, length: int | None = None) -> None:
-        super().__init__()
-        self.rows = rows
-        self.length = len(rows) if length is None else length
-
-    def get_len(self, data_collection: Any) -> int:
-        return self.length
-
-    def get_indices(self, data_collection: Any, seed: int | None = None, rng: Any = None) -> Any:
-        return self.rows
-
-
 def test_a_users_strategy_needs_two_methods_only() -> None:
     assert rows_of(Own([3, 1, 1]), 5).tolist() == [3, 1, 1]
     assert rows_of(Own([]), 5).tolist() == []
     with pytest.raises(NotImplementedError, match="SamplingStrategy.*get_len"):
         sampler_of(dasksc.SamplingStrategy(), 5)
-
-
-# --- Digests ----------------------------------------------------------------------------------------
 
 
 def test_digests_tell_samplers_apart() -> None:

@@ -102,20 +102,11 @@ def test_ranks_that_cannot_be_known_are_refused(monkeypatch, environment, argume
         World.detect(**arguments)
 
 
-def faked(module: str, **members: object) -> SimpleNamespace:
-    """Return a stand-in for a library that is not installed here, with the interface that its documentation states."""
-    return SimpleNamespace(__name__=module, **members)
-
-
 def test_an_initialised_horovod_wins_over_the_environment(monkeypatch):
     up = [True]
-    horovod = faked(
-        "horovod.torch",
-        is_initialized=lambda: up[0],
-        rank=lambda: 3,
-        size=lambda: 4,
-        local_size=lambda: 2,
-    )
+    # A stand-in, with the interface that its documentation states.
+    ranks = {"rank": lambda: 3, "size": lambda: 4, "local_size": lambda: 2}
+    horovod = SimpleNamespace(__name__="horovod.torch", is_initialized=lambda: up[0], **ranks)
     monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "9")

@@ -173,9 +173,6 @@ def test_a_wrapper_is_not_taken_for_the_function_that_it_wraps() -> None:
     np.testing.assert_array_equal(dense(gather_block(matrix.fetch(np.arange(5)), np.arange(5))), 2 * block[:5])
 
 
-# Index arrays
-
-
 def unordered() -> sp.csr_matrix:
     """Return a matrix with two values at one position and unsorted columns."""
     return sp.csr_matrix((np.arange(1, 6, dtype=np.float32), [3, 1, 3, 0, 0], [0, 3, 3, 5]), shape=(3, 5))

@@ -252,21 +252,6 @@ def test_a_row_local_matrix_pickles_and_keeps_what_it_compiled_in_a_process() ->
     np.testing.assert_array_equal(rows_of(first, rows), dense(array.compute())[rows])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dataset_over_normalized_x_yields_the_normalized_rows(tmp_path: Path, layout: str) -> None:
-    adata = make_adata(layout=layout)
-    with dask.config.set({"dasksc.chunk-bytes": 2000}):
-        lazy = dasksc.open(write_store(adata, tmp_path, "h5ad"))
-    for data in (lazy, adata):
-        sc.pp.normalize_total(data, target_sum=1e4)
-        sc.pp.log1p(data)
-    lazy.X = lazy.X.map_blocks(dasksc.row_local(lambda block: block * 2))
-    for batch in dasksc.scDataset(
-        lazy, dasksc.BlockShuffling(block_size=4), batch_size=8, fetch_factor=2, obs=["flag"], seed=0
-    ):
-        np.testing.assert_allclose(batch.X.numpy(), 2 * dense(adata.X)[batch.index.numpy()], rtol=1e-5)
-
-
 def test_a_graph_deeper_than_the_stack_is_computed_by_whole_chunks() -> None:
     n_layers = 500
     array = leaf("dense")
@@ -275,12 +260,6 @@ def test_a_graph_deeper_than_the_stack_is_computed_by_whole_chunks() -> None:
         array = array + 1
     rows = np.array([3, 40])
     np.testing.assert_allclose(rows_of(matrix_of(array), rows), values[rows] + n_layers)
-
-
-def test_no_rows_give_no_rows() -> None:
-    for layout in LAYOUTS:
-        fetched = matrix_of(da.log1p(leaf(layout))).fetch(np.empty(0, dtype=np.int64))
-        assert fetched.shape == (0, N_VARS)
 
 
 @pytest.mark.parametrize("name", STAY_CSR)

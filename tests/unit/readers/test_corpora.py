@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.sparse as sp
-from anndata import AnnData
 
 import dasksc
 from dasksc.pushdown import matrix_of
@@ -60,42 +57,6 @@ def test_an_atlas_opens_as_its_h5ad(atlas: Any) -> None:
         dasksc.open(path, reader_options={"gene_tabel": "x"})
 
 
-STRATEGIES = [
-    dasksc.Streaming(),
-    dasksc.BlockShuffling(4),
-    dasksc.BlockWeightedSampling(4, weights=np.arange(N_OBS)),
-    dasksc.ClassBalancedSampling(np.arange(N_OBS) % 3, 1),
-]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: type(strategy).__name__)
-@pytest.mark.parametrize("layout", ["csr", "dense"])
-def test_batches_are_those_of_the_h5ad_on_every_rank_and_after_resuming(atlas: Any, strategy: Any, layout: str) -> None:
-    h5ad, path, options = atlas
-    datas = dasksc.open(h5ad), dasksc.open(path, reader_options=options)
-    genes = ["gene9", "gene2", "gene5"] if layout == "dense" else None
-
-    def dataset(data: AnnData, rank: int) -> Any:
-        given = {"obs": ["int64"], "genes": genes, "layout": layout, "seed": 3, "rank": rank, "world_size": 2}
-        return dasksc.scDataset(data, strategy, 5, 3, **given)
-
-    def values(batch: Any) -> np.ndarray:
-        return np.column_stack([batch.X.to_dense(), batch.obs["int64"]])
-
-    for rank in range(2):
-        expected, found = ([values(batch) for batch in dataset(data, rank)] for data in datas)
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
-    begun = dataset(datas[1], 0)
-    iterator = iter(begun)
-    list(islice(iterator, 4))
-    state = json.loads(json.dumps(begun.state_dict()))
-    resumed = dataset(datas[1], 0)
-    resumed.load_state_dict(state)
-    for one, other in zip(resumed, iterator, strict=True):
-        np.testing.assert_array_equal(values(one), values(other))
-
-
 def test_it_joins_converts_and_is_described(atlas: Any, tmp_path: Path) -> None:
     h5ad, path, options = atlas
     expected = dense(dasksc.open(h5ad).X.compute())
@@ -125,9 +86,6 @@ def test_a_matrix_is_pickled_and_holds_at_most_its_cost(atlas: Any) -> None:
     whole = matrix.fetch(np.arange(N_OBS))
     assert whole.nbytes <= N_OBS * matrix.cost.held
     assert matrix.fetch(np.empty(0, np.int64)).shape == (0, N_VARS)
-
-
-# --- SOMA -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +176,6 @@ def test_values_written_after_an_experiment_was_opened_are_not_read(experiment: 
         array.write(pa.table(columns))
     assert dense(data.X.compute())[1, 0] == 0
     assert dense(dasksc.open(copy, reader_options=CHOSEN).X.compute())[1, 0] == 31
-
-
-# --- Parquet --------------------------------------------------------------------------------------------
 
 
 def test_a_fetch_decodes_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import fcntl
 import pickle
 import warnings
-import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ import dasksc
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, MissingPathError, StorageError
 from dasksc.storage import Columns, Matrix, RowBuffer, as_matrix, open_matrix
 from dasksc.storage.arrays import logical_dtype
+from tests.support.data import dense, zip_of
 from tests.support.recorders import recorded_reads
 
 pytestmark = pytest.mark.core
@@ -64,15 +64,7 @@ def values_of(adata: ad.AnnData, key: str) -> NDArray[Any]:
     else:
         group, _, name = key.partition("/")
         value = getattr(adata, group)[name]
-    return densified(value) if sp.issparse(value) else np.asarray(value)
-
-
-def densified(matrix: Any) -> NDArray[Any]:
-    """Return the dense matrix, like ``toarray``, also for float16."""
-    entries = matrix.tocoo()
-    dense = np.zeros(matrix.shape, dtype=matrix.dtype)
-    dense[entries.row, entries.col] = entries.data
-    return dense
+    return dense(value)
 
 
 def write_h5ad(adata: ad.AnnData, path: Path, **kwargs: Any) -> Path:
@@ -103,23 +95,13 @@ def write_zarr(adata: ad.AnnData, path: Path, *, zarr_format: int, shards: bool 
     return path
 
 
-def write_zip(adata: ad.AnnData, path: Path) -> Path:
-    directory = write_zarr(adata, path, zarr_format=2)
-    zipped = path.with_suffix(".zarr.zip")
-    with zipfile.ZipFile(zipped, "w") as archive:
-        for file in sorted(directory.rglob("*")):
-            if file.is_file():
-                archive.write(file, file.relative_to(directory))
-    return zipped
-
-
 WRITERS: dict[str, Callable[[ad.AnnData, Path], Path]] = {
     "h5ad": write_h5ad,
     "gzip h5ad": lambda adata, path: write_h5ad(adata, path, compression="gzip"),
     "zarr v2": lambda adata, path: write_zarr(adata, path, zarr_format=2),
     "zarr v3": lambda adata, path: write_zarr(adata, path, zarr_format=3),
     "sharded zarr v3": lambda adata, path: write_zarr(adata, path, zarr_format=3, shards=True),
-    "zipped zarr": write_zip,
+    "zipped zarr": lambda adata, path: zip_of(write_zarr(adata, path, zarr_format=2)),
 }
 
 

@@ -48,9 +48,6 @@ def listed(batches: Any) -> list[tuple[list[int], list[list[float]]]]:
     return [(batch.index.tolist(), dense(batch.X).tolist()) for batch in batches]
 
 
-# --- Content of batches ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
 def test_values_of_any_type_are_treated_alike_dense_and_csr(transform, dtype):
@@ -98,18 +95,6 @@ def test_counts_stay_whole_and_no_more_are_kept_than_there_were():
     assert bool(((masked == 0) | (masked == values)).all())
     assert (masked != 0).sum() / (values != 0).sum() == pytest.approx(0.6, abs=0.03)
     assert MaskGenes(0.0)(batch_of(values)).X.equal(values)
-
-
-def test_totals_and_expectations_are_those_of_scanpy():
-    sc = pytest.importorskip("scanpy")
-    values = np.random.default_rng(1).poisson(np.linspace(0.1, 9, N_VARS), (1000, N_VARS)).astype(np.float32)
-    theirs = ad.AnnData(values.copy())
-    sc.pp.downsample_counts(theirs, counts_per_cell=150)
-    ours = Downsample(target_counts=150)(batch_of(values)).X.numpy()
-    np.testing.assert_array_equal(ours.sum(axis=1), theirs.X.sum(axis=1))
-    expected = values * (150 / values.sum(axis=1, keepdims=True))
-    # Means over 1,000 cells have a standard deviation of about 0.05. scanpy draws every cell with the same seed.
-    np.testing.assert_allclose(ours.mean(axis=0), expected.mean(axis=0), atol=0.25)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +208,6 @@ def test_a_loader_treats_controls_as_its_transform_does(adata, layout):
             assert dense(made.control.X).equal(dense(expected.control.X))
 
 
-# --- Keys -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transform", KINDS, ids=repr)
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 def test_an_epoch_is_the_same_however_it_is_read(adata, transform, layout):
@@ -267,9 +249,6 @@ def test_segments_and_ranks_number_batches_differently(adata):
     consumed = (ConsumedSegment(world_size=1, batch_size=8, fetch_factor=2, n_batches=3),)
     rest = dataclasses.replace(plans[0], consumed=consumed)
     assert rest.batch_number(0) > plans[2].batch_number(10**9)
-
-
-# --- Lists ----------------------------------------------------------------------------------------------
 
 
 def test_lists_of_transforms_are_called_in_order(adata):

@@ -44,9 +44,6 @@ def batch_of(cells: list[list[float]], layout: str) -> Batch:
     return Batch(X=X, obs={"label": torch.arange(len(cells))}, layers={"raw": X}, index=rows)
 
 
-# --- Reference, cell by cell ----------------------------------------------------------------------------
-
-
 def expressed(cell: list[float], ids: list[int]) -> list[tuple[int, float]]:
     return [(i, float(np.float32(value))) for i, value in zip(ids, cell, strict=True) if value != 0 and i >= 0]
 
@@ -230,9 +227,6 @@ def test_medians_put_a_gene_that_is_rare_for_its_median_first():
     assert made["values"].tolist() == [[3.0, 2.0]]
 
 
-# --- Vocabularies ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "text", "ids"),
     [
@@ -306,9 +300,6 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
 
 
-# --- Errors ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -346,9 +337,6 @@ def test_a_batch_of_other_columns_or_with_nan_is_refused():
         tokens(Batch(X=X, index=torch.tensor([30, 31])))
     with pytest.raises(InputError, match=r"scDataset\(transform="):
         tokens({"X": X})
-
-
-# --- In a data set --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -450,9 +438,6 @@ def test_a_transform_and_hooks_exclude_each_other(path, options):
         dasksc.scDataset(np.arange(5), dasksc.Streaming(), batch_size=8, transform=str)
     with pytest.raises(InputError, match="transform.*'x'"):
         dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform="x")
-
-
-# --- From a configuration -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
