@@ -15,11 +15,10 @@ import torch
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.train.config import Config, created, found
-from dasksc.train.sections import STRATEGIES
-from dasksc.transforms.tokenizer_config import from_config
+from dasksc.train.sections import STRATEGIES, TOKENIZERS
 from dasksc.transforms.vocabulary import PICKLES
 
-__all__ = ["DataSets", "make_datasets", "opened"]
+__all__ = ["DataSets", "make_datasets", "opened", "tokens_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,14 @@ def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: boo
     """Open an atlas with the options of the section ``data``; without names of cells, unless they are needed."""
     names |= data.open["index_unique"] is not None
     return dasksc.open(path, obs=columns, mmap=data.mmap, names=names, **data.open)
+
+
+def tokens_of(section: Mapping[str, Any], **others: Any) -> Any:
+    """Return the tokenizer that a section describes; only known names, since a downloaded model.pt may hold it."""
+    name, arguments = section["name"], {key: value for key, value in section.items() if key != "name"}
+    if name not in TOKENIZERS:
+        raise InputError(f"tokenizer.strategy={name!r} is none of {', '.join(TOKENIZERS)}")
+    return created(found(name, TOKENIZERS, what="tokenizer.strategy"), arguments | others, what="tokenizer")
 
 
 def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> DataSets:
@@ -80,9 +87,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
             raise InputError(
                 "data.genes and a tokenizer both select genes; leave out data.genes, and give tokenizer.vocabulary"
             )
-        settings = {name: value for name, value in config.tokenizer.items() if name != "vocabulary"}
-        vocabulary = config.tokenizer.get("vocabulary")
-        tokens = from_config(settings, genes=adata.var_names, vocabulary=vocabulary, seed=options["seed"])
+        tokens = tokens_of(config.tokenizer, genes=adata.var_names, seed=options["seed"])
         options |= {"layout": "csr", "transform": tokens}
     made: SamplingStrategy = created(strategy_class, strategy, what="data.strategy")
     training = scDataset(adata, made, progress=data.progress and rank == 0, **options)

@@ -24,19 +24,13 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     batch
         AnnData (in memory, backed, or with Dask arrays) or a view of an AnnCollection.
     columns
-        Names of obs columns. `functools.partial` creates a hook with columns:
-        ``partial(adata_to_mindex, columns=["cell_type"])``.
+        Names of obs columns.
 
     Returns
     -------
     MultiIndexable
         ``"X"``, dense, shape (n_rows, n_vars), with the data type of ``adata.X``; and each column by its name, as
         its pandas ``.values``: a NumPy array, or a Categorical for a categorical column.
-
-    Raises
-    ------
-    MissingKeyError
-        If obs has no such column.
 
     Examples
     --------
@@ -46,10 +40,7 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     >>> batch["X"].shape, len(batch["cell_type"])
     ((64, 300), 64)
     """
-    members = {"X": _dense(batch.X)}
-    for name in columns or ():
-        members[name] = _obs_values(batch.obs, name)
-    return MultiIndexable(members)
+    return MultiIndexable({"X": _dense(batch.X), **{name: _obs_values(batch.obs, name) for name in columns or ()}})
 
 
 def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> torch.Tensor | MultiIndexable:
@@ -57,9 +48,7 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
 
     Parameters
     ----------
-    batch
-        As for `adata_to_mindex`.
-    columns
+    batch, columns
         As for `adata_to_mindex`.
 
     Returns
@@ -67,11 +56,6 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
     torch.Tensor or MultiIndexable
         Without columns, X as a dense float32 tensor, shape (n_rows, n_vars). With columns, the result of
         `adata_to_mindex` with that tensor as ``"X"``.
-
-    Raises
-    ------
-    MissingKeyError
-        If obs has no such column.
 
     Examples
     --------
@@ -101,12 +85,6 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
     -------
     torch.Tensor
         Shape (n_cells, num_genes), float32. If a gene occurs twice in a cell, its last value is used.
-
-    Raises
-    ------
-    InputError
-        If the batch has another structure, a cell has different numbers of genes and expressions, or a gene is
-        outside [0, num_genes).
 
     Examples
     --------
@@ -158,11 +136,6 @@ def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
     -------
     torch.Tensor
         Dense, shape (n_rows, n_genes).
-
-    Raises
-    ------
-    ImportError
-        If bionemo-scdl is not installed.
 
     Examples
     --------
