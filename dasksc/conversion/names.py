@@ -49,7 +49,7 @@ class StagedNames:
         return any_equal(hashes)
 
     def take(self, rows: NDArray[np.int64]) -> Any:
-        return self.index(rows).array
+        return self.index(rows).values
 
     def index(self, rows: NDArray[np.int64]) -> pd.Index[Any]:
         """Return the names of rows in any order, as an index of the type that `dasksc.open` returns."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from anndata import AnnData
 
@@ -30,8 +29,6 @@ __all__ = ["describe"]
 
 _MAX_FILES = 64
 _PROBED_BLOCK = 64
-# Advice is given if single rows are read at less than this fraction of the rate of blocks.
-_SLOW_BLOCKS = 0.5
 
 
 def describe(
@@ -55,10 +52,8 @@ def describe(
     seconds
         Duration of each of four probes in seconds; 0 skips them. The probes read dense and CSR batches of X, each from
         blocks of 64 rows and from single rows.
-    storage_options
-        Options for URLs, as for `dasksc.open`.
-    feature_types, genome
-        Features of 10x ``.h5`` files, as for `dasksc.open`.
+    storage_options, feature_types, genome
+        As for `dasksc.open`.
 
     Returns
     -------
@@ -67,12 +62,7 @@ def describe(
         `dasksc.convert` has recorded in a store; a row for each of the ``modalities`` of a MuData, of the columns in
         ``obs``, of the stored ``matrices`` and of the measured ``rates``; and ``advice``. A matrix that several files
         store in the same way is one row. ``stored_bytes`` is None for a Zarr store on a web server, which cannot list
-        its contents. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
-
-    Raises
-    ------
-    InputError, StorageError
-        As for `dasksc.open`.
+        its contents.
 
     Examples
     --------
@@ -108,9 +98,11 @@ def describe(
     matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))
     rates = list(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else []
     conversion = stored[0][1] if len(parts) == 1 else None  # cells are not shuffled across files
-    # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
-    is_shuffled = conversion is not None and (conversion.get("order"), conversion.get("group_by")) == ("shuffle", None)
-    advice = [*_advice_on_storage(matrices), *_advice_on_blocks(rates, is_shuffled=is_shuffled)]
+    advice = [
+        f"{one.key} is stored by columns, so the first fetch reads all of it; dasksc convert writes it by rows"
+        for one in matrices
+        if one.encoding == "csc"
+    ]
     if not has_x:
         advice.insert(0, "X is not stored, so there are no batches until adata.X is set, for example from a layer")
     return Report(
@@ -159,37 +151,6 @@ def _rates(data: AnnData | Modalities, seconds: float) -> Iterator[Report]:
             memory_bytes=dataset.projected_bytes,
             page_bytes=dataset.projected_pages,
         )
-
-
-def _advice_on_storage(matrices: Sequence[Report]) -> Iterator[str]:
-    for one in matrices:
-        if one.encoding == "csc":
-            yield (
-                f"{one.key} is stored by columns, so the first fetch reads all of it; dasksc convert writes it by rows"
-            )
-    # The key of a modality's X starts with the name of the modality.
-    x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
-    if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
-        yield (
-            "chunks of X hold more rows than a fetch, and each is decoded for only a few of its rows; dasksc convert "
-            "writes smaller chunks"
-        )
-
-
-def _advice_on_blocks(rates: Sequence[Report], *, is_shuffled: bool) -> Iterator[str]:
-    speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
-    for layout in ("dense", "csr"):
-        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, _PROBED_BLOCK), 0.0):
-            otherwise = (
-                "; the cells were shuffled on conversion, so block_size does not affect how well batches are mixed"
-                if is_shuffled
-                else ", or dasksc convert, which shuffles cells once"
-            )
-            yield (
-                f"single rows are read {speed[layout, _PROBED_BLOCK] / speed[layout, 1]:.1f} times slower than blocks "
-                f"of {_PROBED_BLOCK} ({layout}): use BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
-            )
-            return
 
 
 def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | None]:

@@ -89,8 +89,7 @@ class Config:
 
     def check_paths(self) -> None:
         """Raise an error for a local path that does not exist; patterns and URLs are left to `dasksc.open`."""
-        given = {"data.path": self.data.path, "data.validation.path": (self.data.validation or {}).get("path")}
-        given["predict.path"] = (self.predict or {}).get("path")
+        given = {"data.path": self.data.path, "predict.path": (self.predict or {}).get("path")}
         for key, value in given.items():
             paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
             for path in paths:
@@ -159,7 +158,7 @@ def _checked_config(options: Any) -> Config:
         flat = {name: one for name, one in tokenizer.items() if name not in ("strategy", "masking")}
         flat["name"] = tokenizer.get("strategy", "rank_value")
         masking = tokenizer.get("masking") or {}
-        if not isinstance(masking, Mapping):
+        if not isinstance(masking, dict):
             raise InputError(f"tokenizer.masking={masking!r} must be a section, such as {{mask_ratio: 0.15}}")
         tokenizer = _named("tokenizer", flat | masking, TOKENIZERS)
     scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict

@@ -543,7 +543,7 @@ def test_verifying_finds_one_value_of_a_table_that_went_wrong(tmp_path, array, n
         number=np.where(np.arange(n) % 2, np.nan, np.arange(n)),
         text=[f"t{i}" for i in range(n)],
         kind=pd.Categorical(pd.array(["a", "b", None] * 3, dtype="string")),
-        whole=pd.array([1, 2, None] * 3, dtype="Int64"),
+        whole=pd.array([None, 1, 2] * 3, dtype="Int64"),
     )
     write = tables.write_tables
 
