@@ -85,19 +85,22 @@ def _write_in_order(
 ) -> None:
     """Write a table with one row per cell in a new order; memory holds a column, or a piece of the names, at a time."""
     empty = table.iloc[:0]
-    write_elem(parent, name, empty if names is None else empty.set_axis(names.index(order[:0])))
+    write_elem(parent, name, empty if names is None else empty.set_axis(names.take(order[:0])))
     group = cast(zarr.Group, parent[name])
     for column, values in table.items():
         write_elem(group, str(column), values.iloc[order].values)
-    index = str(group.attrs["_index"])
-    if names is None:
-        write_elem(group, index, table.index[order].values)
-        return
-    write_elem(group, index, names.take(order[:_PIECE_ROWS]))
-    stored = cast("zarr.Array[Any]", group[index])
-    stored.resize((len(order),))
-    for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
-        stored[start:stop] = np.asarray(names.take(order[start:stop]))
+    index: Any = table.index if names is None else names
+    key = str(group.attrs["_index"])
+    write_elem(group, key, index.take(order[:_PIECE_ROWS]).values)
+    element: Any = group[key]
+    # AnnData stores a nullable type as a group of two arrays.
+    is_group = isinstance(element, zarr.Group)
+    arrays: Any = {"values": np.asarray, "mask": pd.isna} if is_group else {"": np.asarray}
+    for part, values_of in arrays.items():
+        stored = element[part] if part else element
+        stored.resize((len(order),))
+        for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
+            stored[start:stop] = values_of(index.take(order[start:stop]).values)
 
 
 def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
@@ -129,9 +132,10 @@ def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], nam
         raise CorruptDataError(f"{store}: obs differs from the input in {named}. {_LOST}")
 
 
-def _are_written(stored: Any, names: StagedNames, order: NDArray[np.int64]) -> bool:
+def _are_written(element: Any, names: StagedNames, order: NDArray[np.int64]) -> bool:
+    stored: Any = element if isinstance(element, zarr.Array) else element["values"]
     return stored.shape == order.shape and all(
-        _equal(np.asarray(stored[start:stop]), names.take(order[start:stop]))
+        _equal(np.asarray(stored[start:stop]), names.take(order[start:stop]).values)
         for start, stop in pieces(0, len(order), _PIECE_ROWS)
     )
 

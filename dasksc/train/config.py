@@ -76,7 +76,7 @@ class Config:
     @classmethod
     def of(cls, raw: Mapping[str, Any], *, changes: Iterable[str] = ()) -> Config:
         """Check the content of a YAML file: nested dicts, lists and values."""
-        return _parsed(["--config", yaml.safe_dump(raw), *(f"--{change}" for change in changes)])
+        return _parsed(["--config", yaml.safe_dump(raw, sort_keys=False), *(f"--{change}" for change in changes)])
 
     @classmethod
     def of_options(cls, options: Any) -> Config:

@@ -151,12 +151,16 @@ def loggers_of(config: Any, say: Callable[[str], None], closing: ExitStack) -> I
         elif name == "wandb":
             run = module.init(config=config.to_dict())  # the variable WANDB_PROJECT names the project
             closing.callback(run.finish)
-            yield lambda row, log=run.log: log(dict(row), step=row["step"])
+            yield partial(_to_wandb, run)
 
 
 def _to_tensorboard(writer: Any, row: Row) -> None:
     for name, value in row.items():
         writer.add_scalar(name, value, row["step"])
+
+
+def _to_wandb(run: Any, row: Row) -> None:
+    run.log(dict(row), step=row["step"])
 
 
 def _line(row: Row) -> str:

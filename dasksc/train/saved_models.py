@@ -162,12 +162,13 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
     if not callable(method):
         methods = [one for one in dir(type(model)) if not one.startswith("_") and one not in dir(nn.Module)]
         raise InputError(f"{type(model).__name__} has no method {name!r}{nearest(str(name), methods)}")
-    return method
+    result: Callable[[Any], Any] = method
+    return result
 
 
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
-    label = getattr(model, "label", None)
+    label: Any = getattr(model, "label", None)
     return {"predicted": list(categories[label])} if name == "predict" and label in categories else {}
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
