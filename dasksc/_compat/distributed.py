@@ -13,6 +13,7 @@ __all__ = [
     "add_operation",
     "add_pages",
     "announce",
+    "http_address",
     "page_names",
 ]
 
@@ -51,3 +52,9 @@ def page_names(scheduler: Any) -> list[str]:
         return []
     pages: list[str] = template_variables(scheduler)["pages"]
     return pages
+
+
+def http_address(scheduler: Any) -> tuple[str, int] | None:
+    """Return the host and port of the HTTP server of a `distributed.Scheduler`; None if it has none."""
+    server = getattr(scheduler, "http_server", None)  # set when the server starts
+    return None if server is None else (str(server.address), int(server.port))

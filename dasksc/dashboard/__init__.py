@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from urllib.parse import urlsplit
 
 import distributed
 
-from dasksc._compat.distributed import add_pages, page_names
+from dasksc._compat.distributed import add_pages, http_address, page_names
 from dasksc.dashboard.page import FiguresHandler, PageHandler, page_of
 from dasksc.errors import InputError
 
@@ -44,7 +45,8 @@ def install(target: Any) -> str | None:
     Returns
     -------
     str or None
-        Link to the page beside ``target.dashboard_link``; None for a Scheduler.
+        Link to the page; None for a Scheduler. If the dashboard listens on loopback or is disabled, the link works only
+        on the scheduler's machine.
 
     Examples
     --------
@@ -59,13 +61,13 @@ def install(target: Any) -> str | None:
                 f"the Client {target!r} is asynchronous. Give one made with asynchronous=False, or start a scheduler "
                 "that has the loader page: dask scheduler --preload dasksc.dashboard"
             )
-        target.run_on_scheduler(_install_here)
+        listens_at = target.run_on_scheduler(_install_here)
     elif isinstance(scheduler := getattr(target, "scheduler", target), distributed.Scheduler):
-        _install_here(scheduler)
+        listens_at = _install_here(scheduler)
     else:
         raise InputError(f"a Client, LocalCluster or Scheduler is needed; got {target!r}")
     link = getattr(target, "dashboard_link", None)
-    return link.removesuffix("status") + "loader" if link else None
+    return _with_host(link.removesuffix("status") + "loader", listens_at) if link else None
 
 
 def dask_setup(scheduler: Any) -> None:
@@ -73,8 +75,8 @@ def dask_setup(scheduler: Any) -> None:
     _install_here(scheduler)
 
 
-def _install_here(dask_scheduler: Any) -> None:
-    """Add the page to a scheduler in this process."""
+def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
+    """Add the page to a scheduler in this process; return the host and port of its dashboard."""
     # The dashboard may be served under any prefix.
     handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler, _ in routes]
     try:
@@ -84,3 +86,16 @@ def _install_here(dask_scheduler: Any) -> None:
             pages.append("loader")  # in the navigation bar of the other pages
     except (AttributeError, ImportError) as error:  # The scheduler must start even without the page.
         logger.warning("There is no loader page, since this version of distributed is not supported: %s", error)
+    return http_address(dask_scheduler)
+
+
+def _with_host(link: str, listens_at: tuple[str, int] | None) -> str:
+    """Return Dask's link, which has the host of the scheduler, with the host on which the dashboard listens."""
+    if listens_at is None:
+        return link
+    host, port = listens_at
+    parts = urlsplit(link)
+    # Unchanged on all interfaces, and if ``distributed.dashboard.link`` sets another link, such as that of a proxy.
+    if host in ("", "0.0.0.0", "::") or not parts.netloc.endswith(f":{port}"):
+        return link
+    return parts._replace(netloc=f"[{host}]:{port}" if ":" in host else f"{host}:{port}").geturl()

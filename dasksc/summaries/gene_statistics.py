@@ -111,9 +111,9 @@ def statistics(
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (the columns of obs
-    and their codes, 1 byte per cell for up to 127 labels). Each gene of each group needs 64 bytes. For each gene and
-    group, the first nonzero value is subtracted from all nonzeros before they are summed in float64, so variances are
-    accurate even if means are large.
+    and the group of each cell, 1 byte per cell for up to 255 groups; about 24 bytes per cell while groups are
+    numbered). Each gene of each group needs 64 bytes. For each gene and group, the first nonzero value is subtracted
+    from all nonzeros before they are summed in float64, so variances are accurate even if means are large.
 
     Examples
     --------

@@ -299,12 +299,16 @@ class ValueBins(_Tokens):
         padding have the value 0. The lower edges of the bins are ``n_bins - 1`` equally spaced quantiles of the
         nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins may start at the
         same value, commonly at a count of 1. Each gene with that value is then assigned to one of these bins at random.
+    vocabulary
+        As for `RankTokens`.
     max_genes
         Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
+    prepend_cls
+        As for `RankTokens`; the cell token has the value 0.
     mask_ratio, random_replace_ratio, keep_ratio
         As for `RankTokens`, but the bins of genes are predicted and replaced (with -1 instead of ``"<mask>"``).
-    vocabulary, prepend_cls, missing, padding, seed
-        As for `RankTokens`. The cell token has the value 0.
+    missing, padding, seed
+        As for `RankTokens`.
 
     Notes
     -----
