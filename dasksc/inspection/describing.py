@@ -21,7 +21,7 @@ from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.readers.locations import where_of
-from dasksc.readers.options import OpenOptions, names_given, refuse_feature_choice
+from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened as opened_store
 from dasksc.storage import Layout, is_url, redact_url
 
@@ -37,8 +37,6 @@ def describe(
     join: Join = "inner",
     seconds: float = 1.0,
     storage_options: Mapping[str, Any] | None = None,
-    feature_types: str | Sequence[str] | None = None,
-    genome: str | Sequence[str] | None = None,
 ) -> Report:
     """Describe the contents, storage and reading rate of an atlas on this machine, and give advice.
 
@@ -52,7 +50,7 @@ def describe(
     seconds
         Duration of each of four probes in seconds; 0 skips them. The probes read dense and CSR batches of X, each from
         blocks of 64 rows and from single rows.
-    storage_options, feature_types, genome
+    storage_options
         As for `dasksc.open`.
 
     Returns
@@ -72,27 +70,19 @@ def describe(
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 to skip the speed tests")
-    chosen = OpenOptions(
-        feature_types=names_given("feature_types", feature_types),
-        genomes=names_given("genome", genome),
-        storage_options=dict(storage_options or {}),
-    )
+    chosen = OpenOptions(storage_options=dict(storage_options or {}))
     opened: AnnData | Modalities
     parts: list[Any] = [data]
     if is_modalities(data):
-        refuse_feature_choice(chosen, "an input with several modalities")
         opened = data if isinstance(data, Modalities) else Modalities(data, storage_options=storage_options)
         modalities = [Report(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items()]
         n_vars, has_x = sum(one.n_vars for one in modalities), all(part.X is not None for part in opened.mod.values())
     else:
-        if isinstance(data, AnnData):
-            refuse_feature_choice(chosen, "an AnnData")
-            opened = data
-        else:
+        opened = data
+        if not isinstance(data, AnnData):
             several = atlas_inputs(data, chosen.storage_options)
             parts = parts if several is None else [part.data for part in several]
-            features: Any = {"feature_types": feature_types, "genome": genome}
-            opened = opening.open(data, names=False, join=join, storage_options=storage_options, **features)
+            opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
     matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))

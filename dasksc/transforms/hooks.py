@@ -63,7 +63,8 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
     >>> next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, fetch_transform=hook, seed=0))).shape
     torch.Size([64, 300])
     """
-    X = _as_float32(_dense(batch.X))
+    # The array must be writable, since torch warns about read-only ones; copying a view also frees its base.
+    X = torch.from_numpy(np.require(_dense(batch.X), dtype=np.float32, requirements=["C", "W"]))
     if not columns:
         return X
     return MultiIndexable({"X": X, **{name: _obs_values(batch.obs, name) for name in columns}})
@@ -159,11 +160,6 @@ def _dense(X: Any) -> NDArray[Any]:
         if hasattr(X, method):
             X = getattr(X, method)()
     return X.toarray() if sp.issparse(X) else np.asarray(X)
-
-
-def _as_float32(X: NDArray[Any]) -> torch.Tensor:
-    # The array must be writable, since torch warns about read-only ones; copying a view also frees its base.
-    return torch.from_numpy(np.require(X, dtype=np.float32, requirements=["C", "W"]))
 
 
 def _obs_values(obs: Any, name: str) -> Any:
