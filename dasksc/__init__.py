@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dasksc.atlas.splitting import leaks, split
     from dasksc.atlas.view import AnnDataView
     from dasksc.batches.batch import Batch
-    from dasksc.conversion import ConversionReport, convert
-    from dasksc.inference import PredictionReport, predict
+    from dasksc.conversion import convert
+    from dasksc.inference import predict
     from dasksc.inspection.checking import check, diversity
     from dasksc.inspection.describing import describe
     from dasksc.inspection.suggestions import estimate_sample_size, suggest_parameters
@@ -59,12 +59,10 @@ _MODULE_OF = {
     "BlockWeightedSampling": "dasksc.plan.strategies",
     "CellSets": "dasksc.plan.cell_sets",
     "ClassBalancedSampling": "dasksc.plan.strategies",
-    "ConversionReport": "dasksc.conversion",
     "EpochPlan": "dasksc.plan.epoch_plan",
     "GeneMatch": "dasksc.loader.genes",
     "Modalities": "dasksc.atlas.modalities",
     "MultiIndexable": "dasksc.multiindexable",
-    "PredictionReport": "dasksc.inference",
     "SamplingStrategy": "dasksc.plan.strategies",
     "Streaming": "dasksc.plan.strategies",
     "Statistics": "dasksc.summaries",
@@ -99,7 +97,6 @@ __all__ = [
     "BlockWeightedSampling",
     "CellSets",
     "ClassBalancedSampling",
-    "ConversionReport",
     "CorruptDataError",
     "DaskscError",
     "EpochPlan",
@@ -110,7 +107,6 @@ __all__ = [
     "MissingPathError",
     "Modalities",
     "MultiIndexable",
-    "PredictionReport",
     "RankMismatchError",
     "SamplingStrategy",
     "Statistics",

@@ -1,7 +1,6 @@
 """Tokenization of cells, re-exported from modules of `dasksc.transforms`."""
 
-from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins
 from dasksc.transforms.vocabulary import CLS, MASK, PAD, Vocabulary
 
-__all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary", "from_config"]
+__all__ = ["CLS", "IGNORED", "MASK", "PAD", "RankTokens", "ValueBins", "Vocabulary"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -80,8 +79,7 @@ def _shows_progress(given: bool | None) -> bool:
 
 def _show(report: Any, options: Mapping[str, Any]) -> None:
     """Print a report as text or as one line of JSON."""
-    as_json = report.to_json if hasattr(report, "to_json") else lambda: json.dumps(report.as_dict())
-    print(as_json() if options["json"] else report)
+    print(report.to_json() if options["json"] else report)
 
 
 def info(parser: Parser) -> Run:

@@ -6,10 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-from dask.utils import format_bytes
 
 from dasksc import config
 from dasksc.atlas.concat import Join, collecting_dropped
@@ -30,73 +27,14 @@ from dasksc.conversion.inputs import (
 from dasksc.conversion.names import StagedNames
 from dasksc.conversion.tables import check_tables
 from dasksc.errors import DaskscError, StorageError, WrongTypeError
+from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
 from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache
 
-__all__ = ["ConversionReport", "convert"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """Result of `convert`.
-
-    Parameters
-    ----------
-    path
-        Path of the store.
-    n_obs, n_vars
-        Numbers of cells and genes.
-    n_bytes
-        Size of the store in bytes.
-    elapsed_s
-        Duration of this call in seconds.
-    types
-        Data type of the values of each matrix, by its key in the store.
-    left_out
-        Keys of the input elements that are not in the store, such as ``"obsp/neighbors"``. For several inputs, they
-        include uns, varp, and all other elements that `join` and `merge` do not keep, such as columns of obs or var.
-    is_verified
-        True if the store was compared with the input.
-    genes
-        Summary of how the names in the `genes` argument of `convert` matched; None if no names were given.
-
-    Examples
-    --------
-    >>> report = dasksc.convert("plates/*.h5ad", "plates.zarr", join="inner")
-    >>> report.types
-    {'X': 'uint8', 'raw/X': 'uint8'}
-    >>> report.left_out
-    ()
-    """
-
-    path: str
-    n_obs: int
-    n_vars: int
-    n_bytes: int
-    elapsed_s: float
-    types: dict[str, str]
-    left_out: tuple[str, ...]
-    is_verified: bool
-    genes: str | None = None
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.path}: {self.n_obs:,} cells x {self.n_vars:,} genes, {format_bytes(self.n_bytes)}, in "
-            f"{self.elapsed_s:.1f} s" + (", verified" if self.is_verified else ""),
-            "  " + ", ".join(f"{name} ({dtype})" for name, dtype in self.types.items()),
-        ]
-        if self.genes:
-            lines.append(f"  {self.genes}")
-        if self.left_out:
-            lines.append(f"  left out: {', '.join(self.left_out)}")
-        return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain types."""
-        return asdict(self)
+__all__ = ["convert"]
 
 
 def convert(
@@ -128,7 +66,7 @@ def convert(
     feature_types: str | Sequence[str] | None = None,
     genome: str | Sequence[str] | None = None,
     reader_options: Mapping[str, Any] | None = None,
-) -> ConversionReport:
+) -> Report:
     """Convert one or several atlases, or a subset of them, to a single Zarr store with shuffled cells.
 
     The store is a sharded Zarr v3 store that ``anndata.read_zarr`` can read. Column indices and counts are stored in
@@ -145,8 +83,8 @@ def convert(
     order
         Order of the cells. ``"shuffle"``: a random order, uniform and drawn once. ``"keep"``: the order of the input.
     group_by
-        Name or names of obs columns. Cells with the same category, or the same combination of categories, are stored
-        together; `order` applies within each group.
+        Name or names of obs columns. Cells with the same combination of categories are stored together; `order`
+        applies within each group.
     seed
         Seed of the shuffle, an integer in [0, 2**64). The same input and seed give the same order.
     filter
@@ -160,8 +98,7 @@ def convert(
         Options for several inputs, as for `dasksc.open`.
     layout
         ``"csr"``: write dense X, layers and raw as sparse CSR matrices without zeros, as ``scipy.sparse.csr_matrix``
-        makes them; obsm stays dense. Counts, most of which are zero, become smaller and faster to load; matrices with
-        few zeros become larger.
+        makes them; obsm stays dense. Counts become smaller and faster to load; matrices with few zeros become larger.
         Default: each matrix keeps its layout.
     narrow
         If True, store column indices and counts in the narrowest data types that represent them, which makes the store
@@ -182,15 +119,15 @@ def convert(
     storage_options, cache
         Options for inputs at URLs, as for `dasksc.open`. A conversion resumes only with the same `storage_options`, so
         pass temporary credentials in environment variables.
-    feature_types, genome
-        Features of 10x ``.h5`` files to write, as for `dasksc.open`.
-    reader_options
-        Options of the format of the input, as for `dasksc.open`.
+    feature_types, genome, reader_options
+        As for `dasksc.open`.
 
     Returns
     -------
-    ConversionReport
-        Description of the written store.
+    Report
+        Facts by name, also as attributes: ``path``, ``n_obs``, ``n_vars`` and ``n_bytes`` of the store; ``elapsed_s``;
+        ``is_verified``; how the names in ``genes`` matched; the data types (``types``) of the matrices; and the input
+        elements ``left_out``, such as ``"obsp/neighbors"``.
 
     Raises
     ------
@@ -211,7 +148,7 @@ def convert(
     for sparse matrices two more bytes (four if there are more than 65,536 genes).
 
     The store omits obsp, and also varm and varp if genes are missing or summed. For several inputs, it omits uns, varp,
-    and elements that `join` and `merge` do not keep. `ConversionReport.left_out` lists the omitted elements.
+    and elements that `join` and `merge` do not keep.
 
     Examples
     --------
@@ -223,14 +160,8 @@ def convert(
     """
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, verify=verify, progress=progress)
-    joining: dict[str, Any] = {
-        "join": join,
-        "label": label,
-        "keys": keys,
-        "index_unique": index_unique,
-        "merge": merge,
-        "fill_value": fill_value,
-    }
+    joining: Any = {"join": join, "label": label, "keys": keys, "index_unique": index_unique}
+    joining |= {"merge": merge, "fill_value": fill_value}
     recipe = recipe_of(
         data, order=order, group_by=group_by, seed=seed, filter=filter, layout=layout, narrow=narrow, **joining
     )
@@ -297,14 +228,14 @@ def convert(
             raise work_folder.disk_full_error(error, needed_bytes=job.needed_bytes()) from error
         raise StorageError(f"{work_folder.target} cannot be written: {error}") from error
     written = open(work_folder.target, obs=[], names=False)
-    return ConversionReport(
+    return Report(
         path=str(work_folder.target),
         n_obs=contents.n_obs,
         n_vars=len(contents.others["var"]),
         n_bytes=sum(path.stat().st_size for path in work_folder.target.rglob("*") if path.is_file()),
         elapsed_s=time.perf_counter() - begun,
-        types={key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()},
-        left_out=(*left_out, *contents.left_out),
         is_verified=verify,
         genes=None if contents.match is None else str(contents.match),
+        types=Report({key: str(matrix.stored_dtype) for key, matrix in matrices_of(written).items()}),
+        left_out=[*left_out, *contents.left_out],
     )

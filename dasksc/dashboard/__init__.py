@@ -39,20 +39,14 @@ def install(target: Any) -> str | None:
     Parameters
     ----------
     target
-        A ``distributed.Client`` (its scheduler must be able to import dasksc), a ``LocalCluster`` or a
-        ``Scheduler``. Repeated calls have no effect.
+        A ``distributed.Client``, not asynchronous (its scheduler must be able to import dasksc), a ``LocalCluster`` or
+        a ``Scheduler``. Repeated calls have no effect.
 
     Returns
     -------
     str or None
-        Link to the page; None for a Scheduler. If the dashboard listens on loopback, the link works only on the
-        scheduler's machine. If the dashboard is disabled, the HTTP server of the scheduler serves the page, and again
-        the link works only on the scheduler's machine.
-
-    Raises
-    ------
-    InputError
-        If `target` is none of these, or an asynchronous Client.
+        Link to the page; None for a Scheduler. If the dashboard listens on loopback or is disabled, the link works only
+        on the scheduler's machine.
 
     Examples
     --------

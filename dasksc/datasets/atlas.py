@@ -52,15 +52,13 @@ def synthetic(
 ) -> Path:
     """Write a synthetic atlas of raw counts to an h5ad file or a Zarr store.
 
-    X holds integer counts as float32. Cells are sorted by type, which is the hardest case for a loader because
-    neighbors on disk are alike. obs has the columns ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules
-    of each cell).
+    X holds integer counts as float32. Cells are sorted by type, the hardest case for a loader. obs has the columns
+    ``cell_type``, ``donor``, `batch_key` and ``n_counts`` (molecules of each cell).
 
     Parameters
     ----------
     path
-        Path of the atlas. A name that ends in ``.zarr`` gives a Zarr v3 store, any other an h5ad file. The file or
-        store appears when it is complete.
+        Path of the atlas, which appears when it is complete: a Zarr v3 store (``.zarr``), or else an h5ad file.
     n_obs, n_vars
         Number of cells and genes. A typical cell expresses 7% of the genes.
     n_types
@@ -99,9 +97,9 @@ def synthetic(
     Notes
     -----
     The same arguments give the same atlas on any number of cores. For each cell, the number of genes that it expresses
-    is drawn first. Molecules are then drawn from the profile of its type, donor and batch until that many genes occur.
-    Profiles are log-normal over genes. Memory is 8 bytes for each gene of each profile, and about 150 bytes for each
-    cell. X is drawn into a temporary file in the folder of `path`, as large as X, from which AnnData writes it.
+    is drawn first, and then molecules from the log-normal profile of its type, donor and batch until that many genes
+    occur. Memory is 8 bytes for each gene of each profile, and about 150 bytes for each cell. X is drawn into a
+    temporary file in the folder of `path`, as large as X.
 
     Examples
     --------

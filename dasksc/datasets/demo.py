@@ -36,19 +36,12 @@ def demo_data(folder: str | os.PathLike[str], *, overwrite: bool = False) -> dic
     folder
         Path of the folder, which is created if it does not exist.
     overwrite
-        Replace existing files.
+        Replace existing files. If False and one exists, nothing is written.
 
     Returns
     -------
     dict of str to str
         Description of each file, by its path in `folder`.
-
-    Raises
-    ------
-    InputError
-        If one of the files exists and `overwrite` is False. Nothing is written in this case.
-    StorageError
-        If the folder cannot be created.
 
     Examples
     --------
@@ -139,12 +132,8 @@ def _cell_ranger(path: Path, rna: AnnData, proteins: AnnData) -> None:
         matrix = file.create_group("matrix")
         matrix["shape"] = np.array(counts.shape[::-1], dtype=np.int32)
         matrix["barcodes"] = np.array(rna.obs_names, dtype="S")
-        for name, values, dtype in (
-            ("indptr", counts.indptr, np.int64),
-            ("indices", counts.indices, np.int64),
-            ("data", counts.data, np.int32),
-        ):
-            matrix.create_dataset(name, data=values.astype(dtype), compression="gzip")
+        for name, dtype in (("indptr", np.int64), ("indices", np.int64), ("data", np.int32)):
+            matrix.create_dataset(name, data=getattr(counts, name).astype(dtype), compression="gzip")
         table = matrix.create_group("features")
         table["_all_tag_keys"] = np.array(["genome"], dtype="S")
         for name, column in features.items():
@@ -175,26 +164,17 @@ def synthetic_screen(
         Path of the h5ad file. It appears when the screen is complete.
     n_obs, n_vars
         Number of cells and genes. Memory is about 24 bytes for each gene of each cell.
-    lines
-        Names of the cell lines, or their number.
-    perturbations
-        Names of the perturbations, or their number.
+    lines, perturbations
+        Names of the cell lines and of the perturbations, or their numbers.
     control
         Name of the control cells in ``gene``.
-    seed
-        Random seed, an integer in [0, 2**64). The same arguments give the same screen.
-    overwrite
-        Replace an existing file at `path`.
+    seed, overwrite
+        As for `synthetic`.
 
     Returns
     -------
     Path
         `path`.
-
-    Raises
-    ------
-    InputError
-        If a number is not positive, a name repeats, or `path` exists and `overwrite` is False.
 
     Examples
     --------

@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +33,7 @@ from dasksc.inference.model import Outputs, Predictor, check_categories, check_n
 from dasksc.inference.publishing import target_path
 from dasksc.inference.ranks import Ranks
 from dasksc.inference.store import COMPLETE, NEW, PredictionStore, ShardWriter
+from dasksc.inspection.report import Report
 from dasksc.loader.dataset import scDataset
 from dasksc.loader.row_range import RowRange
 from dasksc.loader.source import MatrixSource
@@ -45,7 +45,7 @@ from dasksc.pushdown import matrix_of
 from dasksc.readers.names import names_in_pieces
 from dasksc.storage import is_url
 
-__all__ = ["PredictionReport", "predict"]
+__all__ = ["predict"]
 
 logger = logging.getLogger("dasksc.inference")
 
@@ -53,65 +53,6 @@ _BATCH_SIZE = 1024
 # Arguments of `scDataset` that select or order cells.
 _WITHOUT_EFFECT = ("strategy", "drop_last", "seed", "filter", "equal_ranks", "label_key")
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "transform")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictionReport:
-    """Result of `predict`.
-
-    Parameters
-    ----------
-    path
-        Path of the store that has the predictions.
-    keys
-        Shape and type of each key, such as ``{"obsm/X_emb": "(1000, 64) float32"}``; empty if `is_complete` is False.
-    n_obs
-        Number of cells of the atlas.
-    n_predicted
-        Number of cells that this call predicted on this rank, excluding cells predicted earlier or by other ranks.
-    nan_cells
-        For each output with NaN, the number of cells with NaN, and up to five of them as (row, name).
-    elapsed_s
-        Duration of this call in seconds.
-    is_complete
-        True if the keys exist. False if other ranks are still predicting and this call cannot wait for them because
-        there is no process group.
-
-    Examples
-    --------
-    >>> report = dasksc.predict(lambda X: X.sum(dim=1), "atlas.h5ad", "total.zarr", key="total")
-    >>> report.n_predicted, report.is_complete, report.nan_cells
-    (2000, True, {})
-    """
-
-    path: str
-    keys: dict[str, str]
-    n_obs: int
-    n_predicted: int
-    nan_cells: dict[str, tuple[int, list[tuple[int, str]]]]
-    elapsed_s: float
-    is_complete: bool
-
-    @property
-    def cells_per_s(self) -> float:
-        """Cells that this rank predicted, per second."""
-        return self.n_predicted / self.elapsed_s if self.elapsed_s else 0.0
-
-    def __str__(self) -> str:
-        if not self.is_complete:
-            return f"{self.n_predicted:,} cells predicted; the last rank to finish writes them to {self.path}"
-        keys = ", ".join(f"{name} {what}" for name, what in self.keys.items())
-        rate = f" ({self.cells_per_s:,.0f} cells/s)" if self.n_predicted else ""
-        n_predicted = f"{self.n_predicted:,} of {self.n_obs:,} cells predicted in {self.elapsed_s:.1f} s"
-        lines = [f"{self.path}: {keys}; {n_predicted}{rate}"]
-        for name, (n, cells) in self.nan_cells.items():
-            named = ", ".join(f"{row} {cell}".strip() for row, cell in cells)
-            lines.append(f"  NaN in {name} of {n:,} cells: {named}{', ...' if n > len(cells) else ''}")
-        return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict of plain types."""
-        return asdict(self)
 
 
 @with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "expand", "return_index"), batch_size=_BATCH_SIZE)
@@ -127,7 +68,7 @@ def predict(
     nan: Literal["error", "report"] = "error",
     progress: bool = False,
     **options: Any,
-) -> PredictionReport:
+) -> Report:
     """Run a model once on every cell of an atlas, and write the results.
 
     Memory does not grow with the number of cells. After an interruption the same call resumes the work, on any number
@@ -161,7 +102,7 @@ def predict(
         If True, predict all cells again, and replace existing keys and unfinished predictions. With several ranks, this
         requires a process group.
     nan
-        ``"error"`` refuses NaN. ``"report"`` writes it, and `PredictionReport.nan_cells` counts it.
+        ``"error"`` refuses NaN. ``"report"`` writes it, and counts it in the report.
     progress
         If True, show a progress bar with cells per second (requires tqdm).
     batch_size
@@ -175,8 +116,11 @@ def predict(
 
     Returns
     -------
-    PredictionReport
-        Shapes and types of the predictions, cells with NaN, and the rate.
+    Report
+        Facts by name, also as attributes: ``path`` and ``n_obs``; ``n_predicted``, the number of cells that this call
+        predicted on this rank, ``elapsed_s`` and ``cells_per_s``; ``is_complete``, which is False if other ranks are
+        still predicting and there is no process group to wait for them; shape and type of the ``outputs`` by key, once
+        complete; and a row in ``nan_cells`` for each output with NaN, with the number and up to five of the cells.
 
     Raises
     ------
@@ -202,8 +146,8 @@ def predict(
     >>> import torch
     >>> model = torch.nn.Linear(300, 8)
     >>> report = dasksc.predict(model, "atlas.h5ad", "emb.zarr")  # batches are tensors: only X is requested
-    >>> report.keys
-    {'obsm/X_emb': '(2000, 8) float32'}
+    >>> report.n_predicted, report.is_complete, report.outputs["obsm/X_emb"]
+    (2000, True, '(2000, 8) float32')
     >>> dasksc.open("atlas.h5ad", attach={"obsm/X_emb": "emb.zarr"}).obsm["X_emb"].shape
     (2000, 8)
     """
@@ -250,15 +194,20 @@ def predict(
             store.publish(overwrite=overwrite)
             ranks.gather("end", "done")
     found = store.found() if store.is_complete() else {}
-    with_nan = {key: one for key, one in found.items() if one.n_nan}
-    return PredictionReport(
+    elapsed_s = time.perf_counter() - begun
+    return Report(
         path=str(path),
-        keys={key: f"{one.shape} {one.dtype}" for key, one in found.items()},
         n_obs=store.n_obs,
         n_predicted=n_predicted,
-        nan_cells={key: (one.n_nan, store.named(one.nan_rows)) for key, one in with_nan.items()},
-        elapsed_s=time.perf_counter() - begun,
+        elapsed_s=elapsed_s,
+        cells_per_s=n_predicted / elapsed_s,
         is_complete=bool(found),
+        outputs=Report({key: f"{one.shape} {one.dtype}" for key, one in found.items()}),
+        nan_cells=[
+            Report(output=key, n_cells=one.n_nan, first=store.named(one.nan_rows))
+            for key, one in found.items()
+            if one.n_nan
+        ],
     )
 
 

@@ -66,13 +66,6 @@ def check(data: scDataset | DataLoader[Any], world_size: int | None = None, *, l
         needs in a job with a memory limit: also the page cache, the interpreter and the libraries, but neither the
         model nor prefetched batches; ``request_bytes`` adds a margin. They are None if the size of rows is unknown.
 
-        ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
-
-    Raises
-    ------
-    InputError
-        If `data` is not a data set or a DataLoader of one, or `world_size` is not positive.
-
     Examples
     --------
     >>> dataset = dasksc.scDataset("atlas.h5ad", batch_size=64, obs=["cell_type"], seed=0)

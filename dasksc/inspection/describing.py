@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import mode
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from anndata import AnnData
 
@@ -22,7 +21,7 @@ from dasksc.displays import first_of
 from dasksc.errors import InputError
 from dasksc.inspection.report import Report
 from dasksc.readers.locations import where_of
-from dasksc.readers.options import OpenOptions, names_given, refuse_feature_choice
+from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened as opened_store
 from dasksc.storage import Layout, is_url, redact_url
 
@@ -30,8 +29,6 @@ __all__ = ["describe"]
 
 _MAX_FILES = 64
 _PROBED_BLOCK = 64
-# Advice is given if single rows are read at less than this fraction of the rate of blocks.
-_SLOW_BLOCKS = 0.5
 
 
 def describe(
@@ -40,8 +37,6 @@ def describe(
     join: Join = "inner",
     seconds: float = 1.0,
     storage_options: Mapping[str, Any] | None = None,
-    feature_types: str | Sequence[str] | None = None,
-    genome: str | Sequence[str] | None = None,
 ) -> Report:
     """Describe the contents, storage and reading rate of an atlas on this machine, and give advice.
 
@@ -56,9 +51,7 @@ def describe(
         Duration of each of four probes in seconds; 0 skips them. The probes read dense and CSR batches of X, each from
         blocks of 64 rows and from single rows.
     storage_options
-        Options for URLs, as for `dasksc.open`.
-    feature_types, genome
-        Features of 10x ``.h5`` files, as for `dasksc.open`.
+        As for `dasksc.open`.
 
     Returns
     -------
@@ -67,12 +60,7 @@ def describe(
         `dasksc.convert` has recorded in a store; a row for each of the ``modalities`` of a MuData, of the columns in
         ``obs``, of the stored ``matrices`` and of the measured ``rates``; and ``advice``. A matrix that several files
         store in the same way is one row. ``stored_bytes`` is None for a Zarr store on a web server, which cannot list
-        its contents. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
-
-    Raises
-    ------
-    InputError, StorageError
-        As for `dasksc.open`.
+        its contents.
 
     Examples
     --------
@@ -82,35 +70,29 @@ def describe(
     """
     if seconds < 0:
         raise InputError(f"seconds={seconds} is negative; give 0 to skip the speed tests")
-    chosen = OpenOptions(
-        feature_types=names_given("feature_types", feature_types),
-        genomes=names_given("genome", genome),
-        storage_options=dict(storage_options or {}),
-    )
+    chosen = OpenOptions(storage_options=dict(storage_options or {}))
     opened: AnnData | Modalities
     parts: list[Any] = [data]
     if is_modalities(data):
-        refuse_feature_choice(chosen, "an input with several modalities")
         opened = data if isinstance(data, Modalities) else Modalities(data, storage_options=storage_options)
         modalities = [Report(name=name, n_vars=int(part.n_vars)) for name, part in opened.mod.items()]
         n_vars, has_x = sum(one.n_vars for one in modalities), all(part.X is not None for part in opened.mod.values())
     else:
-        if isinstance(data, AnnData):
-            refuse_feature_choice(chosen, "an AnnData")
-            opened = data
-        else:
+        opened = data
+        if not isinstance(data, AnnData):
             several = atlas_inputs(data, chosen.storage_options)
             parts = parts if several is None else [part.data for part in several]
-            features: Any = {"feature_types": feature_types, "genome": genome}
-            opened = opening.open(data, names=False, join=join, storage_options=storage_options, **features)
+            opened = opening.open(data, names=False, join=join, storage_options=storage_options)
         modalities, n_vars, has_x = [], int(opened.n_vars), opened.X is not None
     stored = [_stored(part, chosen) for part in parts[:_MAX_FILES]]
     matrices = list(_merged([matrix for matrices, _ in stored for matrix in matrices]))
     rates = list(_rates(opened, seconds)) if seconds and has_x and opened.n_obs else []
     conversion = stored[0][1] if len(parts) == 1 else None  # cells are not shuffled across files
-    # Cells grouped by obs columns are not in random order, even if they are shuffled within groups.
-    is_shuffled = conversion is not None and (conversion.get("order"), conversion.get("group_by")) == ("shuffle", None)
-    advice = [*_advice_on_storage(matrices), *_advice_on_blocks(rates, is_shuffled=is_shuffled)]
+    advice = [
+        f"{one.key} is stored by columns, so the first fetch reads all of it; dasksc convert writes it by rows"
+        for one in matrices
+        if one.encoding == "csc"
+    ]
     if not has_x:
         advice.insert(0, "X is not stored, so there are no batches until adata.X is set, for example from a layer")
     return Report(
@@ -159,37 +141,6 @@ def _rates(data: AnnData | Modalities, seconds: float) -> Iterator[Report]:
             memory_bytes=dataset.projected_bytes,
             page_bytes=dataset.projected_pages,
         )
-
-
-def _advice_on_storage(matrices: Sequence[Report]) -> Iterator[str]:
-    for one in matrices:
-        if one.encoding == "csc":
-            yield (
-                f"{one.key} is stored by columns, so the first fetch reads all of it; dasksc convert writes it by rows"
-            )
-    # The key of a modality's X starts with the name of the modality.
-    x = [one for one in matrices if one.key.rpartition("/")[2] == "X" and one.key.split("/")[-2:-1] != ["raw"]]
-    if any(one.chunks is not None and one.codec and one.encoding == "dense" and one.chunks[0] > 4096 for one in x):
-        yield (
-            "chunks of X hold more rows than a fetch, and each is decoded for only a few of its rows; dasksc convert "
-            "writes smaller chunks"
-        )
-
-
-def _advice_on_blocks(rates: Sequence[Report], *, is_shuffled: bool) -> Iterator[str]:
-    speed = {(rate.layout, rate.block_size): rate.rows_per_s for rate in rates}
-    for layout in ("dense", "csr"):
-        if speed.get((layout, 1), np.inf) < _SLOW_BLOCKS * speed.get((layout, _PROBED_BLOCK), 0.0):
-            otherwise = (
-                "; the cells were shuffled on conversion, so block_size does not affect how well batches are mixed"
-                if is_shuffled
-                else ", or dasksc convert, which shuffles cells once"
-            )
-            yield (
-                f"single rows are read {speed[layout, _PROBED_BLOCK] / speed[layout, 1]:.1f} times slower than blocks "
-                f"of {_PROBED_BLOCK} ({layout}): use BlockShuffling(block_size=64) with a large fetch_factor{otherwise}"
-            )
-            return
 
 
 def _stored(source: Any, options: OpenOptions) -> tuple[list[Report], Report | None]:

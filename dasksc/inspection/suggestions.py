@@ -51,7 +51,7 @@ def estimate_sample_size(
     Parameters
     ----------
     data_collection
-        Argument of `scDataset`: a path, an AnnData, a Dask array, or any object indexed by rows.
+        Argument of `scDataset`.
     n_samples
         Number of rows to read if metadata do not determine the size.
     fetch_callback, fetch_transform, batch_callback, batch_transform
@@ -128,9 +128,9 @@ def suggest_parameters(
     fetch_callback, fetch_transform, batch_callback, batch_transform
         Hooks of the `scDataset`.
     labels
-        Labels that batches should mix: one label per row, or the name of an obs column. If given, blocks of 1 to 1,024
-        rows are compared: the diversity of their batches is computed from the plan, and their rate in rows per second
-        is measured by reading some fetches. Otherwise the block sizes are derived from ``fetch_factor``.
+        Labels that batches should mix: one label per row, or the name of an obs column. Blocks of 1 to 1,024 rows are
+        then compared by the diversity of their batches and the measured rate. Otherwise, block sizes are derived from
+        ``fetch_factor``.
 
     Returns
     -------
@@ -139,9 +139,8 @@ def suggest_parameters(
         requires), ``fetch_factor``, ``block_size_conservative`` (more random), ``block_size_balanced``,
         ``block_size_aggressive`` (faster on compressed files), ``estimated_memory_per_fetch_mb``,
         ``estimated_total_memory_mb``, ``system_info`` and ``advice``. With `labels`, it also has ``measured``, with the
-        ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. The three block sizes then reach at
-        least 99%, 95% and 80% of the ideal diversity. Each is chosen from the sizes that reach the required diversity,
-        as the smallest whose rate is within 10% of the highest rate.
+        ``diversity`` (1 for ideal batches) and ``rows_per_s`` of each block size. Of the sizes that reach 99%, 95% and
+        80% of the ideal diversity, the three block sizes are then the smallest within 10% of the highest rate.
 
     Notes
     -----
@@ -271,10 +270,9 @@ def _memory_bytes(data: Any) -> int:
     """Return the size of `data` and its members in bytes; for a tensor, that of its elements."""
     if hasattr(data, "element_size"):
         return int(data.element_size() * data.numel())
-    if isinstance(data, (Mapping, MultiIndexable)):
-        return sum(_memory_bytes(member) for member in data.values())
-    if isinstance(data, (list, tuple)):
-        return sum(_memory_bytes(member) for member in data)
+    members = data.values() if isinstance(data, Mapping | MultiIndexable) else data
+    if isinstance(members, list | tuple) or members is not data:
+        return sum(map(_memory_bytes, members))
     return int(sizeof(data))
 
 

@@ -49,17 +49,9 @@ class DataModule:
     Attributes
     ----------
     batch_size
-        Rows per batch, per device. It may be changed, as by Lightning's batch size finder: each data set then has the
-        new size from the next request of its loader.
+        Rows per batch, per device. Lightning's batch size finder may change it.
     datasets
         Data sets by stage, created by `setup`.
-
-    Raises
-    ------
-    InputError
-        If no strategy is given.
-    WrongTypeError
-        If an argument is unknown. Lightning determines ``rank`` and ``world_size``, so they are unknown, too.
 
     Examples
     --------
@@ -92,10 +84,7 @@ class DataModule:
         if not self._strategies:
             raise InputError("no strategy given: pass train=dasksc.BlockShuffling(), validate=dasksc.Streaming(), ...")
         if unknown := options.keys() - inspect.signature(DataModule.__init__).parameters.keys():
-            raise WrongTypeError(
-                f"{sorted(unknown)[0]}= is none of the arguments of scDataset except strategy=, rank= and world_size=, "
-                "which Lightning sets"
-            )
+            raise WrongTypeError(f"{', '.join(sorted(unknown))}= is no argument; Lightning sets rank= and world_size=")
         self._data_collection = data_collection
         self.batch_size = batch_size
         self._options = options
@@ -103,13 +92,7 @@ class DataModule:
         self._ranks: dict[str, int] = {}
 
     def setup(self, stage: str | None = None) -> None:
-        """Create the data sets of a stage unless they exist.
-
-        Parameters
-        ----------
-        stage
-            ``"fit"``, ``"validate"``, ``"test"``, ``"predict"`` or None for all.
-        """
+        """Create the data sets of a stage (None: all of them) unless they exist."""
         ranks = {}
         if self.trainer is not None:
             sampler_options = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -167,10 +150,7 @@ class DataModule:
 
     def _dataset(self, name: str) -> scDataset:
         if name not in self._strategies:
-            raise InputError(
-                f"this data module has strategies only for {', '.join(self._strategies)}; to use the {name} "
-                f"dataloader, also pass {name}="
-            )
+            raise InputError(f"there are strategies only for {', '.join(self._strategies)}; also pass {name}=")
         if name not in self.datasets:
             raise InputError(f"the {name} data set does not exist yet: call setup() first, as a Trainer does")
         dataset = self.datasets[name]
@@ -184,13 +164,7 @@ class DataModule:
         return self._loader.state() if "train" in self.datasets else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a position in the training epochs.
-
-        Parameters
-        ----------
-        state_dict
-            Return value of `state_dict`.
-        """
+        """Resume from a position in the training epochs."""
         if state_dict and "train" in self._strategies:
             self.setup("fit")
             self._loader.resume(state_dict)

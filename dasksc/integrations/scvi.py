@@ -72,24 +72,9 @@ class SCVIDataModule(scDataModule):
 
     Attributes
     ----------
-    adata
-        The collection as an AnnData, opened with `dasksc.open`.
     registry
-        Setup of the data in the format of scvi-tools, for the argument ``registry=`` of a model.
-    n_obs, n_vars, var_names
-        Number of cells that match `filter`, and number and names of the genes of a batch.
-    n_batch, n_labels, n_continuous_cov, n_cats_per_cov, n_samples
-        Numbers of categories of `batch_key` and `labels_key` (1 without), of continuous covariates, of categories of
-        each categorical covariate, and of samples (0).
-    batch_labels, label_keys
-        Categories of `batch_key` and `labels_key`, in the order of their codes; None without.
-
-    Raises
-    ------
-    InputError
-        If a column does not exist, has an unsuitable data type, or has missing or infinite values in a cell that
-        matches `filter`. When training begins, also if the last batch of an epoch has a single cell, since batch
-        normalization needs two.
+        Setup of the data in the format of scvi-tools, for the argument ``registry=`` of a model. Further attributes
+        (``n_batch``, ``batch_labels`` and so on) are those that its models read.
 
     Examples
     --------
@@ -178,13 +163,11 @@ class SCVIDataModule(scDataModule):
         self.registry = manager.registry
         states = {name: field["state_registry"] for name, field in self.registry["field_registries"].items()}
         self.n_obs, self.n_vars = X.shape
-        self.var_names = states["X"]["column_names"]
         self.batch_labels = None if batch_key is None else states["batch"]["categorical_mapping"]
         self.label_keys = None if labels_key is None else states["labels"]["categorical_mapping"]
         self.n_batch = len(states["batch"]["categorical_mapping"])
         self.n_labels = len(states["labels"]["categorical_mapping"])
-        self.n_samples, self.n_continuous_cov = 0, len(continuous)
-        self.n_cats_per_cov = list(states["extra_categorical_covs"].get("n_cats_per_key", []))
+        self.n_samples = 0
 
     def _make(self, name: str, **options: Any) -> scDataset:
         dataset = super()._make(name, **options)
@@ -199,14 +182,7 @@ class SCVIDataModule(scDataModule):
     def inference_dataloader(self, indices: Any = None, batch_size: int | None = None) -> scDataset:
         """Return a data set in storage order, for methods that take ``dataloader=``; each reads it from its beginning.
 
-        On several ranks, each reads all rows.
-
-        Parameters
-        ----------
-        indices
-            Row numbers to read; default: all rows. Rows that do not match `filter` are left out.
-        batch_size
-            Rows per batch; default: the batch size of training.
+        It has the rows of `indices` (default: all) that match `filter`. On several ranks, each reads all of them.
         """
         size = self.batch_size if batch_size is None else batch_size
         options = {"drop_last": False, "equal_ranks": False, "rank": 0, "world_size": 1, "group": None}

@@ -102,13 +102,7 @@ class scTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train; if a checkpoint is given (True: the latest in ``output_dir``), resume with the batch that follows it.
-
-        Parameters
-        ----------
-        resume_from_checkpoint, trial, ignore_keys_for_eval
-            As for ``Trainer.train``.
-        """
+        """Train, or resume with the batch after that of a checkpoint (True: the latest in ``output_dir``)."""
         folder = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if folder:
             # The data set resumes at its position, so the Trainer must not read earlier batches to skip them.

@@ -30,12 +30,11 @@ class Statistics:
     ----------
     genes
         Table with one row per gene, indexed by name: ``n``, the number of cells; ``sum``; ``mean``, NaN without cells;
-        ``var`` (``ddof=1``), NaN for fewer than two cells; and ``count_nonzero``. Sums, means and variances are
-        float64.
+        ``var`` (``ddof=1``), NaN for fewer than two cells; and ``count_nonzero``.
     groups
         AnnData with one row per group and one column per gene, and with the layers ``sum``, ``mean``, ``var`` and
-        ``count_nonzero``, in the layout of `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the
-        number of cells. None without ``by``.
+        ``count_nonzero``, as from `scanpy.get.aggregate`. Its obs has the labels and ``n_obs_aggregated``, the number
+        of cells. None without ``by``.
     cells
         Table with one row per cell that was read, with the column names of `scanpy.pp.calculate_qc_metrics`. None
         without ``qc``.
@@ -54,14 +53,7 @@ class Statistics:
     cells: pd.DataFrame | None = None
 
     def to_anndata(self) -> AnnData:
-        """Return all statistics as one AnnData.
-
-        Returns
-        -------
-        AnnData
-            One row per group, or a single row ``"all"`` if cells were not grouped, and one column per gene; `genes` as
-            var, and `cells` as ``uns["cells"]``.
-        """
+        """Return one AnnData: a row per group (or ``"all"``), `genes` as var, and `cells` as ``uns["cells"]``."""
         if self.groups is not None:
             adata = self.groups.copy()
             adata.var = self.genes
@@ -98,9 +90,9 @@ def statistics(
     layer
         Name of the layer to use instead of X.
     qc
-        Sets of genes, such as mitochondrial genes, whose share of the counts is computed for each cell: either names of
+        Sets of genes, such as mitochondrial genes, whose share of the counts is computed for each cell: names of
         boolean columns of var, or a dict that maps the name of each set to gene names, a mask or positions. An empty
-        list gives only the total and the number of genes of each cell. None gives no statistics of cells.
+        list gives only totals and numbers of genes. None gives no statistics of cells.
     progress
         Show a progress bar (requires tqdm).
 
@@ -114,17 +106,14 @@ def statistics(
     InputError
         If an argument does not fit the atlas, or if the statistics and the rows being read need more memory than
         ``dasksc.memory-limit``.
-    MissingKeyError
-        If the atlas lacks a column or layer.
 
     Notes
     -----
     Rows are read as in an epoch of `Streaming`: on the active Dask Client, else on threads. Memory does not grow with
     the number of cells, except for `Statistics.cells`, for `filter` (8 bytes per cell) and for `by` (the columns of obs
-    and their codes, 1 byte per cell for up to 127 labels). Each gene of each group needs 64 bytes. The rows being read
-    use the part of ``dasksc.memory-limit`` that the statistics do not need. For each gene and group, the first nonzero
-    value is subtracted from all nonzeros before they are summed in float64, so variances are accurate even if means are
-    large.
+    and the group of each cell, 1 byte per cell for up to 255 groups; about 24 bytes per cell while groups are
+    numbered). Each gene of each group needs 64 bytes. For each gene and group, the first nonzero value is subtracted
+    from all nonzeros before they are summed in float64, so variances are accurate even if means are large.
 
     Examples
     --------

@@ -57,10 +57,8 @@ def normalize(
     Raises
     ------
     InputError
-        If `target_sum` is not a positive number; or if it is None, and either no cell has a positive total, or the
-        totals and the rows being read need more memory than ``dasksc.memory-limit``.
-    MissingKeyError
-        If the atlas lacks the layer.
+        If `target_sum` is not a positive number; or if it is None, and no cell has a positive total, or the totals and
+        the rows being read need more memory than ``dasksc.memory-limit``.
 
     Notes
     -----

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,8 +31,6 @@ __all__ = ["Groups", "Moments", "Pass", "PassRows", "moments_of"]
 _FETCH_BYTES, _LEAST_FETCH_BYTES, _FETCH_SHARE, _FETCH_BATCHES = 2**25, 2**21, 32, 2
 # Lower bound of the size of a row, in bytes, from which the number of rows in a batch is computed.
 _LEAST_ROW_BYTES = 2**11
-# Number of rows whose groups are numbered at a time.
-_PIECE_ROWS = 2**20
 
 
 class PassRows(NamedTuple):
@@ -126,44 +122,29 @@ class Groups:
     """Combinations of labels in obs, one per row of `labels`; rows that lack a label count last in `n_rows`."""
 
     def __init__(self, obs: pd.DataFrame, names: Sequence[str], *, is_sorted: bool = False) -> None:
-        columns = [pd.Categorical(obs[name]) for name in names]
-        for name, column in zip(names, columns, strict=True):
+        columns = {name: pd.Categorical(obs[name]) for name in names}
+        for name, column in columns.items():
             check_categories(column.categories, f"obs column {name!r}")
-        if is_sorted:
-            columns = [column.reorder_categories(column.categories.sort_values()) for column in columns]
-        self._sizes = tuple(max(len(column.categories), 1) for column in columns) or (1,)
-        if math.prod(self._sizes) >= 2**63:
-            raise InputError(
-                f"{', '.join(names)} have {' x '.join(map(str, self._sizes))} labels, but at most 2**63 combinations "
-                "can be numbered. Group by fewer columns"
-            )
-        self._codes = [column.codes for column in columns] or [np.broadcast_to(np.int8(0), len(obs))]
-        self.nbytes = sum(column.codes.nbytes for column in columns)
-        counts: Counter[int] = Counter()
-        for start in range(0, len(obs), _PIECE_ROWS):
-            numbers, n = np.unique(self._numbers(slice(start, start + _PIECE_ROWS)), return_counts=True)
-            counts.update(dict(zip(numbers.tolist(), n.tolist(), strict=True)))
-        n_missing = counts.pop(-1, 0)
-        self._found = np.array(sorted(counts), dtype=np.int64)
-        self.n_rows = np.array([counts[number] for number in sorted(counts)] + [n_missing] * (n_missing > 0), np.int64)
-        codes = np.unravel_index(self._found, self._sizes)
-        labels = {
-            name: pd.Categorical.from_codes(code, column.categories).remove_unused_categories()
-            for name, column, code in zip(names, columns, codes, strict=False)
-        }
-        index = ["_".join(map(str, label)) for label in zip(*labels.values(), strict=True)] if names else ["all"]
-        self.labels = pd.DataFrame(labels, index=pd.Index(index, dtype=object))
-
-    def _numbers(self, places: slice) -> NDArray[np.int64]:
-        """Return the combination of labels of each row as a number; -1 if a label is missing."""
-        codes = [column[places] for column in self._codes]
-        is_missing = np.any([column < 0 for column in codes], axis=0)
-        return np.where(is_missing, -1, np.ravel_multi_index(codes, self._sizes, mode="clip"))
+            if is_sorted:
+                columns[name] = column.reorder_categories(column.categories.sort_values())
+        self.labels = pd.DataFrame(index=pd.Index(["all"], dtype=object))
+        codes = np.zeros(len(obs), dtype=np.int64)
+        if columns:
+            grouped = pd.DataFrame(columns).groupby(list(columns), observed=True)
+            codes = grouped.ngroup().fillna(-1).to_numpy(np.int64)  # -1 if a label is missing
+            labels = grouped.size().reset_index()[list(columns)].apply(lambda one: one.cat.remove_unused_categories())
+            index = ["_".join(map(str, label)) for label in labels.itertuples(index=False)]
+            self.labels = labels.set_axis(pd.Index(index, dtype=object))
+        n_rows = np.bincount(codes[codes >= 0])
+        n_missing = int((codes < 0).sum())
+        self.n_rows = np.array([*n_rows, *[n_missing] * (n_missing > 0)], dtype=np.int64)
+        codes[codes < 0] = len(n_rows)
+        self._codes = codes.astype(np.min_scalar_type(len(n_rows)))
+        self.nbytes = self._codes.nbytes
 
     def codes(self, places: slice) -> NDArray[np.int64]:
         """Return the position of each row's group in `n_rows`."""
-        numbers = self._numbers(places)
-        return np.where(numbers < 0, len(self._found), np.searchsorted(self._found, numbers))
+        return self._codes[places].astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,18 +66,14 @@ def highly_variable_genes(
     InputError
         If the flavor is another; if a value is NaN or negative, or a cell has no batch; if the curve cannot be fitted
         to a batch; or if the sums and the rows being read need more memory than ``dasksc.memory-limit``.
-    MissingKeyError
-        If the atlas lacks a column or layer.
     ImportError
         If scikit-misc, which provides the fit, is not installed.
 
     Notes
     -----
     The function selects the same genes as scanpy. Only genes whose scores differ from one another by less than 1e-6
-    (relative) may be ranked differently, because the order of summation differs. Memory does not grow with the number
-    of cells, except for `filter` (8 bytes per cell) and for `batch_key` (the column of obs and its codes, 1 byte per
-    cell for up to 127 batches). Each gene of each batch needs 104 bytes. scanpy has other flavors, for an atlas in
-    memory.
+    (relative) may be ranked differently, because the order of summation differs. Memory is that of `statistics`, but
+    each gene of each batch needs 104 bytes. scanpy has other flavors, for an atlas in memory.
 
     References
     ----------

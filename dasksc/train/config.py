@@ -68,53 +68,15 @@ class Config:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, changes: Iterable[str] = ()) -> Config:
-        """Read a YAML file.
-
-        Parameters
-        ----------
-        path
-            Path of the file.
-        changes
-            Options that replace those of the file, such as ``training.optimizer.lr=1e-4``.
-
-        Returns
-        -------
-        Config
-            Checked configuration.
-
-        Raises
-        ------
-        MissingPathError
-            If there is no such file.
-        InputError
-            If the file is not YAML, or has an unknown key or a wrong value.
-        """
+        """Read and check a YAML file; `changes` replace its options, such as ``training.optimizer.lr=1e-4``."""
         if not os.path.exists(path):
             raise MissingPathError(f"there is no configuration at {path}")
         return _parsed(["--config", os.fspath(path), *(f"--{change}" for change in changes)])
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], *, changes: Iterable[str] = ()) -> Config:
-        """Check the content of a YAML file.
-
-        Parameters
-        ----------
-        raw
-            Nested dicts, lists and values.
-        changes
-            As for `load`.
-
-        Returns
-        -------
-        Config
-            Checked configuration.
-
-        Raises
-        ------
-        InputError
-            If there is an unknown key or a wrong value.
-        """
-        return _parsed(["--config", yaml.safe_dump(raw), *(f"--{change}" for change in changes)])
+        """Check the content of a YAML file: nested dicts, lists and values."""
+        return _parsed(["--config", yaml.safe_dump(raw, sort_keys=False), *(f"--{change}" for change in changes)])
 
     @classmethod
     def of_options(cls, options: Any) -> Config:
@@ -127,8 +89,7 @@ class Config:
 
     def check_paths(self) -> None:
         """Raise an error for a local path that does not exist; patterns and URLs are left to `dasksc.open`."""
-        given = {"data.path": self.data.path, "data.validation.path": (self.data.validation or {}).get("path")}
-        given["predict.path"] = (self.predict or {}).get("path")
+        given = {"data.path": self.data.path, "predict.path": (self.predict or {}).get("path")}
         for key, value in given.items():
             paths = value.values() if isinstance(value, dict) else [value] if isinstance(value, str) else value or ()
             for path in paths:
@@ -194,11 +155,12 @@ def _checked_config(options: Any) -> Config:
     model = _named("model", model, MODELS)
     tokenizer = options.tokenizer
     if tokenizer is not None:
-        flat = {"name": "rank_value"} | {name: one for name, one in tokenizer.items() if name != "masking"}
-        flat["name"] = flat.pop("strategy", flat["name"])
+        flat = {name: one for name, one in tokenizer.items() if name not in ("strategy", "masking")}
+        flat["name"] = tokenizer.get("strategy", "rank_value")
         masking = tokenizer.get("masking") or {}
-        flat = _named("tokenizer", flat | masking, TOKENIZERS)
-        tokenizer = {"strategy": flat.pop("name"), "masking": {name: flat.pop(name) for name in masking}, **flat}
+        if not isinstance(masking, dict):
+            raise InputError(f"tokenizer.masking={masking!r} must be a section, such as {{mask_ratio: 0.15}}")
+        tokenizer = _named("tokenizer", flat | masking, TOKENIZERS)
     scheduler, fsdp, predict = _as_dict(training["scheduler"]), training["fsdp"], options.predict
     optimizer = {"name": "adamw"} | _as_dict(training["optimizer"])
     training["optimizer"] = _named("training.optimizer", optimizer, OPTIMIZERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,9 @@ import torch
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
 from dasksc.train.config import Config, created, found
-from dasksc.train.sections import STRATEGIES
-from dasksc.transforms.tokenizer_config import from_config
-from dasksc.transforms.vocabulary import PICKLES
+from dasksc.train.sections import STRATEGIES, TOKENIZERS
 
-__all__ = ["DataSets", "make_datasets", "opened"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["DataSets", "make_datasets", "opened", "tokens_of"]
 
 # Keys of the section `data` that are no arguments of scDataset.
 _OWN = {"path", "open", "strategy", "validation", "equal_ranks", "progress"}
@@ -42,20 +37,26 @@ def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: boo
     return dasksc.open(path, obs=columns, mmap=data.mmap, names=names, **data.open)
 
 
+def tokens_of(section: Mapping[str, Any], **others: Any) -> Any:
+    """Return the tokenizer that a section describes; only known names, since a downloaded model.pt may hold it."""
+    name, arguments = section["name"], {key: value for key, value in section.items() if key != "name"}
+    if name not in TOKENIZERS:
+        raise InputError(f"tokenizer.strategy={name!r} is none of {', '.join(TOKENIZERS)}")
+    return created(found(name, TOKENIZERS, what="tokenizer.strategy"), arguments | others, what="tokenizer")
+
+
 def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> DataSets:
     """Open the atlas and create the data sets of this rank."""
     data, label, split = config.data, config.model.get("label"), config.data.validation
     strategy_class = found(data.strategy["name"], STRATEGIES, what="data.strategy.name")
     strategy = {name: value for name, value in data.strategy.items() if name != "name"}
     obs = list(dict.fromkeys([*data.obs, *([label] if isinstance(label, str) else [])]))
-    in_sets = issubclass(strategy_class, dasksc.CellSets)
-    weights = None if in_sets else strategy.get("weights")
-    columns = _columns(obs, data, weights)
-    adata = opened(data.path, data, columns)
+    weights = None if issubclass(strategy_class, dasksc.CellSets) else strategy.get("weights")
+    adata = opened(data.path, data, _columns(obs, data, weights))
     if isinstance(weights, str):
         strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
     held_out = table = None
-    if split is not None and split.get("path") is None:
+    if split is not None:
         if "indices" in strategy:
             raise InputError(
                 "data.strategy.indices and data.validation both select the training rows; give one of them"
@@ -70,7 +71,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     options = {name: value for name, value in vars(data).items() if name not in _OWN}
     options |= {
         "obs": obs,
-        "genes": _genes(data.genes),
+        "genes": Path(data.genes) if isinstance(data.genes, str) else data.genes,
         "seed": config.training.seed if data.seed is None else data.seed,
         "pin_memory": device.type == "cuda" if data.pin_memory is None else data.pin_memory,
     }
@@ -80,9 +81,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
             raise InputError(
                 "data.genes and a tokenizer both select genes; leave out data.genes, and give tokenizer.vocabulary"
             )
-        settings = {name: value for name, value in config.tokenizer.items() if name != "vocabulary"}
-        vocabulary = config.tokenizer.get("vocabulary")
-        tokens = from_config(settings, genes=adata.var_names, vocabulary=vocabulary, seed=options["seed"])
+        tokens = tokens_of(config.tokenizer, genes=adata.var_names, seed=options["seed"])
         options |= {"layout": "csr", "transform": tokens}
     made: SamplingStrategy = created(strategy_class, strategy, what="data.strategy")
     training = scDataset(adata, made, progress=data.progress and rank == 0, **options)
@@ -96,16 +95,10 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     if split is None:
         return DataSets(training, None, facts, None)
 
-    held = adata
-    if split.get("path") is not None:
-        held = opened(split["path"], data, columns if in_sets or columns is None else obs)
-        held_out = None if data.filter is None else dasksc.rows_where(held, data.filter)  # before labels change
-        _adopt(held, training, adata, options, warns=rank == 0)
-        options["filter"] = None
-    elif training.gene_match is not None:
+    if training.gene_match is not None:
         options["genes"] = list(training.gene_match.names)
-    validation = scDataset(held, _each_once(made, held_out), equal_ranks=False, **{**options, "drop_last": False})
-    n_rows = validation.strategy.get_len(held)
+    validation = scDataset(adata, _each_once(made, held_out), equal_ranks=False, **{**options, "drop_last": False})
+    n_rows = validation.strategy.get_len(adata)
     if n_rows < validation.world_size:
         raise InputError(
             f"only {n_rows} rows are held out, fewer than the {validation.world_size} ranks; raise "
@@ -129,7 +122,7 @@ def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:
 
 def _split(adata: Any, split: Mapping[str, Any], rows: Any = None) -> dict[str, Any]:
     """Return the rows to train on and the held-out rows, which are the same on every rank."""
-    options = {name: value for name, value in split.items() if name not in ("share", "path")}
+    options = {name: value for name, value in split.items() if name != "share"}
     if split.get("hold_out") is None:
         share = split.get("share", 0.1)
         options["fractions"] = {"training": 1 - share, "validation": share}
@@ -146,43 +139,6 @@ def _each_once(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
         return replace(strategy, indices=held_out, control_indices=controls, **changes)
     return dasksc.Streaming(indices=held_out)
-
-
-def _adopt(held: Any, training: scDataset, adata: Any, options: dict[str, Any], *, warns: bool) -> None:
-    """Make another atlas yield the genes and the codes of the training data; unknown labels become missing."""
-    names = adata.var_names if options["genes_key"] is None else adata.var[options["genes_key"]]
-    if training.gene_match is not None:
-        options["genes"] = list(training.gene_match.names)
-    elif options["genes"] is not None or not held.var_names.equals(adata.var_names):
-        options["genes"] = list(names if options["genes"] is None else np.asarray(names)[options["genes"]])
-    if options["genes_missing"] == "drop":
-        options["genes_missing"] = "error"  # dropping genes would change the columns
-    for name, labels in training.categories.items():
-        if name not in held.obs:
-            continue  # the data set reports it
-        before = held.obs[name]
-        after = before.astype(pd.CategoricalDtype(labels))
-        unknown = before[after.isna() & before.notna()]
-        if len(unknown) and warns:
-            logger.warning(
-                "obs[%r] of data.validation.path has %d labels that data.path does not have: %s. Their %d cells are "
-                "treated as unlabeled",
-                *(name, unknown.nunique(), ", ".join(map(repr, unknown.unique()[:5])), len(unknown)),
-            )
-        held.obs[name] = after
-
-
-def _genes(genes: Any) -> Any:
-    if not isinstance(genes, str):
-        return genes
-    if Path(genes).suffix in (".json", *PICKLES):
-        return Path(genes)
-    try:
-        return Path(genes).read_text().split()
-    except OSError as error:
-        raise InputError(
-            f"data.genes={genes!r} is not a text file with one gene name per line ({error}); give such a file or a list"
-        ) from error
 
 
 def _facts(dataset: scDataset, adata: Any, label: Any, tokens: Any, genes: Any) -> dict[str, Any]:

@@ -43,17 +43,14 @@ def fit(config: Config, *, say: Callable[[str], None] = print) -> Report:
     Returns
     -------
     Report
-        Facts by name, also as attributes: ``strategy``, ``world_size``, type of the ``device``, and number of trained
-        parameters of the whole model (``n_parameters``); ``n_steps`` and ``n_epochs`` of the run, including those
-        before it was resumed; ``n_cells`` over all ranks, ``elapsed_s`` without validation and checkpoints, and
-        ``cells_per_s`` since the start or the resumption; ``wait_share``, the share of time that the slowest rank
-        waited for data; ``figures`` with the last value of each metric; and the paths of the last ``checkpoint`` and
-        of the ``model``. ``print(report)`` shows all of it, and ``report.to_json()`` returns it as JSON.
+        Facts by name, also as attributes: ``strategy``, ``world_size``, ``device`` and the number of trained parameters
+        (``n_parameters``); ``n_steps`` and ``n_epochs``, including those before the run was resumed; ``n_cells`` over
+        all ranks, ``elapsed_s`` without validation and checkpoints, and ``cells_per_s`` since then; ``wait_share``, the
+        share of time that the slowest rank waited for data; ``figures`` with the last value of each metric; and the
+        paths of the last ``checkpoint`` and of the ``model``.
 
     Raises
     ------
-    InputError
-        If the configuration does not fit the data, the model or the run.
     TrainingError
         If the loss becomes NaN or infinite.
     StorageError

@@ -40,14 +40,14 @@ def log_normalised(counts: Tensor, total: float = 1e4) -> Tensor:
     Parameters
     ----------
     counts
-        Shape (batch, n_genes); dense, or sparse CSR, which is converted to dense.
+        Dense or CSR, shape (batch, n_genes).
     total
         Total of each cell after scaling.
 
     Returns
     -------
     Tensor
-        Shape (batch, n_genes), dense, float32. Always a copy.
+        Copy, dense, float32, of the same shape.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class MLPClassifier(nn.Module):
     label
         Name of the obs column. Cells without a label (code -1) are ignored.
     n_genes, n_labels
-        Numbers of genes and of labels; `dasksc train` fills them in from the data.
+        Numbers of genes and of labels.
     hidden_dim, num_layers
         Width and number of the hidden layers; with 0 layers the model is linear.
     dropout
@@ -142,7 +142,7 @@ class Autoencoder(nn.Module):
     Parameters
     ----------
     n_genes
-        Number of genes; `dasksc train` fills it in from the data.
+        Number of genes.
     latent_dim
         Dimension of the latent representation.
     hidden_dim, num_layers
@@ -183,13 +183,9 @@ class Autoencoder(nn.Module):
         self.encoder = _Layers([n_genes, *hidden, latent_dim * (2 if variational else 1)], dropout=dropout)
         self.decoder = _Layers([latent_dim, *hidden, n_genes], dropout=dropout)
 
-    def encode(self, X: Tensor) -> Tensor:
-        """Return the latent representation of each cell (if variational, its mean), shape (batch, latent_dim)."""
-        return self._posterior(log_normalised(X))[0]
-
     def embed(self, batch: Any) -> Tensor:
         """Return the latent representation of each cell (if variational, its mean), shape (batch, latent_dim)."""
-        return self.encode(_x_of(batch))
+        return self._posterior(log_normalised(_x_of(batch)))[0]
 
     def _posterior(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         encoded = self.encoder(x)
@@ -242,8 +238,7 @@ class TokenTransformer(nn.Module):
     Parameters
     ----------
     n_tokens, max_seq_len, pad_id, n_bins
-        Size of the vocabulary, maximum length of a cell, id of padding, and number of bins; filled in from the
-        tokenizer.
+        Size of the vocabulary, maximum length of a cell, id of padding, and number of bins.
     label, n_labels
         Name of an obs column to predict from the mean embedding of the tokens of a cell, and its number of labels.
         Without a label, the model predicts masked genes (or their bins, if `n_bins` is given, as for `ValueBins`). This

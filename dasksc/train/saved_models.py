@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import dasksc
 from dasksc import Batch, InputError, MissingPathError, scDataset
+from dasksc.inspection.report import Report
 from dasksc.options import nearest
 from dasksc.train.checkpoint import read_state, read_tensors
 from dasksc.train.config import Config, created, found
-from dasksc.train.data import opened
+from dasksc.train.data import opened, tokens_of
 from dasksc.train.parallel import Ranks
 from dasksc.train.sections import MODELS
-from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.vocabulary import Vocabulary
 
 __all__ = [
@@ -51,6 +51,8 @@ def save_model(path: Path, model: nn.Module, saved: Mapping[str, Any], ranks: Ra
 def load_model(path: str | os.PathLike[str]) -> nn.Module:
     """Load a trained model for inference in one process.
 
+    Unpickling is restricted, and only subclasses of ``torch.nn.Module`` are instantiated.
+
     Parameters
     ----------
     path
@@ -63,11 +65,8 @@ def load_model(path: str | os.PathLike[str]) -> nn.Module:
 
     Raises
     ------
-    MissingPathError
-        If the path does not exist.
     CorruptDataError, InputError
-        If the file or checkpoint is damaged, or was not written by `dasksc.train`. For security, unpickling is
-        restricted, and only subclasses of ``torch.nn.Module`` are instantiated.
+        If the file or checkpoint does not exist, is damaged, or was not written by `dasksc.train`.
 
     Examples
     --------
@@ -119,7 +118,8 @@ def reading_options(config: Config, dataset: scDataset) -> dict[str, Any]:
     saved |= {"tokenizer": None, "genes": None, "genes_key": None}
     if config.tokenizer is not None:
         transform: Any = dataset.transform
-        options = {name: value for name, value in config.tokenizer.items() if name not in ("masking", "vocabulary")}
+        masking = ("mask_ratio", "random_replace_ratio", "keep_ratio")
+        options = {name: value for name, value in config.tokenizer.items() if name not in (*masking, "vocabulary")}
         return saved | {"tokenizer": {"options": options, "ids": dict(transform.vocabulary.ids)}}
     match = dataset.gene_match
     names = np.asarray(dataset.collection.var_names).astype(str)
@@ -146,8 +146,7 @@ def dataset_for(saved: Mapping[str, Any], data: Any, *, batch_size: int, **optio
     else:
         given.pop("genes_missing", None)
     if (tokens := saved["tokenizer"]) is not None:
-        vocabulary = Vocabulary(tokens["ids"])
-        transform = from_config(tokens["options"], genes=adata.var_names, vocabulary=vocabulary)
+        transform = tokens_of(tokens["options"], genes=adata.var_names, vocabulary=Vocabulary(tokens["ids"]))
         given["layout"] = "csr"
     return scDataset(data, dasksc.Streaming(), batch_size, transform=transform, **given)
 
@@ -159,7 +158,7 @@ def _unchanged(batch: Batch) -> Batch:
 
 def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
     """Return the method to call for predictions, by default ``embed`` if the model has it, or the model itself."""
-    method = getattr(model, "embed", model) if name is None else getattr(model, name, None)
+    method: Any = getattr(model, "embed", model) if name is None else getattr(model, name, None)
     if not callable(method):
         methods = [one for one in dir(type(model)) if not one.startswith("_") and one not in dir(nn.Module)]
         raise InputError(f"{type(model).__name__} has no method {name!r}{nearest(str(name), methods)}")
@@ -169,15 +168,11 @@ def method_of(model: nn.Module, name: str | None) -> Callable[[Any], Any]:
 
 def categories_for(model: nn.Module, name: str | None, categories: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the labels of the integer codes that a classifier's ``predict`` returns; empty for other methods."""
-    label = getattr(model, "label", None)
-    return (
-        {"predicted": list(categories[label])}
-        if name == "predict" and isinstance(label, str) and label in categories
-        else {}
-    )
+    label: Any = getattr(model, "label", None)
+    return {"predicted": list(categories[label])} if name == "predict" and label in categories else {}
 
 
-def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks: Ranks) -> dasksc.PredictionReport:
+def predict_trained(config: Config, model: nn.Module, dataset: scDataset, ranks: Ranks) -> Report:
     """Predict according to the section ``predict`` of a configuration. All ranks must call this function."""
     assert config.predict is not None
     options = dict(config.predict)

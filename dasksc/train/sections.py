@@ -80,12 +80,9 @@ class Validation:
     ----------
     share
         Share of the rows to hold out; with `by`, of its values; with `conditions`, of those of each context.
-    path
-        Path of another atlas to validate on, instead of held-out rows.
     """
 
     share: float = 0.1
-    path: str | list[str] | dict[str, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,14 +212,8 @@ class Training:
     timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in (
-            "gradient_accumulation",
-            "max_epochs",
-            "max_steps",
-            "save_every",
-            "validate_every",
-            "log_every_n_steps",
-        ):
+        counts = ("max_epochs", "max_steps", "save_every", "validate_every", "log_every_n_steps")
+        for name in ("gradient_accumulation", *counts):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"training.{name}={value} must be at least 1")

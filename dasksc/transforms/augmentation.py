@@ -41,23 +41,11 @@ class Augmentation:
         self._in_place = False
 
     def at_epoch(self, epoch: int) -> Self:
-        """Return this transform for an epoch.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch. `scDataset` calls this method for each epoch.
-        """
+        """Return this transform for an epoch; `scDataset` calls it for each."""
         return self._with(_keys=epoch_keys(self.seed, epoch, self._purpose, n=2))
 
     def at_batch(self, number: int) -> Self:
-        """Return this transform for a batch.
-
-        Parameters
-        ----------
-        number
-            Number of the batch in its epoch, over all ranks. `scDataset` calls this method for each batch.
-        """
+        """Return this transform for the batch with a number in the epoch, over all ranks; `scDataset` calls it."""
         return self._with(_number=number)
 
     def in_place(self) -> Self:
@@ -70,24 +58,10 @@ class Augmentation:
         return same
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return a batch with changed values.
+        """Return a batch on the CPU, dense or CSR, with changed values of X or the layer, of the same layout and dtype.
 
-        Parameters
-        ----------
-        batch
-            Batch on the CPU with X, `index` and the layer to change, dense or CSR. The control cells in ``control``
-            are changed with separate random numbers.
-
-        Returns
-        -------
-        Batch
-            Batch with changed values of X or the layer, of the same layout and dtype. In CSR, new zeros remain stored
-            elements. All other tensors are those of `batch`, without copies.
-
-        Raises
-        ------
-        InputError
-            If the batch lacks X or the layer, or contains invalid values.
+        All other tensors are those of `batch`, without copies. The control cells in ``control`` are changed with
+        separate random numbers. A batch without X, `index` or the layer, or with invalid values, raises `InputError`.
         """
         of_targets, of_controls = self._keys
         made = self._augmented(batch, of_targets)
@@ -190,9 +164,7 @@ class Downsample(Augmentation):
     -----
     Random numbers depend only on the seed, the epoch, the number of the batch in the epoch, its row numbers, the
     position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
-    keep their structure: a count that drops to 0 is a stored zero.
-
-    The cost is one pass over the nonzeros of a batch, and for dense batches another to find them.
+    keep their structure: a count that drops to 0 is a stored zero. The cost is one pass over the batch.
 
     With `target_counts`, a cell is first thinned binomially to about the target. If more molecules than the target
     remain, the surplus is drawn from them without replacement and discarded. If fewer remain, the deficit is drawn
@@ -289,11 +261,7 @@ class MaskGenes(Augmentation):
 
     Notes
     -----
-    Random numbers depend only on the seed, the epoch, the number of the batch in the epoch, its row numbers, the
-    position of the row in the batch, and the gene. Dense and CSR batches therefore have the same values. CSR batches
-    keep their structure: a masked value is a stored zero.
-
-    The cost is one pass over the nonzeros of a batch, and for dense batches another to find them.
+    Random numbers, stored zeros of CSR batches, and the cost are those of `Downsample`.
 
     Examples
     --------

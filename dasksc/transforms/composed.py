@@ -17,17 +17,10 @@ class Transforms:
 
     A transform may have a method ``at_epoch``, which returns the transform for an epoch, and a method ``at_batch``,
     which returns the transform for a batch by its number in the epoch.
-
-    Parameters
-    ----------
-    steps
-        Transforms, in order.
-    first_number
-        Number of the first batch.
     """
 
     steps: tuple[Any, ...]
-    first_number: int = 0
+    first_number: int = 0  # of the first batch
 
     def at_epoch(self, epoch: int) -> Transforms:
         """Return the transforms for an epoch.
@@ -50,15 +43,7 @@ class Transforms:
 
 
 def as_transforms(given: Any) -> Transforms | None:
-    """Return the `transform` argument of `scDataset` (None, a transform or a list of them) as `Transforms` or None.
-
-    Raises
-    ------
-    WrongTypeError
-        If a transform is not callable.
-    InputError
-        If two transforms in a list would draw the same random numbers.
-    """
+    """Return the `transform` argument of `scDataset` (None, a transform or a list of them) as `Transforms` or None."""
     if given is None or isinstance(given, Transforms):
         return given
     steps = tuple(given) if isinstance(given, list | tuple) else (given,)

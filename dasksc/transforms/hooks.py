@@ -24,19 +24,13 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     batch
         AnnData (in memory, backed, or with Dask arrays) or a view of an AnnCollection.
     columns
-        Names of obs columns. `functools.partial` creates a hook with columns:
-        ``partial(adata_to_mindex, columns=["cell_type"])``.
+        Names of obs columns.
 
     Returns
     -------
     MultiIndexable
         ``"X"``, dense, shape (n_rows, n_vars), with the data type of ``adata.X``; and each column by its name, as
         its pandas ``.values``: a NumPy array, or a Categorical for a categorical column.
-
-    Raises
-    ------
-    MissingKeyError
-        If obs has no such column.
 
     Examples
     --------
@@ -46,10 +40,7 @@ def adata_to_mindex(batch: Any, columns: Sequence[str] | None = None) -> MultiIn
     >>> batch["X"].shape, len(batch["cell_type"])
     ((64, 300), 64)
     """
-    members = {"X": _dense(batch.X)}
-    for name in columns or ():
-        members[name] = _obs_values(batch.obs, name)
-    return MultiIndexable(members)
+    return MultiIndexable({"X": _dense(batch.X), **{name: _obs_values(batch.obs, name) for name in columns or ()}})
 
 
 def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> torch.Tensor | MultiIndexable:
@@ -57,9 +48,7 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
 
     Parameters
     ----------
-    batch
-        As for `adata_to_mindex`.
-    columns
+    batch, columns
         As for `adata_to_mindex`.
 
     Returns
@@ -68,18 +57,14 @@ def fetch_transform_adata(batch: Any, columns: Sequence[str] | None = None) -> t
         Without columns, X as a dense float32 tensor, shape (n_rows, n_vars). With columns, the result of
         `adata_to_mindex` with that tensor as ``"X"``.
 
-    Raises
-    ------
-    MissingKeyError
-        If obs has no such column.
-
     Examples
     --------
     >>> hook = dasksc.fetch_transform_adata
     >>> next(iter(dasksc.scDataset("atlas.h5ad", batch_size=64, fetch_transform=hook, seed=0))).shape
     torch.Size([64, 300])
     """
-    X = _as_float32(_dense(batch.X))
+    # The array must be writable, since torch warns about read-only ones; copying a view also frees its base.
+    X = torch.from_numpy(np.require(_dense(batch.X), dtype=np.float32, requirements=["C", "W"]))
     if not columns:
         return X
     return MultiIndexable({"X": X, **{name: _obs_values(batch.obs, name) for name in columns}})
@@ -101,12 +86,6 @@ def hf_tahoe_to_tensor(batch: Any, num_genes: int = 62713) -> torch.Tensor:
     -------
     torch.Tensor
         Shape (n_cells, num_genes), float32. If a gene occurs twice in a cell, its last value is used.
-
-    Raises
-    ------
-    InputError
-        If the batch has another structure, a cell has different numbers of genes and expressions, or a gene is
-        outside [0, num_genes).
 
     Examples
     --------
@@ -159,11 +138,6 @@ def bionemo_to_tensor(data_collection: Any, idx: Any) -> torch.Tensor:
     torch.Tensor
         Dense, shape (n_rows, n_genes).
 
-    Raises
-    ------
-    ImportError
-        If bionemo-scdl is not installed.
-
     Examples
     --------
     >>> from bionemo.scdl.io.single_cell_memmap_dataset import SingleCellMemMapDataset  # doctest: +SKIP
@@ -186,11 +160,6 @@ def _dense(X: Any) -> NDArray[Any]:
         if hasattr(X, method):
             X = getattr(X, method)()
     return X.toarray() if sp.issparse(X) else np.asarray(X)
-
-
-def _as_float32(X: NDArray[Any]) -> torch.Tensor:
-    # The array must be writable, since torch warns about read-only ones; copying a view also frees its base.
-    return torch.from_numpy(np.require(X, dtype=np.float32, requirements=["C", "W"]))
 
 
 def _obs_values(obs: Any, name: str) -> Any:

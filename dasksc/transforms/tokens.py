@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from dasksc.batches.batch import Batch
-from dasksc.checks import whole_number
+from dasksc.checks import check_one_of, whole_number
 from dasksc.errors import InputError, WrongTypeError
 from dasksc.kernels import csr
 from dasksc.kernels import tokens as kernels
@@ -31,7 +31,7 @@ from dasksc.plan.keys import Purpose, epoch_keys
 from dasksc.storage import buffers
 from dasksc.transforms.vocabulary import Missing, Vocabulary, names_of
 
-__all__ = ["IGNORED", "RankTokens", "ValueBins", "check_choice"]
+__all__ = ["IGNORED", "RankTokens", "ValueBins"]
 
 IGNORED = -100
 """Label of tokens that are not predicted, which ``cross_entropy`` ignores."""
@@ -86,8 +86,8 @@ class _Tokens:
             )
         elif not isinstance(vocabulary, Vocabulary):
             vocabulary = Vocabulary.read(vocabulary)
-        check_choice("missing", missing, ("error", "drop"))
-        check_choice("padding", padding, ("longest", "max_length"))
+        check_one_of("missing", missing, ("error", "drop"))
+        check_one_of("padding", padding, ("longest", "max_length"))
         if not _is_share(mask_ratio) or mask_ratio == 1:
             raise InputError(f"mask_ratio={mask_ratio!r} must be the share of tokens to mask, a number in [0, 1)")
         for name, share in (("random_replace_ratio", random_replace_ratio), ("keep_ratio", keep_ratio)):
@@ -116,36 +116,17 @@ class _Tokens:
         return self.max_genes + self.prepend_cls
 
     def at_epoch(self: T, epoch: int) -> T:
-        """Return this transform with the random masks and gene subsets of an epoch.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch. `scDataset` calls this method at the start of each epoch.
-        """
+        """Return this transform with the random masks and gene subsets of an epoch; `scDataset` calls it."""
         same = copy.copy(self)
         same._epoch = epoch
         return same
 
     def __call__(self, batch: Batch) -> Batch:
-        """Convert a batch to tokens.
+        """Convert a batch on the CPU, dense or CSR with one column per gene, to tokens.
 
-        Parameters
-        ----------
-        batch
-            Batch on the CPU with ``index`` and ``X``, dense or CSR, with one column per gene.
-
-        Returns
-        -------
-        Batch
-            In place of X and layers: ``input_ids`` (int64), ``values`` (float32) and ``attention_mask`` (bool; True for
-            tokens, False for padding), each of shape (batch, length). If tokens are masked, also ``labels`` (int64), of
-            the same shape. Other elements are those of `batch`, without copies.
-
-        Raises
-        ------
-        InputError
-            If the number of columns of X is wrong, or X contains NaN.
+        X and layers give way to ``input_ids`` (int64), ``values`` (float32), ``attention_mask`` (bool; False for
+        padding) and, if tokens are masked, ``labels`` (int64), each of shape (batch, length). Other elements are not
+        copied. A wrong number of columns or NaN raises `InputError`.
         """
         indptr, columns, values = _nonzeros(batch, len(self._ids))
         n_rows = len(indptr) - 1
@@ -213,22 +194,15 @@ class RankTokens(_Tokens):
         except where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original ids of the genes to
         predict, and -100 elsewhere.
     random_replace_ratio, keep_ratio
-        Probability that a gene to predict gets the id of a random gene, and probability that it keeps its own id. BERT
-        uses 0.1 for both.
+        Probabilities that a gene to predict gets the id of a random gene, and that it keeps its own. BERT uses 0.1 for
+        both.
     missing
         Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
     padding
         ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
     seed
-        Seed of the masks. Masks depend only on the seed, the epoch and the rows of the batch, so they are equal on any
-        rank and in any worker.
-
-    Attributes
-    ----------
-    vocabulary
-        `Vocabulary` in use.
-    max_length
-        Maximum number of tokens of a cell.
+        Seed of the masks. Random numbers depend only on the seed, the epoch and the rows of the batch, so they are
+        equal on any rank and in any worker.
 
     Raises
     ------
@@ -318,7 +292,7 @@ class ValueBins(_Tokens):
     Parameters
     ----------
     genes
-        Names of the columns of X, in their order: ``adata.var_names``, or those that ``scDataset(genes=...)`` keeps.
+        As for `RankTokens`.
     n_bins
         Number of distinct values, counted as in the function ``binning`` of scGPT: 0, and the bins 1 to ``n_bins - 1``,
         to which the nonzeros of a cell are assigned. Since unexpressed genes are omitted, only the cell token and
@@ -326,38 +300,15 @@ class ValueBins(_Tokens):
         nonzeros, from the minimum to the maximum, so only the maximum is in the last bin. Several bins may start at the
         same value, commonly at a count of 1. Each gene with that value is then assigned to one of these bins at random.
     vocabulary
-        `Vocabulary` or the path of one; None: ids are assigned to `genes` in order (`Vocabulary.of_genes`).
+        As for `RankTokens`.
     max_genes
         Maximum number of genes per cell; from cells with more, a random sample is drawn in each epoch.
     prepend_cls
-        If True, put the cell token ``"<cls>"`` first, with the value 0.
-    mask_ratio
-        Share of genes to predict in each cell, at least one gene per cell. Their bins are replaced with -1, except
-        where `random_replace_ratio` and `keep_ratio` apply. ``labels`` has the original bins of the genes to predict,
-        and -100 elsewhere.
-    random_replace_ratio, keep_ratio
-        Probability that a gene to predict gets a random bin, and probability that it keeps its own bin.
-    missing
-        Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to leave them out.
-    padding
-        ``"longest"`` to pad to the longest cell of the batch, or ``"max_length"``.
-    seed
-        Seed of masks, samples, and the random choice among bins that start at the same value. These depend only on the
-        seed, the epoch and the rows of the batch, so they are equal on any rank and in any worker.
-
-    Attributes
-    ----------
-    vocabulary
-        `Vocabulary` in use.
-    max_length
-        Maximum number of tokens of a cell.
-
-    Raises
-    ------
-    MissingKeyError
-        If the vocabulary lacks genes and `missing` is ``"error"``, or it lacks all genes.
-    InputError
-        If an argument is invalid.
+        As for `RankTokens`; the cell token has the value 0.
+    mask_ratio, random_replace_ratio, keep_ratio
+        As for `RankTokens`, but the bins of genes are predicted and replaced (with -1 instead of ``"<mask>"``).
+    missing, padding, seed
+        As for `RankTokens`.
 
     Notes
     -----
@@ -419,12 +370,6 @@ class ValueBins(_Tokens):
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float | np.floating) and not isinstance(value, bool) and bool(0 <= value <= 1)
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise an error if a value is not one of the choices."""
-    if value not in choices:
-        raise InputError(f"{name} must be {' or '.join(map(repr, choices))}; got {value!r}")
 
 
 def _nonzeros(batch: Any, n_genes: int) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[np.float32]]:

@@ -54,13 +54,6 @@ class Vocabulary:
     pad_id, mask_id, cls_id
         Ids of ``"<pad>"``, ``"<mask>"`` and ``"<cls>"``.
 
-    Raises
-    ------
-    InputError
-        If an id is not a non-negative integer, or two names have the same id.
-    WrongTypeError
-        If `ids` is not a mapping.
-
     Examples
     --------
     >>> vocabulary = dasksc.tokens.Vocabulary.of_genes(["CD3E", "CD4"])
@@ -88,51 +81,18 @@ class Vocabulary:
 
     @classmethod
     def of_genes(cls, genes: Iterable[str]) -> Vocabulary:
-        """Assign ids to genes in the given order, after the special tokens: padding 0, mask 1, cell 2, genes from 3.
-
-        Parameters
-        ----------
-        genes
-            Distinct names, such as ``adata.var_names``.
-
-        Returns
-        -------
-        Vocabulary
-            Vocabulary of ``3 + len(genes)`` names.
-
-        Raises
-        ------
-        InputError
-            If a name occurs twice.
-        """
+        """Assign ids to distinct names in the given order: padding 0, mask 1, cell 2, genes from 3."""
         advice = "adata.var_names_make_unique() makes them unique"
         return cls(_numbered([PAD, MASK, CLS, *names_of(genes)], "genes", advice))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read a vocabulary file.
+        """Read a vocabulary file, whose suffix determines its format.
 
-        Parameters
-        ----------
-        path
-            Path of the file, whose suffix determines its format:
-
-            - ``.json``: an object of ids by name (``{"<pad>": 0, "CD4": 1}``), as distributed with scGPT
-            - ``.pkl``, ``.pickle``: a pickled dict of ids by name, as distributed with Geneformer; reading it executes
-              no code
-            - any other suffix: a text file with one name per line, numbered from 0
-
-        Returns
-        -------
-        Vocabulary
-            Vocabulary with the names of the file.
-
-        Raises
-        ------
-        MissingPathError
-            If there is no such file.
-        InputError
-            If the content of the file is invalid.
+        - ``.json``: an object of ids by name (``{"<pad>": 0, "CD4": 1}``), as distributed with scGPT
+        - ``.pkl``, ``.pickle``: a pickled dict of ids by name, as distributed with Geneformer; reading it executes no
+          code
+        - any other suffix: a text file with one name per line, numbered from 0
         """
         if not isinstance(path, str | os.PathLike):
             raise WrongTypeError(f"a vocabulary is a dasksc.tokens.Vocabulary, or the path of a file; got {path!r}")
@@ -143,12 +103,8 @@ class Vocabulary:
             text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise MissingPathError(f"there is no vocabulary file {os.fspath(path)!r}") from error
-        except IsADirectoryError as error:
-            raise InputError(f"{path} is a folder; give the vocabulary file in it") from error
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{path} is not a text file; a vocabulary is a .json of ids by name, or one name per line"
-            ) from error
+        except (IsADirectoryError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} is not a text file: a .json of ids by name, or one name per line") from error
         if path.suffix != ".json":
             advice = "Give every name once, one per line, without blank lines"
             return cls(_numbered(text.removesuffix("\n").split("\n"), str(path), advice))
@@ -175,25 +131,9 @@ class Vocabulary:
         return f"Vocabulary({len(self)} names, size {self.size})"
 
     def ids_of(self, genes: Iterable[str], *, missing: Missing = "error") -> NDArray[np.int64]:
-        """Return the ids of genes.
+        """Return the ids of genes, shape (n_genes,), int64; with ``missing="drop"``, -1 for those that are missing.
 
-        Parameters
-        ----------
-        genes
-            Names.
-        missing
-            Treatment of genes that the vocabulary lacks: ``"error"``, or ``"drop"`` to give them the id -1.
-
-        Returns
-        -------
-        NDArray
-            Id of each gene, shape (n_genes,), int64; -1 for those to drop.
-
-        Raises
-        ------
-        MissingKeyError
-            If genes are missing and `missing` is ``"error"``, or if all genes are missing. The message gives their
-            number and the first few.
+        If genes are missing and `missing` is ``"error"``, or if all are, a `MissingKeyError` names the first few.
         """
         names = [str(gene) for gene in genes]
         ids = np.fromiter((self.ids.get(name, -1) for name in names), dtype=np.int64, count=len(names))

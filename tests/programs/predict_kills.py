@@ -23,6 +23,7 @@ import zarr
 
 import dasksc
 from dasksc.inference import store
+from dasksc.inspection.report import Report
 
 BATCH = 8
 SLEEP_S = 0.01
@@ -34,7 +35,7 @@ def embed(batch: Any) -> torch.Tensor:
     return batch[:, :6] * 3 + batch.sum(dim=1, keepdim=True)
 
 
-def predict(source: str, out: str, key: str, rank: int, world_size: int) -> dasksc.PredictionReport:
+def predict(source: str, out: str, key: str, rank: int, world_size: int) -> Report:
     with (
         mock.patch.object(store, "_LEAST_ROWS", 2 * BATCH),
         mock.patch.object(store, "_MOST_ROWS", 2 * BATCH),

@@ -21,6 +21,7 @@ import pytest
 import zarr
 from anndata import AnnData
 
+import dasksc
 from dasksc.memory import limits as process_memory
 from dasksc.readers import sizes
 from tests.support.data import write_store

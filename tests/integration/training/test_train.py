@@ -8,7 +8,6 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -301,71 +300,18 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
 
 
-@pytest.fixture
-def other(atlas, tmp_path) -> Path:
-    """Write the atlas with reordered genes, two additional genes, and one cell type replaced by a new one."""
-    adata = ad.read_h5ad(atlas)
-    extra = ad.AnnData(
-        np.full((adata.n_obs, 2), 7, np.float32), obs=adata.obs, var=pd.DataFrame(index=["new", "newer"])
-    )
-    mixed = ad.concat([adata, extra], axis=1, merge="same")[:, np.random.default_rng(0).permutation(adata.n_vars + 2)]
-    mixed = mixed.copy()
-    types = mixed.obs["cell_type"].astype(str)
-    rarest = types.value_counts().index[-1]
-    mixed.obs["cell_type"] = types.where(types != rarest, "a type of its own").astype("category")
-    mixed.write_h5ad(tmp_path / "other.h5ad")
-    return tmp_path / "other.h5ad"
-
-
-@pytest.mark.parametrize(("kind", "genes"), [("counts", "names"), ("tokens", "all")])
-def test_another_atlas_has_the_genes_and_codes_of_the_training(kind, genes, raw, atlas, other, caplog):
-    if kind == "tokens":
-        raw["model"] = {"name": "transformer_encoder", "label": "cell_type", "hidden_dim": 16, "num_layers": 1}
-        raw["tokenizer"] = {"strategy": "rank_value", "max_genes": 32}
-    chosen = [30, 3, 11]
-    raw["data"]["genes"] = [dasksc.open(atlas).var_names[i] for i in chosen] if genes == "names" else None
-    raw["data"]["obs"] = ["plate"]
-    loaders = {}
-    for path in (atlas, other):
-        raw["data"]["validation"] = {"path": str(path)}
-        loaders[path] = make_datasets(Config.of(raw), device=torch.device("cpu")).validation
-    rarest = ad.read_h5ad(atlas).obs["cell_type"].value_counts().index[-1]
-    n_new = 0
-    for expected, found in zip(loaders[atlas], loaders[other], strict=True):
-        for name in ("X", "input_ids", "attention_mask"):
-            assert (name in expected) == (name in found)
-            assert name not in expected or torch.equal(expected[name], found[name])
-        assert torch.equal(expected["obs"]["plate"], found["obs"]["plate"])
-        codes = expected["obs"]["cell_type"].clone()
-        is_new = codes == loaders[atlas].categories["cell_type"].index(rarest)
-        codes[is_new] = -1
-        assert torch.equal(found["obs"]["cell_type"], codes)
-        n_new += int(is_new.sum())
-    assert loaders[other].categories == loaders[atlas].categories
-    (text,) = [
-        record.getMessage() for record in caplog.records if "that data.path does not have" in record.getMessage()
-    ]
-    assert "'cell_type'] of data.validation.path has 1 labels that data.path does not have: 'a type of its own'" in text
-    assert f"Their {n_new} cells" in text
-
-
-def test_another_atlas_that_lacks_genes_is_refused(raw, atlas, tmp_path):
-    ad.read_h5ad(atlas)[:, 3:].write_h5ad(tmp_path / "fewer.h5ad")
-    first = dasksc.open(atlas).var_names[0]
-    with pytest.raises(InputError, match=first):
-        train(raw, data__validation={"path": str(tmp_path / "fewer.h5ad")})
-
-
 @pytest.mark.parametrize("missing", ["zero", "drop"])
-def test_another_atlas_gives_the_columns_of_training(raw, atlas, tmp_path, missing):
+def test_one_atlas_trains_and_another_validates(raw, atlas, tmp_path, missing):
     names = [*dasksc.open(atlas).var_names[[5, 1, 9]], "no such gene"]
     (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0} | {name: 9 - i for i, name in enumerate(names)}))
-    ad.read_h5ad(atlas)[:, ::-1].write_h5ad(tmp_path / "reversed.h5ad")
+    ad.read_h5ad(atlas)[40:90, ::-1].write_h5ad(tmp_path / "other.h5ad")
+    raw["data"] |= {"path": {"own": str(atlas), "other": str(tmp_path / "other.h5ad")}, "open": {"label": "file"}}
     raw["data"] |= {"genes": str(tmp_path / "vocab.json"), "genes_missing": missing}
-    raw["data"]["validation"] = {"path": str(tmp_path / "reversed.h5ad")}
+    raw["data"]["validation"] = {"conditions": "file", "hold_out": {"file": ["other"]}}
     loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     expected = names[::-1] if missing == "zero" else names[2::-1]
     assert loaders.facts["n_genes"] == len(expected)
+    assert sorted(row for batch in loaders.validation for row in batch["index"].tolist()) == list(range(203, 253))
     for loader in (loaders.training, loaders.validation):
         assert list(loader.gene_match.names) == expected
         assert next(iter(loader))["X"].shape[1] == len(expected)
@@ -449,7 +395,8 @@ def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw
 
 
 def test_validation_weights_batches_by_their_number_of_labels(raw, half_labelled, atlas):
-    report = train(raw, data__validation={"path": str(half_labelled)}, training__max_epochs=1)
+    raw["data"] |= {"path": {"own": str(atlas), "half": str(half_labelled)}, "open": {"label": "file"}}
+    report = train(raw, data__validation={"conditions": "file", "hold_out": {"file": ["half"]}}, training__max_epochs=1)
     labelled = np.flatnonzero(dasksc.open(half_labelled).obs["cell_type"].notna())
     strategy = dasksc.Streaming(labelled)
     (whole,) = dasksc.scDataset(str(half_labelled), strategy, len(labelled), 1, obs=["cell_type"], seed=0)

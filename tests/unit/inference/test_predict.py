@@ -24,6 +24,7 @@ import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.inference import ranks
 from dasksc.inference import store as stores
+from dasksc.inspection.report import Report
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
@@ -62,7 +63,7 @@ def read(path: Path) -> ad.AnnData:
         return ad.read_zarr(path) if path.is_dir() else ad.read_h5ad(path)
 
 
-def predict(model: Any, data: Any, out: Path, **options: Any) -> dasksc.PredictionReport:
+def predict(model: Any, data: Any, out: Path, **options: Any) -> Report:
     if not isinstance(data, dasksc.scDataset):
         options = {"batch_size": BATCH, **options}
     return dasksc.predict(model, data, out, **options)
@@ -76,7 +77,7 @@ def test_predictions_are_those_of_the_plain_loop(atlas, tmp_path):
     assert np.array_equal(written.obsm["X_emb"], expected)
     assert list(written.obs_names) == [f"cell{i}" for i in range(N_OBS)]
     assert (report.n_predicted, report.is_complete) == (N_OBS, True)
-    assert report.keys == {"obsm/X_emb": f"({N_OBS}, 5) float32"}
+    assert report.outputs == {"obsm/X_emb": f"({N_OBS}, 5) float32"}
     assert not (tmp_path / "emb.zarr.partial").exists()
 
 
@@ -249,7 +250,7 @@ def store(atlas, tmp_path) -> Path:
 def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
     model = Embedder()
     report = predict(model.both, store, store, categories={"predicted": LABELS})
-    assert set(report.keys) == {"obsm/X_emb", "obs/predicted", "obs/score"}
+    assert set(report.outputs) == {"obsm/X_emb", "obs/predicted", "obs/score"}
     for written in (read(store), dasksc.open(store)):
         expected = plain(model, store)
         assert np.array_equal(np.asarray(written.obsm["X_emb"]), expected)
@@ -271,7 +272,7 @@ def test_a_process_that_was_killed_while_it_published_predicts_nothing_again(sto
         with pytest.raises(Killed):
             predict(Embedder().both, store, store, categories={"predicted": LABELS})
     report = predict(Embedder().both, store, store, categories={"predicted": LABELS})
-    assert (report.n_predicted, len(report.keys), report.is_complete) == (0, 3, True)
+    assert (report.n_predicted, len(report.outputs), report.is_complete) == (0, 3, True)
     assert list(dasksc.open(store).obs.columns)[-2:] == ["predicted", "score"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
 
@@ -354,7 +355,8 @@ def test_nan_is_refused_by_the_name_of_the_cell_or_reported(atlas, tmp_path):
     with pytest.raises(InputError, match="NaN.*'X_emb'.*21"):
         predict(some_nan, dataset, tmp_path / "emb.zarr")
     report = predict(some_nan, dataset, tmp_path / "emb.zarr", nan="report")
-    assert report.nan_cells == {"obsm/X_emb": (3, [(21, "cell21"), (22, "cell22"), (190, "cell190")])}
+    first = [(21, "cell21"), (22, "cell22"), (190, "cell190")]
+    assert report.nan_cells == [Report(output="obsm/X_emb", n_cells=3, first=first)]
     assert np.flatnonzero(np.isnan(read(tmp_path / "emb.zarr").obsm["X_emb"]).any(1)).tolist() == [21, 22, 190]
 
 

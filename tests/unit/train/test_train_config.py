@@ -64,6 +64,8 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ({"model": {"latent_dim": 3}}, ["model.name"]),
         ({"model": "mlp_classifier"}, ["model.label"]),
         ({"model": {**CLASSIFIER, "hidden_dim": 16.5}}, ["model.hidden_dim", "16.5"]),
+        ({"tokenizer": {"strategy": "rank"}}, ["tokenizer", "rank_value"]),
+        ({"tokenizer": {"masking": 0.15}}, ["tokenizer.masking", "mask_ratio"]),
         ({"tokenizer": {"max_gene": 4}}, ["tokenizer.max_gene", "max_genes"]),
         ({"tokenizer": {"masking": {"mask_ratios": 0.15}}}, ["mask_ratios", "mask_ratio"]),
         ({"predict": {"out": "a.zarr", "outt": "emb.zarr"}}, ["predict.outt"]),

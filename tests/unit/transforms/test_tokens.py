@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 import dasksc
 from dasksc.batches.batch import Batch
 from dasksc.errors import InputError, MissingKeyError, MissingPathError, WrongTypeError
-from dasksc.transforms.tokenizer_config import from_config
 from dasksc.transforms.tokens import IGNORED, RankTokens, ValueBins
 from dasksc.transforms.vocabulary import CLS, MASK, PAD, Vocabulary
 from tests.support import twins
@@ -381,7 +380,7 @@ def test_a_data_set_yields_tokens_aligned_with_obs(path):
 
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_masks_are_the_same_after_a_resume(path, layout):
-    tokens = from_config({"strategy": "value_bins", "masking": {"mask_ratio": 0.4}}, genes=dasksc.open(path).var_names)
+    tokens = ValueBins(dasksc.open(path).var_names, mask_ratio=0.4)
     plain = dataset_of(path, tokens, layout=layout)
     epochs = [as_lists(plain) for _ in range(2)]
     assert epochs[0] != epochs[1]
@@ -438,20 +437,3 @@ def test_a_transform_and_hooks_exclude_each_other(path, options):
         dasksc.scDataset(np.arange(5), dasksc.Streaming(), batch_size=8, transform=str)
     with pytest.raises(InputError, match="transform.*'x'"):
         dasksc.scDataset(path, dasksc.Streaming(), batch_size=8, transform="x")
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({}, "tokenizer.strategy.*'rank_value'.*'value_bins'"),
-        ({"strategy": "rank"}, "got 'rank'"),
-        ({"strategy": "rank_vale"}, "tokenizer.strategy.*'rank_value'.*'value_bins'"),
-        ({"strategy": "rank_value", "max_gene": 1}, "'max_gene'.*'max_genes'"),
-        ({"strategy": "rank_value", "n_bins": 1}, "no setting 'n_bins'"),
-        ({"strategy": "rank_value", "masking": {"ratio": 1}}, "tokenizer.masking.*'ratio'"),
-        ({"strategy": "rank_value", "masking": 0.15}, "mask_ratio"),
-    ],
-)
-def test_an_invalid_configuration_is_refused(section, message):
-    with pytest.raises(InputError, match=message):
-        from_config(section, genes=GENES)
