@@ -11,7 +11,7 @@ from tests.support import guides, preloaded
 
 pytestmark = pytest.mark.programs
 
-PAGES = [page for page in sorted(guides.GUIDES.glob("*.md")) if "```python" in page.read_text()]
+PAGES = [page for page in guides.PAGES if "```python" in page.read_text()]
 
 
 @pytest.fixture(scope="session")
