@@ -17,7 +17,7 @@ from tests.support.programs import ROOT, blocks, run
 
 pytestmark = pytest.mark.programs
 
-PAGES = [page for page in sorted(guides.GUIDES.glob("*.md")) if "```python" in page.read_text()]
+PAGES = [page for page in guides.PAGES if "```python" in page.read_text()]
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import guides
 from tests.support.guides import comparable
 from tests.support.programs import ROOT, blocks, run_page
 
 pytestmark = pytest.mark.programs
 
-GUIDES = ROOT / "docs" / "guides"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -62,7 +62,8 @@ def test_the_first_command_of_the_readme_installs_dasksc_into_an_empty_environme
 # test_guides.py runs the guides, and docs/tutorials/record.py the recorded tutorial.
 RECORDED = ("larger_than_memory",)
 ELSEWHERE = ("get_started", *RECORDED)
-RUN = [page for page in PAGES[1:] if blocks(page, "python") and page.parent != GUIDES and page.stem not in ELSEWHERE]
+OTHERS = [page for page in PAGES if page not in guides.PAGES]
+RUN = [page for page in OTHERS[1:] if blocks(page, "python") and page.stem not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
@@ -74,8 +75,8 @@ def test_programs_of_other_pages_run_too(page, tmp_path, atlas):
 def shell_lines() -> list[str]:
     return [
         line.split("#")[0].strip()
-        for page in PAGES
-        if page.parent != GUIDES and page.stem not in RECORDED
+        for page in OTHERS
+        if page.stem not in RECORDED
         for block in blocks(page, "bash")
         for line in block[2].splitlines()
         if line.split("#")[0].strip()

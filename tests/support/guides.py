@@ -27,7 +27,9 @@ from typing import Any
 
 from tests.support.programs import ROOT, ended, run
 
-GUIDES = ROOT / "docs" / "guides"
+# Pages in other folders whose blocks run as well.
+ELSEWHERE = ("concepts/memory.md", "reference/formats.md")
+PAGES = [*sorted((ROOT / "docs" / "guides").glob("*.md")), *(ROOT / "docs" / page for page in ELSEWHERE)]
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"(?:#|//) ([\w./-]+\.\w+)\n")
 TEXT = re.compile(r"\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)

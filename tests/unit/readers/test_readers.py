@@ -19,10 +19,11 @@ from dasksc.cli import main
 from dasksc.readers import registry
 from tests.support import guides
 from tests.support.data import make_adata
+from tests.support.programs import ROOT
 
 pytestmark = pytest.mark.core
 
-GUIDE = guides.GUIDES / "formats.md"
+GUIDE = ROOT / "docs" / "reference" / "formats.md"
 
 
 def write_npz(adata: AnnData, path: Path) -> Path:
