@@ -19,10 +19,10 @@ from anndata import AnnData
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
-from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
+from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, is_collecting
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
-from dasksc.atlas.stored import open_elements, open_path
+from dasksc.atlas.stored import Extent, open_elements
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import InputError, MissingKeyError, WrongTypeError
 from dasksc.readers.names import any_repeat, number_rows
@@ -239,12 +239,11 @@ def open(
             raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
-            result = _open_one(data if parts is None else parts[0].data, obs, options)
-            if raw:
-                result = raw_of(result, quoted(data))
+            elements = _open_one(data if parts is None else parts[0].data, obs, options)
+            result = (raw_of(elements, quoted(data)) if raw else elements).to_anndata()
             if parts is not None:
                 key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
-                _refuse_label(label, result, parts[0].name)
+                _refuse_label(label, result.obs, parts[0].name)
                 _label(result, key, label=label, index_unique=index_unique)
             elif label_options:
                 what = ", ".join(f"{name}=" for name in label_options)
@@ -272,7 +271,8 @@ def open(
 def open_one(path: str, *, obs: Sequence[str], mmap: UseMmap) -> Elements:
     """Open what batches may need of the single atlas at a path, without names of cells."""
     check_mmap(mmap)
-    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False))
+    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False), "batches")
+    result.obs.index = pd.RangeIndex(result.n_obs)
     _warn_of_repeated_genes(result.var.index)
     return result
 
@@ -292,7 +292,7 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
-def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
         if options.reader_options:
@@ -304,7 +304,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
             )
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
-        return open_path(os.fspath(data), obs, options)
+        return open_elements(os.fspath(data), obs, options, extent)
     if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
         names = list(data.mod)
         raise InputError(
@@ -335,19 +335,20 @@ def _open_several(
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
-    opened = [_open_one(part.data, obs, lenient) for part in parts]
-    for adata, name in zip(opened, names, strict=True):
-        _refuse_label(given["label"], adata, name)
-    columns = [adata.obs.columns for adata in opened]
+    extent: Extent = "joined" if given["merge"] is None and not is_collecting() else "all"
+    opened = [_open_one(part.data, obs, lenient, extent) for part in parts]
+    for one, name in zip(opened, names, strict=True):
+        _refuse_label(given["label"], one.obs, name)
+    columns = [one.obs.columns for one in opened]
     if raw:
-        opened = [raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
+        opened = [raw_of(one, name) for one, name in zip(opened, names, strict=True)]
     result = concatenated(opened, names, join=join, keys=keys, **given)
     for column in () if obs is None else obs:
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             _refuse_column(column, parts, without, options)
     if table is not None:
-        describe_rows(result, table, [adata.n_obs for adata in opened])
+        describe_rows(result, table, [one.n_obs for one in opened])
     return result
 
 
@@ -362,8 +363,8 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
     )
 
 
-def _refuse_label(label: str | None, adata: AnnData, name: str) -> None:
-    if label is not None and label in adata.obs:
+def _refuse_label(label: str | None, obs: pd.DataFrame, name: str) -> None:
+    if label is not None and label in obs:
         raise InputError(
             f"label={label!r} adds a column to obs, but {name!r} has a column of this name. Give another label="
         )
