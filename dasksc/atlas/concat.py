@@ -272,7 +272,8 @@ def _distinct(parts: Sequence[Elements], merge: str | None) -> Sequence[Elements
     if merge is not None:
         return parts
     # Lists of genes that have been read before are the same object.
-    return list({id(part.var.index): replace(part, var=part.var[[]], varm={}) for part in parts}.values())
+    first = {id(part.var.index): part for part in reversed(parts)}
+    return [replace(part, var=part.var[[]], varm={}) for part in reversed(first.values())]
 
 
 def _joined_obs(
@@ -312,16 +313,17 @@ def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
         arrays = [table.iloc[:, at].array for table in tables]
         if all(isinstance(array, pd.Categorical) for array in arrays):
             # Categories that have been read before are the same object.
-            dtypes = {id(array.dtype): array.dtype for array in arrays}
+            dtypes = {(id(array.categories), array.ordered): array.dtype for array in arrays}
             heads = [pd.DataFrame({"": pd.Categorical([], dtype=dtype)}) for dtype in dtypes.values()]
-            dtype = unified_dtypes(heads)[0][""].dtype
-            if len({one[""].dtype for one in unified_dtypes(heads)}) > 1:
+            unified = unified_dtypes(heads) if len(heads) > 1 else heads
+            dtype = unified[0][""].dtype
+            if len({one[""].dtype for one in unified}) > 1:
                 return None
             narrow = pd.Categorical.from_codes([], dtype=dtype).codes.dtype
             new = {key: dtype.categories.get_indexer(one.categories) for key, one in dtypes.items()}
             # The code -1 of a missing value stays -1.
             tables_of_codes = {key: np.append(codes, -1).astype(narrow) for key, codes in new.items()}
-            numbers = [tables_of_codes[id(array.dtype)][array.codes] for array in arrays]
+            numbers = [tables_of_codes[id(array.categories), array.ordered][array.codes] for array in arrays]
             joined[name] = pd.Categorical.from_codes(np.concatenate(numbers), dtype=dtype)
         elif all(isinstance(array, NumpyExtensionArray) for array in arrays):
             values = [array.to_numpy() for array in arrays]

@@ -44,6 +44,7 @@ _GROUPS = ("layers", "obsm")
 
 # A folder is on one file system, unless its files are links.
 _can_map = lru_cache(can_map)
+_nameless = lru_cache(nameless_index)
 _lists: WeakValueDictionary[bytes, pd.Index[Any]] = WeakValueDictionary()
 _dtypes: WeakValueDictionary[tuple[bytes, bool], pd.CategoricalDtype] = WeakValueDictionary()
 
@@ -64,7 +65,7 @@ class _OtherEncodingError(Exception):
 
 
 def surveyed(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Survey | None:
-    """Open a local HDF5 file; None if it needs `AnnDataStore`, which also reports errors. Of `obs`, it may lack some."""
+    """Open a local HDF5 file, which may lack columns; None if it needs `AnnDataStore`, which also reports errors."""
     try:
         return _File(path, options).survey(obs)
     except (_OtherEncodingError, UnknownLayoutError):
@@ -134,7 +135,7 @@ class _File:
         elif self.options.has_names:
             index = pd.Index(self._strings(names)[1])
         else:
-            index = nameless_index(n)
+            index = _nameless(n)
         result = pd.DataFrame(read, index=index, columns=list(columns), copy=False)
         if index_key != "_index" and (key != "obs" or self.options.has_names):
             result.index = result.index.rename(index_key)
