@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import dask.array as da
 import pandas as pd
@@ -24,8 +24,8 @@ from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements
 from dasksc.checks import check_flags, name_or_none
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.readers.names import any_repeat, number_rows
+from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
+from dasksc.readers.names import any_repeat, digest_names, names_in_pieces, number_rows
 from dasksc.readers.options import (
     ACCEPTED,
     Openable,
@@ -62,6 +62,7 @@ def open(
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
     files: str | None = None,
     where: str | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> AnnData:
     """Open an atlas lazily, or several atlases as one.
 
@@ -152,6 +153,9 @@ def open(
     where
         Expression over the columns of the table, such as ``"tissue == 'lung'"``, with the syntax of `rows_where`. Files
         for which it does not hold are not opened.
+    on_error
+        With ``"skip"``, atlases of several that cannot be opened are left out, with a warning that counts them. The
+        logger ``dasksc.collection`` lists each at the level INFO.
 
     Returns
     -------
@@ -197,6 +201,8 @@ def open(
             "out"
         )
     check_fill_value(fill_value, join)
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error={on_error!r} is neither 'raise' nor 'skip'")
     table: pd.DataFrame | None = None
     if files is not None:
         data, table = selected_files(data, files, where)
@@ -254,7 +260,15 @@ def open(
                 )
         else:
             result = _open_several(
-                parts, obs, options, table=table, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
+                parts,
+                obs,
+                options,
+                table=table,
+                are_given=isinstance(data, Mapping),
+                raw=raw,
+                join=join,
+                on_error=on_error,
+                **given,
             )
         if attach is not None:
             attach_elements(result, attach, options)
@@ -326,6 +340,7 @@ def _open_several(
     raw: bool,
     join: Join,
     keys: Sequence[str] | None,
+    on_error: str,
     **given: Any,
 ) -> AnnData:
     """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
@@ -336,7 +351,25 @@ def _open_several(
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
     extent: Extent = "joined" if given["merge"] is None and not is_collecting() else "all"
-    opened = [_open_one(part.data, obs, lenient, extent) for part in parts]
+    failed: dict[int, DaskscError] = {}
+    opened = []
+    for number, part in enumerate(parts):
+        try:
+            opened.append(_open_one(part.data, obs, lenient, extent))
+        except DaskscError as error:
+            failed[number] = error
+            if on_error == "raise" or len(failed) == len(parts):
+                raise
+            logger.info("%s is left out: %s", names[number], error)
+    if failed:
+        first = next(iter(failed))
+        logger.warning(
+            "%d of %d atlases cannot be opened and are left out, such as %s: %s",
+            *(len(failed), len(parts), names[first], failed[first]),
+        )
+        kept = [number for number in range(len(parts)) if number not in failed]
+        parts, names, keys = [parts[i] for i in kept], [names[i] for i in kept], [keys[i] for i in kept]
+        table = None if table is None else table.iloc[kept]
     for one, name in zip(opened, names, strict=True):
         _refuse_label(given["label"], one.obs, name)
     columns = [one.obs.columns for one in opened]
@@ -347,9 +380,21 @@ def _open_several(
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             _refuse_column(column, parts, without, options)
+    if options.has_names and any_repeat(result.obs_names):
+        _warn_of_same_cells(opened, names)
     if table is not None:
         describe_rows(result, table, [one.n_obs for one in opened])
     return result
+
+
+def _warn_of_same_cells(opened: Sequence[Elements], names: Sequence[str]) -> None:
+    found: dict[str, list[str]] = {}
+    for one, name in zip(opened, names, strict=True):
+        if one.n_obs:
+            found.setdefault(digest_names(names_in_pieces(one.obs.index)), []).append(name)
+    same = [group for group in found.values() if len(group) > 1]
+    if same:
+        logger.warning("%d groups of atlases have the same cells, such as %s", len(same), " and ".join(same[0][:3]))
 
 
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:

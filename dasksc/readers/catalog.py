@@ -31,7 +31,6 @@ from dasksc.storage import (
     Matrix,
     RemoteLocation,
     RowBuffer,
-    UseMmap,
     is_url,
     open_matrix,
 )
@@ -106,7 +105,7 @@ class _UnopenedMatrix:
 
     def __init__(
         self,
-        path: str,
+        file: FileIdentity,
         key: str,
         *,
         shape: tuple[int, int],
@@ -115,14 +114,14 @@ class _UnopenedMatrix:
         cost: FetchCost,
         options: OpenOptions,
     ) -> None:
-        self.label = f"{path}:/{key}"
+        self.label = f"{file.path}:/{key}"
         self.shape, self.layout, self.cost = shape, layout, cost
         self.dtype, self.stored_dtype = dtypes
-        self._path, self._key, self._options = path, key, options
+        self._file, self._key, self._options = file, key, options
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
-        matrix = _opened(self._path, self._key, self._options.mmap, id(self._options), self._options)
+        matrix = _opened(self)
         if (*matrix.shape, matrix.stored_dtype) != (*self.shape, self.stored_dtype):
             raise CorruptDataError(
                 f"{matrix.label} is {matrix.shape} of {matrix.stored_dtype}, but the catalogue says {self.shape} of "
@@ -130,11 +129,16 @@ class _UnopenedMatrix:
             )
         return matrix.fetch(rows)
 
+    def open(self) -> Matrix:
+        """Open the matrix, whose file must not have changed since it was indexed."""
+        path, options = self._file.path, self._options
+        where = RemoteLocation.of(path, options.storage_options) if is_url(path) else path
+        if isinstance(where, str):
+            self._file.require_unchanged()
+        return open_matrix(where, self._key, use_mmap=options.mmap, cache=options.cache_of(where))
 
-@lru_cache(maxsize=128)
-def _opened(path: str, key: str, mmap: UseMmap, _: int, options: OpenOptions) -> Matrix:
-    where = RemoteLocation.of(path, options.storage_options) if is_url(path) else path
-    return open_matrix(where, key, use_mmap=mmap, cache=options.cache_of(where))
+
+_opened = lru_cache(maxsize=128)(_UnopenedMatrix.open)
 
 
 def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, int]) -> None:
@@ -197,7 +201,7 @@ def _read_matrix(group: Any, key: str, files: Sequence[FileIdentity], options: O
         if row.n_values < 0:
             cost = FetchCost(**{name: getattr(row, name) for name in _COST})
             return _UnopenedMatrix(
-                file.path, row.key, shape=shape, layout=row.layout, dtypes=(dtype, stored), cost=cost, options=options
+                file, row.key, shape=shape, layout=row.layout, dtypes=(dtype, stored), cost=cost, options=options
             )
         opened = local.setdefault(row.file, LocalFile(file))
         label = f"{file.path}:/{row.key}"
