@@ -5,7 +5,8 @@
     python benchmarks/catalogue.py --files 200 --out catalogue.json
 
 A few distinct files of 200 cells are written, and copied under other names; entries of the largest table are hard
-links. The program prints the target of each measurement, and whether it is met.
+links. The program prints the target of each measurement and, with 10,000 files or more, whether it
+is met. Memory is not measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import scipy.sparse as sp
 
 import dasksc
 
+_TARGET_FILES = 10_000
 _N_OBS, _N_VARS, _N_VALUES, _N_DISTINCT = 200, 2_000, 50, 50
 
 
@@ -109,6 +111,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in results.items()}
     for name, value in medians.items():
         verdict = "met" if value <= targets[name] else "missed"
+        verdict = verdict if given.files >= _TARGET_FILES else f"(for {_TARGET_FILES} files)"
         print(f"{name:70} {abs(value):12,.2f}   target {abs(targets[name]):10,.0f}   {verdict}")
     if given.out:
         given.out.write_text(json.dumps({"medians": medians, "targets": targets}, indent=1))
