@@ -23,6 +23,7 @@ from dasksc.errors import (
 
 if TYPE_CHECKING:
     from dasksc import datasets, experimental, readers, tokens, transforms
+    from dasksc.atlas.catalog import index
     from dasksc.atlas.filtering import rows_where
     from dasksc.atlas.modalities import Modalities
     from dasksc.atlas.opening import open
@@ -77,6 +78,7 @@ _MODULE_OF = {
     "fetch_transform_adata": "dasksc.transforms.hooks",
     "hf_tahoe_to_tensor": "dasksc.transforms.hooks",
     "highly_variable_genes": "dasksc.summaries",
+    "index": "dasksc.atlas.catalog",
     "leaks": "dasksc.atlas.splitting",
     "normalize": "dasksc.summaries",
     "open": "dasksc.atlas.opening",
@@ -127,6 +129,7 @@ __all__ = [
     "fetch_transform_adata",
     "hf_tahoe_to_tensor",
     "highly_variable_genes",
+    "index",
     "leaks",
     "normalize",
     "open",

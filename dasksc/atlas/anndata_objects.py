@@ -23,8 +23,8 @@ from dasksc.readers.options import OpenOptions
 __all__ = ["layers_of", "open_anndata"]
 
 
-def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    """Open an AnnData lazily."""
+def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions) -> Elements:
+    """Return the elements of an AnnData, with its matrices lazy."""
     table = _in_memory(adata.obs)
     if not options.has_names:
         table = table.set_axis(nameless_index(len(table)))
@@ -62,7 +62,7 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),
         raw=raw,
-    ).to_anndata()
+    )
 
 
 def layers_of(adata: AnnData) -> dict[str, Any]:

@@ -97,15 +97,8 @@ def matrix_behind(array: Any) -> Matrix:
     return array.matrix if isinstance(array, Lazy) else matrix_of(array)
 
 
-def raw_of(adata: AnnData, name: str) -> AnnData:
-    """Return raw as an AnnData with the obs, obsm and uns of `adata`; error messages call `adata` by `name`."""
-    if adata.raw is None:
+def raw_of(elements: Elements, name: str) -> Elements:
+    """Return raw with the obs, obsm and uns of `elements`; error messages call these by `name`."""
+    if elements.raw is None:
         raise MissingKeyError(f"{name} has no raw; leave out raw=True")
-    return AnnData(
-        X=adata.raw.X,
-        obs=adata.obs,
-        var=adata.raw.var,
-        uns=adata.uns,
-        obsm=dict(adata.obsm),
-        varm=dict(adata.raw.varm),
-    )
+    return Elements(**elements.raw, obs=elements.obs, uns=elements.uns, obsm=elements.obsm)

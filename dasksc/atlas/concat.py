@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, NoReturn
 
@@ -16,16 +17,18 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 from numpy.typing import NDArray
+from pandas.arrays import NumpyExtensionArray
 
 from dasksc._compat.anndata import unified_dtypes
-from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.lookup import some
 from dasksc.errors import InputError
-from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
+from dasksc.pushdown import chunk_rows_for, to_dask
+from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import is_nameless, nameless_index
 from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
 
-__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "collecting_dropped"]
+__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "collecting_dropped", "is_collecting"]
 
 logger = logging.getLogger("dasksc.concat")
 
@@ -60,45 +63,50 @@ def collecting_dropped() -> Iterator[list[str]]:
         _dropped.reset(token)
 
 
+def is_collecting() -> bool:
+    """Return True inside `collecting_dropped`."""
+    return _dropped.get() is not None
+
+
 def concatenated(
-    adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
+    parts: Sequence[Elements], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
 ) -> AnnData:
-    """Concatenate AnnData objects of Dask arrays along obs, without reading their matrices."""
-    result = _joined(adatas, names, join=join, fill_value=fill_value, **options)
-    result.raw = _joined_raw(adatas, names, join=join, fill_value=fill_value, **{**options, "merge": None})
+    """Concatenate atlases along obs, without reading their matrices."""
+    result = _joined(parts, names, join=join, fill_value=fill_value, **options)
+    result.raw = _joined_raw(parts, names, join=join, fill_value=fill_value, **{**options, "merge": None})
     dropped = _dropped.get()
     if dropped is not None:
         kept = _element_paths(result)
-        dropped += dict.fromkeys(key for adata in adatas for key in _element_paths(adata) if key not in kept)
+        dropped += dict.fromkeys(key for part in parts for key in _element_paths(part) if key not in kept)
     return result
 
 
 def _joined(
-    adatas: Sequence[AnnData], names: Sequence[str], *, join: Join, fill_value: float | None, **options: Any
+    parts: Sequence[Elements], names: Sequence[str], *, join: Join, fill_value: float | None, **options: Any
 ) -> AnnData:
     """Concatenate everything except raw."""
-    for name, adata in zip(names, adatas, strict=True):
-        if not adata.var_names.is_unique:
-            repeated = adata.var_names[adata.var_names.duplicated()].unique()[:3].tolist()
+    for name, part in zip(names, parts, strict=True):
+        if not part.var.index.is_unique:
+            repeated = part.var.index[part.var.index.duplicated()].unique()[:3].tolist()
             raise InputError(
                 f"variables of {name} repeat ({repeated}), so they cannot be matched with other atlases. Make them "
                 "unique: adata.var_names_make_unique()"
             )
-    without = [name for name, adata in zip(names, adatas, strict=True) if adata.X is None]
-    if without and len(without) < len(adatas):
+    without = [name for name, part in zip(names, parts, strict=True) if part.X is None]
+    if without and len(without) < len(parts):
         raise InputError(
             f"there is no X in {', '.join(without[:5])}, but other atlases have one. Leave out the atlases "
             "without X, or set it from a layer: adata.X = adata.layers['counts']"
         )
-    _warn_of_lost_orders(adatas, names)
-    result = _tables(adatas, join=join, fill_value=fill_value, **options)
-    if not result.n_vars and any(adata.n_vars for adata in adatas):
-        _refuse_no_common_variable(adatas, names)
-    maps = _maps([adata.var_names for adata in adatas], result.var_names, fill_value)
-    sizes = [adata.n_obs for adata in adatas]
-    stacked = {} if without else {"X": _stacked([adata.X for adata in adatas], sizes, names, "X", maps)}
-    for name, arrays in _common([layers_of(adata) for adata in adatas], names, "layers", join).items():
-        held = [adata.var_names if array is not None else None for adata, array in zip(adatas, arrays, strict=True)]
+    _warn_of_lost_orders(parts, names)
+    result = _tables(parts, join=join, fill_value=fill_value, **options)
+    if not result.n_vars and any(part.n_vars for part in parts):
+        _refuse_no_common_variable(parts, names)
+    maps = _maps([part.var.index for part in parts], result.var_names, fill_value)
+    sizes = [part.n_obs for part in parts]
+    stacked = {} if without else {"X": _stacked([part.X for part in parts], sizes, names, "X", maps)}
+    for name, arrays in _common([part.layers for part in parts], names, "layers", join).items():
+        held = [part.var.index if array is not None else None for part, array in zip(parts, arrays, strict=True)]
         own = maps if all(array is not None for array in arrays) else _maps(held, result.var_names, fill_value)
         stacked[name] = _stacked(arrays, sizes, names, f"layers/{name}", own)
     rows = chunk_rows_for(*stacked.values()) if stacked else None
@@ -107,18 +115,22 @@ def _joined(
             result.X = to_dask(matrix, chunk_rows=rows)
         else:
             result.layers[name] = to_dask(matrix, chunk_rows=rows)
-    for name, arrays in _common([adata.obsm for adata in adatas], names, "obsm", join).items():
-        widths = [0 if array is None else array.shape[1] for array in arrays]
+    for name, arrays in _common([part.obsm for part in parts], names, "obsm", join).items():
+        widths = [0 if array is None else matrix_behind(array).shape[1] for array in arrays]
         by_position = _widths(widths, fill_value, join=join)
         result.obsm[name] = to_dask(_stacked(arrays, sizes, names, f"obsm/{name}", by_position))
     return result
 
 
 def _stacked(
-    arrays: Sequence[da.Array | None], sizes: Sequence[int], names: Sequence[str], label: str, maps: ColumnMaps | None
+    arrays: Sequence[da.Array | Lazy | None],
+    sizes: Sequence[int],
+    names: Sequence[str],
+    label: str,
+    maps: ColumnMaps | None,
 ) -> Matrix:
     """Return one matrix of the rows of all atlases; None stands for an atlas that lacks the matrix."""
-    found = [None if array is None else matrix_of(array) for array in arrays]
+    found = [None if array is None else matrix_behind(array) for array in arrays]
     held = [matrix for matrix in found if matrix is not None]
     layout: Layout = "csr" if any(matrix.layout == "csr" for matrix in held) else "dense"
     fill_value = None if maps is None else maps.fill_value
@@ -151,15 +163,15 @@ def _stacked(
 
 def _common(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], group: str, join: Join
-) -> dict[str, list[da.Array | None]]:
+) -> dict[str, list[da.Array | Lazy | None]]:
     """Return the matrices to concatenate, with None for atlases that lack one; log the matrices that are left out."""
-    common: dict[str, list[da.Array | None]] = {}
+    common: dict[str, list[da.Array | Lazy | None]] = {}
     for key in dict.fromkeys(key for held in groups for key in held):
         arrays = [held.get(key) for held in groups]
         if all(array is None or isinstance(array, pd.DataFrame) for array in arrays):
             continue  # handled with the tables
         without = [name for name, array in zip(names, arrays, strict=True) if array is None]
-        if not all(array is None or isinstance(array, da.Array) for array in arrays):
+        if not all(array is None or isinstance(array, da.Array | Lazy) for array in arrays):
             logger.warning("%s[%r] is left out: it is not a numeric matrix", group, key)
         elif without and join == "inner":
             logger.warning("%s[%r] is left out: missing in %s", group, key, ", ".join(without[:3]))
@@ -168,17 +180,14 @@ def _common(
     return common
 
 
-def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], **options: Any) -> AnnData | None:
+def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any) -> AnnData | None:
     """Join raw of all atlases; None, with a log message, if some lack it or its genes cannot be matched."""
-    without = [name for name, adata in zip(names, adatas, strict=True) if adata.raw is None]
+    without = [name for name, part in zip(names, parts, strict=True) if part.raw is None]
     if without:
-        if len(without) < len(adatas):
+        if len(without) < len(parts):
             logger.warning("raw is left out: missing in %s", ", ".join(without[:3]))
         return None
-    of_raw = [
-        AnnData(X=adata.raw.X, obs=pd.DataFrame(index=adata.obs_names), var=adata.raw.var, varm=dict(adata.raw.varm))
-        for adata in adatas
-    ]
+    of_raw = [Elements(**part.raw, obs=pd.DataFrame(index=part.obs.index)) for part in parts if part.raw is not None]
     try:
         return _joined(of_raw, [f"raw of {name}" for name in names], **options)
     except InputError as error:
@@ -186,11 +195,12 @@ def _joined_raw(adatas: Sequence[AnnData], names: Sequence[str], **options: Any)
         return None
 
 
-def _warn_of_lost_orders(adatas: Sequence[AnnData], names: Sequence[str]) -> None:
-    for column in dict.fromkeys(column for adata in adatas for column in adata.obs):
-        dtypes = {
-            name: adata.obs[column].dtype for name, adata in zip(names, adatas, strict=True) if column in adata.obs
-        }
+def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for name, part in zip(names, parts, strict=True):
+        for column, dtype in part.obs.dtypes.items():
+            found.setdefault(str(column), {})[name] = dtype
+    for column, dtypes in found.items():
         ordered = [name for name, dtype in dtypes.items() if getattr(dtype, "ordered", False)]
         if ordered and len(set(dtypes.values())) > 1:
             warnings.warn(
@@ -201,78 +211,128 @@ def _warn_of_lost_orders(adatas: Sequence[AnnData], names: Sequence[str]) -> Non
             )
 
 
-def _refuse_no_common_variable(adatas: Sequence[AnnData], names: Sequence[str]) -> NoReturn:
+def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) -> NoReturn:
     """Raise an error with example names of two atlases."""
-    first = next(i for i, adata in enumerate(adatas) if adata.n_vars)
+    first = next(i for i, part in enumerate(parts) if part.n_vars)
     # Prefer an atlas that shares no name with the first; it probably has names of another kind.
-    own = adatas[first].var_names
-    other = min(range(len(adatas)), key=lambda i: len(own.intersection(adatas[i].var_names)))
-    found = [f"{names[i]!r} has {some(adatas[i].var_names) or 'none at all'}" for i in (first, other)]
+    own = parts[first].var.index
+    other = min(range(len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
+    found = [f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (first, other)]
     raise InputError(
-        f"{len(adatas)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
+        f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
         "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
         "give join='outer' to keep the variables of each"
     )
 
 
-def _element_paths(adata: AnnData) -> dict[str, None]:
-    """Return the paths of the elements of an AnnData other than X, in order."""
-    groups = {name: getattr(adata, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns")}
-    groups["layers"] = layers_of(adata)
-    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
-    return held if adata.raw is None else held | {"raw": None}
+def _element_paths(atlas: Elements | AnnData) -> dict[str, None]:
+    """Return the paths of the elements of an atlas other than X, in order."""
+    groups = {name: getattr(atlas, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns", "layers")}
+    # From AnnData 0.13 on, layers[None] is X.
+    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group if key is not None)
+    return held if atlas.raw is None else held | {"raw": None}
 
 
-def _tables(adatas: Sequence[AnnData], **options: Any) -> AnnData:
-    """Concatenate everything except matrices with `anndata.concat`."""
-    tables = [
-        name
-        for name in dict.fromkeys(name for adata in adatas for name in adata.obsm)
-        if all(isinstance(adata.obsm.get(name, pd.DataFrame()), pd.DataFrame) for adata in adatas)
-    ]
-    obs = None if tables else _nameless_obs([adata.obs for adata in adatas], **options)
-    bare = [
-        AnnData(
-            obs=adata.obs if obs is None else pd.DataFrame(index=nameless_index(0)),
-            var=adata.var,
-            varm=dict(adata.varm),
-            uns=adata.uns,
-            obsm={name: adata.obsm[name] for name in tables if name in adata.obsm},
-        )
-        for adata in adatas
-    ]
-    try:
-        result = anndata.concat(bare, **options)
-    except (TypeError, ValueError, pd.errors.InvalidIndexError) as error:
-        raise InputError(f"the atlases cannot be concatenated: {error}") from error
-    if obs is None:
-        return result
-    return AnnData(obs=obs, var=result.var, varm=dict(result.varm), uns=result.uns)
-
-
-def _nameless_obs(
-    tables: Sequence[pd.DataFrame],
+def _tables(
+    parts: Sequence[Elements],
     *,
     join: Join,
     keys: Sequence[str],
     label: str | None = None,
     index_unique: str | None = None,
-    **_: Any,
-) -> pd.DataFrame | None:
-    """Concatenate obs without names; None if there are names, which `anndata.concat` joins."""
-    # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
-    alike = all(is_nameless(obs.index) and obs.columns.is_unique for obs in tables)
-    unified = unified_dtypes(tables) if alike and index_unique is None else None
-    if unified is None:
-        return None
-    joined = pd.concat(unified, join=join, ignore_index=True)
+    merge: Any = None,
+    fill_value: float | None,
+) -> AnnData:
+    """Concatenate everything except matrices, as `anndata.concat` does."""
+    tables = [
+        name
+        for name in dict.fromkeys(name for part in parts for name in part.obsm)
+        if all(isinstance(part.obsm.get(name, pd.DataFrame()), pd.DataFrame) for part in parts)
+    ]
+    of_obsm = [
+        AnnData(obs=part.obs[[]], obsm={name: part.obsm[name] for name in tables if name in part.obsm})
+        for part in (parts if tables else ())
+    ]
+    of_genes = [
+        AnnData(obs=pd.DataFrame(index=nameless_index(0)), var=part.var, varm=dict(part.varm))
+        for part in (parts if callable(merge) or merge == "only" else _distinct(parts, merge))
+    ]
+    try:
+        obs = _joined_obs(parts, join=join, keys=keys, label=label, index_unique=index_unique)
+        genes = anndata.concat(of_genes, join=join, merge=merge, fill_value=fill_value)
+        obsm = anndata.concat(of_obsm, join=join, fill_value=fill_value).obsm if tables else {}
+    except (TypeError, ValueError, pd.errors.InvalidIndexError) as error:
+        raise InputError(f"the atlases cannot be concatenated: {error}") from error
+    held = {name: table.set_axis(obs.index) for name, table in obsm.items()}
+    return AnnData(obs=obs, var=genes.var, varm=dict(genes.varm), obsm=held)
+
+
+def _distinct(parts: Sequence[Elements], merge: str | None) -> Sequence[Elements]:
+    """Return the parts that determine the genes of the result."""
+    if merge is not None:
+        return parts
+    # Lists of genes that have been read before are the same object.
+    first = {id(part.var.index): part for part in reversed(parts)}
+    return [replace(part, var=part.var[[]], varm={}) for part in reversed(first.values())]
+
+
+def _joined_obs(
+    parts: Sequence[Elements], *, join: Join, keys: Sequence[str], label: str | None, index_unique: str | None
+) -> pd.DataFrame:
+    tables = [part.obs for part in parts]
+    joined = _joined_alike(tables)
+    if joined is None:
+        for table in tables:
+            if not table.columns.is_unique:
+                repeated = table.columns[table.columns.duplicated()][0]
+                raise InputError(f"the atlases cannot be concatenated: obs has several columns {repeated!r}")
+        joined = pd.concat(unified_dtypes(tables), join=join, ignore_index=True)
+    sizes = [len(table) for table in tables]
     if label is not None:
+        # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
         origins = np.arange(len(tables), dtype=np.min_scalar_type(-len(tables)))
-        joined[label] = pd.Categorical.from_codes(
-            np.repeat(origins, [len(obs) for obs in tables]), categories=list(keys)
-        )
-    joined.index = nameless_index(len(joined))  # set_axis would copy the columns
+        joined[label] = pd.Categorical.from_codes(np.repeat(origins, sizes), categories=list(keys))
+    if all(is_nameless(table.index) for table in tables) and index_unique is None:
+        joined.index = nameless_index(len(joined))  # set_axis would copy the columns
+        return joined
+    names = pd.concat([table.index.to_series() for table in tables], ignore_index=True)
+    if index_unique is not None:
+        names = names.str.cat(np.repeat(np.array(keys, dtype=object), sizes), sep=index_unique)
+    joined.index = pd.Index(names)
     return joined
+
+
+def _joined_alike(tables: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
+    """Concatenate tables with the same columns, categorical or of the same NumPy type; None for other tables."""
+    # pandas would take longer than reading the tables if there are thousands.
+    columns = tables[0].columns
+    if not columns.is_unique or not all(table.columns is columns or table.columns.equals(columns) for table in tables):
+        return None
+    joined: dict[Any, Any] = {}
+    for at, name in enumerate(columns):
+        arrays = [table.iloc[:, at].array for table in tables]
+        if all(isinstance(array, pd.Categorical) for array in arrays):
+            # Categories that have been read before are the same object.
+            dtypes = {(id(array.categories), array.ordered): array.dtype for array in arrays}
+            heads = [pd.DataFrame({"": pd.Categorical([], dtype=dtype)}) for dtype in dtypes.values()]
+            unified = unified_dtypes(heads) if len(heads) > 1 else heads
+            dtype = unified[0][""].dtype
+            if len({one[""].dtype for one in unified}) > 1:
+                return None
+            narrow = pd.Categorical.from_codes([], dtype=dtype).codes.dtype
+            new = {key: dtype.categories.get_indexer(one.categories) for key, one in dtypes.items()}
+            # The code -1 of a missing value stays -1.
+            tables_of_codes = {key: np.append(codes, -1).astype(narrow) for key, codes in new.items()}
+            numbers = [tables_of_codes[id(array.categories), array.ordered][array.codes] for array in arrays]
+            joined[name] = pd.Categorical.from_codes(np.concatenate(numbers), dtype=dtype)
+        elif all(isinstance(array, NumpyExtensionArray) for array in arrays):
+            values = [array.to_numpy() for array in arrays]
+            if len({one.dtype for one in values}) > 1:
+                return None
+            joined[name] = np.concatenate(values)
+        else:
+            return None
+    return pd.DataFrame(joined, index=pd.RangeIndex(sum(map(len, tables))), columns=columns, copy=False)
 
 
 def _maps(

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import dask.array as da
 import pandas as pd
@@ -19,13 +19,13 @@ from anndata import AnnData
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
-from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated
+from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, is_collecting
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
-from dasksc.atlas.stored import open_elements, open_path
+from dasksc.atlas.stored import Extent, open_elements
 from dasksc.checks import check_flags, name_or_none
-from dasksc.errors import InputError, MissingKeyError, WrongTypeError
-from dasksc.readers.names import any_repeat, number_rows
+from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
+from dasksc.readers.names import any_repeat, digest_names, names_in_pieces, number_rows
 from dasksc.readers.options import (
     ACCEPTED,
     Openable,
@@ -62,6 +62,7 @@ def open(
     attach: Mapping[str, str | os.PathLike[str]] | None = None,
     files: str | None = None,
     where: str | None = None,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> AnnData:
     """Open an atlas lazily, or several atlases as one.
 
@@ -152,6 +153,9 @@ def open(
     where
         Expression over the columns of the table, such as ``"tissue == 'lung'"``, with the syntax of `rows_where`. Files
         for which it does not hold are not opened.
+    on_error
+        With ``"skip"``, atlases of several that cannot be opened are left out, with a warning that counts them. The
+        logger ``dasksc.collection`` lists each at the level INFO.
 
     Returns
     -------
@@ -197,6 +201,8 @@ def open(
             "out"
         )
     check_fill_value(fill_value, join)
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error={on_error!r} is neither 'raise' nor 'skip'")
     table: pd.DataFrame | None = None
     if files is not None:
         data, table = selected_files(data, files, where)
@@ -239,12 +245,11 @@ def open(
             raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
-            result = _open_one(data if parts is None else parts[0].data, obs, options)
-            if raw:
-                result = raw_of(result, quoted(data))
+            elements = _open_one(data if parts is None else parts[0].data, obs, options)
+            result = (raw_of(elements, quoted(data)) if raw else elements).to_anndata()
             if parts is not None:
                 key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
-                _refuse_label(label, result, parts[0].name)
+                _refuse_label(label, result.obs, parts[0].name)
                 _label(result, key, label=label, index_unique=index_unique)
             elif label_options:
                 what = ", ".join(f"{name}=" for name in label_options)
@@ -255,7 +260,15 @@ def open(
                 )
         else:
             result = _open_several(
-                parts, obs, options, table=table, are_given=isinstance(data, Mapping), raw=raw, join=join, **given
+                parts,
+                obs,
+                options,
+                table=table,
+                are_given=isinstance(data, Mapping),
+                raw=raw,
+                join=join,
+                on_error=on_error,
+                **given,
             )
         if attach is not None:
             attach_elements(result, attach, options)
@@ -272,7 +285,8 @@ def open(
 def open_one(path: str, *, obs: Sequence[str], mmap: UseMmap) -> Elements:
     """Open what batches may need of the single atlas at a path, without names of cells."""
     check_mmap(mmap)
-    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False))
+    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False), "batches")
+    result.obs.index = pd.RangeIndex(result.n_obs)
     _warn_of_repeated_genes(result.var.index)
     return result
 
@@ -292,7 +306,7 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
-def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
+def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
         if options.reader_options:
@@ -304,7 +318,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> Ann
             )
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
-        return open_path(os.fspath(data), obs, options)
+        return open_elements(os.fspath(data), obs, options, extent)
     if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
         names = list(data.mod)
         raise InputError(
@@ -326,6 +340,7 @@ def _open_several(
     raw: bool,
     join: Join,
     keys: Sequence[str] | None,
+    on_error: str,
     **given: Any,
 ) -> AnnData:
     """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
@@ -335,20 +350,51 @@ def _open_several(
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
-    opened = [_open_one(part.data, obs, lenient) for part in parts]
-    for adata, name in zip(opened, names, strict=True):
-        _refuse_label(given["label"], adata, name)
-    columns = [adata.obs.columns for adata in opened]
+    extent: Extent = "joined" if given["merge"] is None and not is_collecting() else "all"
+    failed: dict[int, DaskscError] = {}
+    opened = []
+    for number, part in enumerate(parts):
+        try:
+            opened.append(_open_one(part.data, obs, lenient, extent))
+        except DaskscError as error:
+            failed[number] = error
+            if on_error == "raise" or len(failed) == len(parts):
+                raise
+            logger.info("%s is left out: %s", names[number], error)
+    if failed:
+        first = next(iter(failed))
+        logger.warning(
+            "%d of %d atlases cannot be opened and are left out, such as %s: %s",
+            *(len(failed), len(parts), names[first], failed[first]),
+        )
+        kept = [number for number in range(len(parts)) if number not in failed]
+        parts, names, keys = [parts[i] for i in kept], [names[i] for i in kept], [keys[i] for i in kept]
+        table = None if table is None else table.iloc[kept]
+    for one, name in zip(opened, names, strict=True):
+        _refuse_label(given["label"], one.obs, name)
+    columns = [one.obs.columns for one in opened]
     if raw:
-        opened = [raw_of(adata, name) for adata, name in zip(opened, names, strict=True)]
+        opened = [raw_of(one, name) for one, name in zip(opened, names, strict=True)]
     result = concatenated(opened, names, join=join, keys=keys, **given)
     for column in () if obs is None else obs:
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             _refuse_column(column, parts, without, options)
+    if options.has_names and any_repeat(result.obs_names):
+        _warn_of_same_cells(opened, names)
     if table is not None:
-        describe_rows(result, table, [adata.n_obs for adata in opened])
+        describe_rows(result, table, [one.n_obs for one in opened])
     return result
+
+
+def _warn_of_same_cells(opened: Sequence[Elements], names: Sequence[str]) -> None:
+    found: dict[str, list[str]] = {}
+    for one, name in zip(opened, names, strict=True):
+        if one.n_obs:
+            found.setdefault(digest_names(names_in_pieces(one.obs.index)), []).append(name)
+    same = [group for group in found.values() if len(group) > 1]
+    if same:
+        logger.warning("%d groups of atlases have the same cells, such as %s", len(same), " and ".join(same[0][:3]))
 
 
 def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[str], options: OpenOptions) -> NoReturn:
@@ -362,8 +408,8 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
     )
 
 
-def _refuse_label(label: str | None, adata: AnnData, name: str) -> None:
-    if label is not None and label in adata.obs:
+def _refuse_label(label: str | None, obs: pd.DataFrame, name: str) -> None:
+    if label is not None and label in obs:
         raise InputError(
             f"label={label!r} adds a column to obs, but {name!r} has a column of this name. Give another label="
         )

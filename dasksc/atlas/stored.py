@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from anndata import AnnData
@@ -15,28 +15,49 @@ from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.lookup import known_columns
 from dasksc.errors import InputError, StorageError
 from dasksc.readers.arrays import lazily
+from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
 from dasksc.readers.locations import where_of
 from dasksc.readers.names import is_nameless, nameless_index
 from dasksc.readers.options import OpenOptions
-from dasksc.readers.registry import opened
+from dasksc.readers.registry import opened, reader_of
+from dasksc.readers.survey import surveyed
 from dasksc.storage import Cache, RemoteLocation, UseMmap, is_url, redact_url
 
-__all__ = ["open_elements", "open_modalities", "open_path", "path_names", "split_columns"]
+__all__ = ["Extent", "open_elements", "open_modalities", "path_names", "split_columns"]
+
+Extent = Literal["all", "batches", "joined"]
+"""Elements to open: all, those that batches may need (obs, var, X, layers, obsm), or those of joined atlases."""
 
 
-def open_path(path: str, obs: Sequence[str] | None, options: OpenOptions) -> AnnData:
-    """Open the AnnData at a path or URL."""
+def open_elements(path: str, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
+    """Open elements of the atlas at a path or URL."""
+    if extent == "joined":
+        found = _surveyed(path, obs, options)
+        if found is not None:
+            return found
     with _single(path, options) as (store, where):
-        return _read(store, where, obs, options).to_anndata()
+        return _read(store, where, obs, options, extent)
 
 
-def open_elements(path: str, obs: Sequence[str], options: OpenOptions) -> Elements:
-    """Open what batches may need of the atlas at a path or URL: columns of obs, var, X, layers and obsm."""
-    with _single(path, options) as (store, where):
-        found = _read(store, where, obs, options, for_batches=True)
-    found.obs.index = pd.RangeIndex(found.n_obs)
-    return found
+def _surveyed(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Elements | None:
+    """Open the usual elements of a local HDF5 file; None for other files."""
+    chooses = options.reader_options or options.feature_types or options.genomes
+    where = where_of(path, options)
+    if chooses or not isinstance(where, str) or not isinstance(reader_of(where), Hdf5Reader):
+        return None
+    found = surveyed(where, obs, options)
+    if found is None:
+        return None
+    if obs is not None:
+        known_columns(obs, found.columns, where, may_lack=options.may_lack)
+    groups: dict[str, dict[str, Any]] = {"layers": {}, "obsm": {}}
+    for key, matrix in found.matrices.items():
+        group, _, name = key.partition("/")
+        if group in groups:
+            groups[group][name] = matrix
+    raw = None if found.raw_var is None else {"X": found.matrices["raw/X"], "var": found.raw_var, "varm": {}}
+    return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), raw=raw, **groups)
 
 
 @contextmanager
@@ -73,10 +94,11 @@ def open_modalities(
         own, columns = split_columns(
             obs, store.columns("obs"), {name: part.columns("obs") for name, part in parts.items()}
         )
-        mod = {name: _read(part, where, columns[name], options).to_anndata() for name, part in parts.items()}
+        mod = {name: _read(part, where, columns[name], options) for name, part in parts.items()}
         table = _obs(store, where, own, options)
         shared = Elements(obs=table, obsm=_entries(store, keys, "obsm", table, options)).to_anndata()
-    return shared, {name: raw_of(adata, name) for name, adata in mod.items()} if raw else mod
+    held = {name: raw_of(part, name) for name, part in mod.items()} if raw else mod
+    return shared, {name: part.to_anndata() for name, part in held.items()}
 
 
 def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
@@ -108,8 +130,7 @@ def _read(
     where: str | RemoteLocation,
     obs: Sequence[str] | None,
     options: OpenOptions,
-    *,
-    for_batches: bool = False,
+    extent: Extent = "all",
 ) -> Elements:
     keys = store.keys()
     missing = [name for name in ("obs", "var") if name not in keys]
@@ -119,15 +140,20 @@ def _read(
             f"{', '.join(sorted(keys)) or 'nothing else of it'}. Give a file that AnnData wrote, or a 10x file of "
             "counts, such as filtered_feature_bc_matrix.h5"
         )
+
+    def genes(name: str) -> pd.DataFrame:
+        # Annotations of genes are not joined.
+        return store.table(name, []) if extent == "joined" else store.table(name)
+
     table = _obs(store, where, obs, options)
     for_cells = Elements(
         obs=table,
-        var=store.table("var"),
+        var=genes("var"),
         X=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
         layers=_entries(store, keys, "layers", table, options),
         obsm=_entries(store, keys, "obsm", table, options),
     )
-    if for_batches:
+    if extent == "batches":
         return for_cells
 
     def values(group: str) -> dict[str, Any]:
@@ -137,7 +163,9 @@ def _read(
     raw = None
     if "raw/X" in keys and "raw/var" in keys:
         x_of_raw = lazily(store.matrix("raw/X"), "raw/X", options)
-        raw = {"X": x_of_raw, "var": store.table("raw/var"), "varm": values("raw/varm")}
+        raw = {"X": x_of_raw, "var": genes("raw/var"), "varm": {} if extent == "joined" else values("raw/varm")}
+    if extent == "joined":
+        return replace(for_cells, raw=raw)
     return replace(
         for_cells,
         uns=store.value("uns") if "uns" in keys else {},

@@ -23,6 +23,7 @@ COMMANDS = {
     "convert": commands.convert,
     "demo-data": commands.demo_data,
     "embed": commands.embed,
+    "index": commands.index,
     "info": commands.info,
     "suggest": commands.suggest,
     "train": commands.train,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -15,7 +16,7 @@ import dasksc
 from dasksc.errors import InputError
 from dasksc.options import Parser, arguments_of, check_path, parameters_of
 
-__all__ = ["Run", "check", "convert", "demo_data", "embed", "info", "suggest", "train"]
+__all__ = ["Run", "check", "convert", "demo_data", "embed", "index", "info", "suggest", "train"]
 
 Run: TypeAlias = Callable[[Mapping[str, Any]], int | None]
 """Execution of a command with the parsed options, which returns the exit code (None: 0)."""
@@ -185,6 +186,25 @@ def convert(parser: Parser) -> Run:
         named = arguments_of("convert", options) | {"data": _data_of(options)}
         named |= {"genes": _genes_of(options["genes"]), "progress": _shows_progress(options["progress"])}
         _show(dasksc.convert(**named), options)
+
+    return run
+
+
+def index(parser: Parser) -> Run:
+    """Write a catalogue of many files, which opens in seconds.
+
+    The catalogue holds the joined tables and the places of all matrices. Files must not change afterwards.
+
+    For example:
+      dasksc index 'plates/*.h5ad' --out plates.catalog
+      dasksc index samples.csv --files path --where "tissue == 'lung'" --out lung.catalog
+    """
+    parser.add_argument("--out", required=True, metavar="OUT.catalog", help="Catalogue to write")
+    _add_paths(parser)
+
+    def run(options: Mapping[str, Any]) -> None:
+        n_files = dasksc.index(_data_of(options), options["out"], **_given_to_open(options))
+        print(json.dumps({"files": n_files}) if options["json"] else f"{options['out']}: {n_files} files")
 
     return run
 

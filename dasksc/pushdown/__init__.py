@@ -28,6 +28,7 @@ __all__ = [
     "RowLocalMatrix",
     "chunk_rows_for",
     "gather_block",
+    "leaf_matrix",
     "leaves_of",
     "matrix_of",
     "row_local",

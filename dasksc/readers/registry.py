@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 
 from dasksc.errors import CorruptDataError, InputError, MissingPathError, StorageError
+from dasksc.readers.catalog import CatalogReader
 from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.locations import naming_errors
@@ -36,7 +37,7 @@ def readers() -> tuple[Reader, ...]:
             found.append(loaded() if isinstance(loaded, type) else loaded)
         except Exception as error:  # another package must not prevent that atlases of dasksc's formats open
             logger.warning("the reader %r (%s) cannot be loaded: %r", entry.name, entry.value, error)
-    return (*found, ParquetReader(), ZarrReader(), SomaReader(), Hdf5Reader())
+    return (*found, CatalogReader(), ParquetReader(), ZarrReader(), SomaReader(), Hdf5Reader())
 
 
 def reader_of(path: str | RemoteLocation) -> Reader | None:

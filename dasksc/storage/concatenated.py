@@ -81,6 +81,11 @@ class ConcatenatedMatrix:
         """Concatenated matrices, in order."""
         return self._parts
 
+    @property
+    def maps(self) -> ColumnMaps | None:
+        """Columns of the parts in the result; None if all parts have the same."""
+        return self._maps
+
     def n_missing(self, columns: Columns | None = None) -> int:
         """Return the number of columns that are NaN because a part lacks them."""
         # If `columns` is given, only these columns are counted.

@@ -60,6 +60,16 @@ class PlainArray:
             )
 
     @property
+    def is_local(self) -> bool:
+        """True if the array is in a local file."""
+        return isinstance(self._file, LocalFile)
+
+    @property
+    def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First row and byte offset of each extent."""
+        return self._firsts, self._offsets
+
+    @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
         return 0 if should_map(self._use_mmap) else self._file.working_bytes

@@ -22,9 +22,11 @@ from dasksc.storage.uncompressed import PlainArray
 __all__ = ["direct_array"]
 
 
-def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap) -> StoredArray:
-    """Return a dataset as an array that is read without HDF5."""
-    if isinstance(file, LocalFile):  # remote files are checked when they are opened
+def direct_array(
+    file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: str, use_mmap: UseMmap, is_checked: bool = False
+) -> StoredArray:
+    """Return a dataset as an array that is read without HDF5; `is_checked` is True if its links have been checked."""
+    if isinstance(file, LocalFile) and not is_checked:  # remote files are checked when they are opened
         check_item(dataset, file.path, folder=os.path.dirname(file.path))
     dtype = dataset.dtype
     if dtype.kind not in "biuf" or not dtype.isnative or dtype == np.float16:
@@ -33,7 +35,7 @@ def direct_array(file: LocalFile | RemoteFile, dataset: h5py.Dataset, *, label: 
         raise UnknownLayoutError("its type has padding")
     plist = dataset.id.get_create_plist()
     # Remote files have no links to other files, since remote files with such links are refused when they are opened.
-    if isinstance(file, LocalFile) and not os.path.samefile(dataset.file.filename, file.path):
+    if isinstance(file, LocalFile) and not is_checked and not os.path.samefile(dataset.file.filename, file.path):
         raise UnknownLayoutError("it is a link to another file")
     if dataset.is_virtual or plist.get_external_count():
         raise UnknownLayoutError("its values lie in other files")

@@ -1,0 +1,105 @@
+"""Catalogues: what opening many files found, written to one file."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import zarr
+from anndata.io import write_elem
+
+from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.assemble import matrix_behind
+from dasksc.atlas.opening import open as open_atlas
+from dasksc.errors import InputError
+from dasksc.pushdown import leaf_matrix
+from dasksc.readers.catalog import write_matrix
+from dasksc.storage import is_url
+from dasksc.storage.file_identity import FileIdentity
+
+__all__ = ["index"]
+
+
+def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
+    """Write a catalogue of many files, which `dasksc.open` opens in seconds.
+
+    The catalogue holds the joined obs and var, and the places of all matrices. Matrices themselves stay in the files,
+    which must not change; `dasksc.open` raises an error if one has changed or is gone.
+
+    Parameters
+    ----------
+    data
+        Several files or stores, as for `dasksc.open`.
+    out
+        Path of the catalogue, ending with ``.catalog``. Paths of files are stored relative to its folder.
+    **options
+        Options of `dasksc.open`, such as ``join="outer"``.
+
+    Returns
+    -------
+    int
+        Number of files in the catalogue.
+
+    Raises
+    ------
+    InputError
+        If `out` has another ending, or a matrix is not stored in a file.
+    DaskscError
+        As for `dasksc.open`.
+
+    Examples
+    --------
+    >>> dasksc.index("plates/*.h5ad", "plates.catalog")
+    2
+    >>> dasksc.open("plates.catalog").shape
+    (600, 300)
+    """
+    target = Path(out).absolute()
+    if target.suffix != ".catalog":
+        raise InputError(f"out={os.fspath(out)!r} must end with .catalog, by which dasksc.open recognizes catalogues")
+    adata = open_atlas(data, **options)
+    matrices = {"X": adata.X} if adata.X is not None else {}
+    matrices |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
+    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if not isinstance(array, pd.DataFrame)}
+    if adata.raw is not None:
+        matrices["raw/X"] = adata.raw.X
+    files: dict[str, int] = {}
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        # An archive cannot replace members, as AnnData does while it writes.
+        members: dict[str, Any] = {}
+        root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
+        obs = adata.obs.set_axis(adata.obs.index.astype(str))
+        for name, table in {"obs": obs, "var": adata.var}.items():
+            write_elem(root, name, table)
+        if adata.raw is not None:
+            write_elem(root, "raw", {"var": adata.raw.var})
+        for key, array in matrices.items():
+            if leaf_matrix(array) is None:
+                raise InputError(f"{key} is computed, so a catalogue cannot refer to a file. Write it to a file first")
+            write_matrix(root, key, matrix_behind(array), files)
+        write_elem(root, "files", _table_of(files, target.parent))
+        root.attrs["dasksc-catalog"] = list(matrices)
+        with zipfile.ZipFile(partial, "w") as archive:
+            for name, buffer in members.items():
+                archive.writestr(name, buffer.to_bytes())
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(files)
+
+
+def _table_of(files: dict[str, int], folder: Path) -> pd.DataFrame:
+    found = [FileIdentity(path=path, size=-1, mtime_ns=-1) if is_url(path) else FileIdentity.of(path) for path in files]
+    table = pd.DataFrame(
+        {
+            "path": [one.path if is_url(one.path) else os.path.relpath(one.path, folder) for one in found],
+            "size": np.array([one.size for one in found], dtype=np.int64),
+            "mtime_ns": np.array([one.mtime_ns for one in found], dtype=np.int64),
+        }
+    )
+    return table.set_axis(table.index.astype(str))

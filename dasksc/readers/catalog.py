@@ -1,0 +1,245 @@
+"""Catalogues: the tables of many joined files, and where their matrices lie, in one Zarr zip of AnnData's encoding.
+
+`dasksc.index` writes them. For each matrix, ``parts`` lists the files in order, and ``extents`` the byte ranges of
+uncompressed arrays, which are then read without opening a file through HDF5. Other matrices are opened when their rows
+are fetched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import zarr
+from anndata.io import read_elem, write_elem
+from numpy.typing import NDArray
+
+from dasksc.errors import CorruptDataError, InputError, MissingPathError
+from dasksc.readers.anndata import AnnDataStore
+from dasksc.readers.interface import Reader, Store
+from dasksc.readers.options import OpenOptions
+from dasksc.storage import (
+    ColumnMaps,
+    ConcatenatedMatrix,
+    FetchCost,
+    Layout,
+    Matrix,
+    RemoteLocation,
+    RowBuffer,
+    is_url,
+    open_matrix,
+)
+from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.files import LocalFile, can_map
+from dasksc.storage.matrices import CSRMatrix, DenseMatrix
+from dasksc.storage.uncompressed import PlainArray
+from dasksc.storage.zarr.reader import ZarrFile
+
+__all__ = ["CatalogReader", "write_matrix"]
+
+_AGAIN = "Index the files again: dasksc index PATHS --out"
+_COST = FetchCost.__dataclass_fields__
+
+
+class CatalogReader(Reader):
+    """Reader of the catalogues that `dasksc.index` writes."""
+
+    suffixes = (".catalog",)
+
+    def matches(self, path: str | RemoteLocation) -> bool:
+        """Return True for a local file with the ending of a catalogue."""
+        return isinstance(path, str) and super().matches(path) and os.path.isfile(path)
+
+    def open(self, path: str | RemoteLocation, options: OpenOptions) -> Store:
+        """Open a catalogue."""
+        assert isinstance(path, str)
+        root = zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")
+        if "dasksc-catalog" not in root.attrs:
+            raise CorruptDataError(f"{path} is no catalogue of dasksc. {_AGAIN} {path}")
+        return _CatalogStore(path, ZarrFile(path), root, options)
+
+
+class _CatalogStore(AnnDataStore):
+    def keys(self) -> list[str]:
+        return [*super().keys(), *self._root.attrs["dasksc-catalog"]]
+
+    def matrix(self, key: str) -> Matrix:
+        return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
+
+    @cached_property
+    def _files(self) -> list[FileIdentity]:
+        """Files of the atlas, which have not changed since they were indexed."""
+        table = read_elem(self._root["files"])
+        folder = os.path.dirname(str(self._path))
+        paths = [path if is_url(path) else os.path.normpath(os.path.join(folder, path)) for path in table["path"]]
+        found = [
+            FileIdentity(path=path, size=size, mtime_ns=mtime_ns)
+            for path, size, mtime_ns in zip(paths, table["size"].tolist(), table["mtime_ns"].tolist(), strict=True)
+        ]
+        gone, changed = [], []
+        for file in found:
+            if is_url(file.path):
+                continue
+            try:
+                if FileIdentity.of(file.path) != file:
+                    changed.append(file.path)
+            except OSError:
+                gone.append(file.path)
+        for paths, what in ((gone, "are gone"), (changed, "have changed")):
+            if paths:
+                kind = MissingPathError if paths is gone else CorruptDataError
+                raise kind(
+                    f"{len(paths)} of {len(found)} files in {self._path} {what} since they were indexed, such as "
+                    f"{', '.join(paths[:3])}. {_AGAIN} {self._path}"
+                )
+        return found
+
+
+class _UnopenedMatrix:
+    """Matrix of a file that is opened when its rows are fetched."""
+
+    def __init__(
+        self,
+        file: FileIdentity,
+        key: str,
+        *,
+        shape: tuple[int, int],
+        layout: Layout,
+        dtypes: Sequence[np.dtype[Any]],
+        cost: FetchCost,
+        options: OpenOptions,
+    ) -> None:
+        self.label = f"{file.path}:/{key}"
+        self.shape, self.layout, self.cost = shape, layout, cost
+        self.dtype, self.stored_dtype = dtypes
+        self._file, self._key, self._options = file, key, options
+
+    def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
+        """Fetch rows; see `Matrix.fetch`."""
+        matrix = _opened(self)
+        if (*matrix.shape, matrix.stored_dtype) != (*self.shape, self.stored_dtype):
+            raise CorruptDataError(
+                f"{matrix.label} is {matrix.shape} of {matrix.stored_dtype}, but the catalogue says {self.shape} of "
+                f"{self.stored_dtype}. {_AGAIN} ..."
+            )
+        return matrix.fetch(rows)
+
+    def open(self) -> Matrix:
+        """Open the matrix, whose file must not have changed since it was indexed."""
+        path, options = self._file.path, self._options
+        where = RemoteLocation.of(path, options.storage_options) if is_url(path) else path
+        if isinstance(where, str):
+            self._file.require_unchanged()
+        return open_matrix(where, self._key, use_mmap=options.mmap, cache=options.cache_of(where))
+
+
+_opened = lru_cache(maxsize=128)(_UnopenedMatrix.open)
+
+
+def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, int]) -> None:
+    """Write where the rows of a joined matrix lie; `files` numbers the files, and receives new ones."""
+    parts = matrix.parts if isinstance(matrix, ConcatenatedMatrix) else (matrix,)
+    rows: list[dict[str, Any]] = []
+    extents: list[NDArray[np.int64]] = []
+    for number, part in enumerate(parts):
+        path, colon, inside = part.label.rpartition(":/")
+        if not colon or not (is_url(path) or os.path.exists(path)):
+            raise InputError(f"{part.label} is not the matrix of a file, so a catalogue cannot refer to it")
+        arrays = _plain_arrays(part)
+        rows.append(
+            {
+                "file": files.setdefault(path, len(files)),
+                "key": inside,
+                "n_obs": part.shape[0],
+                "n_vars": part.shape[1],
+                "layout": part.layout,
+                "computed": str(part.dtype),
+                "stored": str(part.stored_dtype),
+                "n_values": arrays[-1].shape[0] if arrays else -1,
+                "index_dtypes": " ".join(str(array.dtype) for array in arrays[:-1]),
+            }
+            | dict(zip(_COST, astuple(part.cost), strict=True))
+        )
+        for which, array in enumerate(arrays):
+            firsts, offsets = array.extents
+            extents.append(np.stack([np.full_like(firsts, number), np.full_like(firsts, which), firsts, offsets]))
+    group = root.require_group(f"matrices/{key.replace('/', '|')}")
+    table = pd.DataFrame(rows)
+    for name in ("key", "layout", "computed", "stored", "index_dtypes"):
+        table[name] = table[name].astype("category")
+    write_elem(group, "parts", table.set_axis(table.index.astype(str)))
+    write_elem(group, "extents", np.concatenate(extents, axis=1) if extents else np.empty((4, 0), dtype=np.int64))
+    maps = matrix.maps if isinstance(matrix, ConcatenatedMatrix) else None
+    if maps is not None:
+        write_elem(group, "lookups", maps.lookups(None).to)
+        write_elem(group, "which", maps.which)
+        group.attrs["n_vars"], group.attrs["fill_value"] = maps.n_vars, maps.fill_value
+
+
+def _plain_arrays(matrix: Matrix) -> tuple[PlainArray, ...]:
+    """Return the arrays of a matrix if all are uncompressed and in one local file."""
+    arrays = matrix.arrays if isinstance(matrix, CSRMatrix | DenseMatrix) else ()
+    plain = tuple(array for array in arrays if isinstance(array, PlainArray) and array.is_local)
+    return plain if len(plain) == len(arrays) else ()
+
+
+def _read_matrix(group: Any, key: str, files: Sequence[FileIdentity], options: OpenOptions) -> Matrix:
+    table = read_elem(group["parts"])
+    extents = read_elem(group["extents"])
+    begins = np.searchsorted(extents[0], np.arange(len(table) + 1))
+    may_map = lru_cache(can_map)
+    local: dict[int, LocalFile] = {}
+
+    def matrix_of(row: Any) -> Matrix:
+        file, shape = files[row.file], (row.n_obs, row.n_vars)
+        dtype, stored = np.dtype(row.computed), np.dtype(row.stored)
+        if row.n_values < 0:
+            cost = FetchCost(**{name: getattr(row, name) for name in _COST})
+            return _UnopenedMatrix(
+                file, row.key, shape=shape, layout=row.layout, dtypes=(dtype, stored), cost=cost, options=options
+            )
+        opened = local.setdefault(row.file, LocalFile(file))
+        label = f"{file.path}:/{row.key}"
+        use_mmap = options.mmap if may_map(os.path.dirname(file.path)) else False
+        _, which, firsts, offsets = extents[:, begins[row.Index] : begins[row.Index + 1]]
+
+        def array(at: int, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> PlainArray:
+            return PlainArray(
+                label=label + name,
+                shape=shape,
+                dtype=dtype,
+                file=opened,
+                firsts=firsts[which == at],
+                offsets=offsets[which == at],
+                fill=dtype.type(0),
+                use_mmap=use_mmap,
+            )
+
+        if row.layout == "dense":
+            return DenseMatrix(label=label, values=array(0, "", shape, stored), dtype=dtype)
+        of_rows, of_columns = (np.dtype(one) for one in row.index_dtypes.split())
+        n = (row.n_values,)
+        return CSRMatrix(
+            label=label,
+            shape=shape,
+            indptr=array(0, "/indptr", (row.n_obs + 1,), of_rows),
+            indices=array(1, "/indices", n, of_columns),
+            data=array(2, "/data", n, stored),
+            dtype=dtype,
+        )
+
+    def rows() -> Iterator[Any]:
+        yield from table.set_axis(pd.RangeIndex(len(table))).itertuples()
+
+    maps = None
+    if "lookups" in group:
+        positions = [one[one != -2] for one in read_elem(group["lookups"])]
+        n_vars, fill_value = group.attrs["n_vars"], group.attrs["fill_value"]
+        maps = ColumnMaps([positions[i] for i in read_elem(group["which"])], n_vars, fill_value=fill_value)
+    parts = [matrix_of(row) for row in rows()]
+    return ConcatenatedMatrix(label=f"{key} of {len(parts)} atlases", parts=parts, maps=maps)

@@ -1,0 +1,151 @@
+"""Atlases of many files, and their catalogues."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse as sp
+
+import dasksc
+from dasksc.atlas import stored
+
+pytestmark = pytest.mark.core
+
+
+def write(path: Path, *, genes: list[str], seed: int, compression: str | None = None) -> None:
+    rng = np.random.default_rng(seed)
+    x = sp.random(6, len(genes), density=0.5, format="csr", rng=rng, dtype=np.float32)
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(rng.choice(["T", "B", f"own {seed % 2}"], 6)),
+            "n_counts": rng.random(6).astype(np.float32),
+            "is_good": rng.random(6) > 0.5,
+            "note": [f"note {i}" for i in range(6)],
+        },
+        index=[f"{seed}-{i}" for i in range(6)],
+    )
+    var = pd.DataFrame({"length": np.arange(len(genes))}, index=genes)
+    adata = anndata.AnnData(X=x, obs=obs, var=var, layers={"counts": x * 2})
+    adata.obsm["X_pca"] = rng.random((6, 3))
+    adata.raw = adata.copy()
+    adata.write_h5ad(path, compression=compression)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    genes = [f"g{i}" for i in range(8)]
+    for seed in range(4):
+        held = genes[::-1] if seed == 2 else genes[: 6 if seed == 3 else 8]
+        write(tmp_path / f"{seed}.h5ad", genes=held, seed=seed, compression="gzip" if seed == 1 else None)
+    return [str(tmp_path / f"{seed}.h5ad") for seed in range(4)]
+
+
+def rows(adata: anndata.AnnData) -> dict[str, np.ndarray]:
+    arrays = {"X": adata.X, "counts": adata.layers["counts"], "pca": adata.obsm["X_pca"], "raw": adata.raw.X}
+    computed = {name: array.compute() for name, array in arrays.items()}
+    return {name: one.toarray() if sp.issparse(one) else one for name, one in computed.items()}
+
+
+def assert_same(one: anndata.AnnData, other: anndata.AnnData) -> None:
+    pd.testing.assert_frame_equal(one.obs, other.obs)
+    pd.testing.assert_frame_equal(one.var, other.var)
+    for name, values in rows(one).items():
+        np.testing.assert_array_equal(values, rows(other)[name], err_msg=name)
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+@pytest.mark.parametrize("names", [True, False])
+@pytest.mark.parametrize("obs", [None, ["cell_type"]])
+def test_surveyed_files_equal_files_opened_one_element_at_a_time(
+    paths: list[str], monkeypatch: pytest.MonkeyPatch, join: str, names: bool, obs: list[str] | None
+) -> None:
+    surveyed = dasksc.open(paths, join=join, names=names, obs=obs)
+    monkeypatch.setattr(stored, "_surveyed", lambda *_: None)
+    assert_same(surveyed, dasksc.open(paths, join=join, names=names, obs=obs))
+
+
+def test_the_usual_files_are_surveyed(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "_read", None)
+    assert dasksc.open(paths).n_obs == 24
+
+
+def test_joined_files_equal_those_joined_by_anndata(paths: list[str]) -> None:
+    expected = anndata.concat([anndata.read_h5ad(path) for path in paths], join="outer")
+    joined = dasksc.open(paths, join="outer")
+    pd.testing.assert_frame_equal(joined.obs, expected.obs)
+    np.testing.assert_array_equal(joined.X.compute().toarray(), expected.X.toarray())
+
+
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: str) -> None:
+    assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
+    assert_same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(paths, join=join, label="file"))
+
+
+def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> None:
+    dasksc.index(paths, tmp_path / "all.catalog")
+    expected = rows(dasksc.open(paths))["X"]
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    for path in (*paths, tmp_path / "all.catalog"):
+        shutil.move(path, folder)
+    np.testing.assert_array_equal(rows(dasksc.open(folder / "all.catalog"))["X"], expected)
+
+
+def test_a_file_that_changed_or_is_gone_is_named(paths: list[str], tmp_path: Path) -> None:
+    dasksc.index(paths, tmp_path / "all.catalog")
+    os.utime(paths[1], ns=(0, 0))
+    with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
+        dasksc.open(tmp_path / "all.catalog")
+    os.remove(paths[2])
+    with pytest.raises(dasksc.MissingPathError, match=r"2\.h5ad"):
+        dasksc.open(tmp_path / "all.catalog")
+
+
+def test_a_file_with_other_genes_than_indexed_is_named(paths: list[str], tmp_path: Path) -> None:
+    dasksc.index(paths, tmp_path / "all.catalog")
+    status = os.stat(paths[1])
+    write(Path(paths[1]), genes=["a", "b"], seed=1, compression="gzip")
+    size = os.path.getsize(paths[1])
+    with open(paths[1], "ab") as file:
+        file.write(b"\0" * (status.st_size - size))
+    os.utime(paths[1], ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
+        dasksc.open(tmp_path / "all.catalog").X.compute()
+
+
+def test_an_atlas_in_memory_is_not_indexed(tmp_path: Path) -> None:
+    adata = anndata.AnnData(np.ones((2, 2), np.float32))
+    with pytest.raises(dasksc.InputError, match="file"):
+        dasksc.index(adata, tmp_path / "all.catalog")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    Path(paths[1]).write_bytes(Path(paths[1]).read_bytes()[:3000])
+    table = pd.DataFrame({"path": [*paths, "gone.h5ad"], "donor": range(5)})
+    with pytest.raises(dasksc.CorruptDataError, match=r"1\.h5ad"):
+        dasksc.open(paths)
+    with caplog.at_level(logging.INFO, "dasksc.collection"):
+        adata = dasksc.open(table, files="path", on_error="skip")
+    assert adata.obs["donor"].unique().tolist() == [0, 2, 3]
+    assert any(record.args[:2] == (2, 5) for record in caplog.records)
+    assert sum(record.levelno == logging.INFO for record in caplog.records) == 2
+
+
+def test_no_file_that_opens_is_an_error(paths: list[str]) -> None:
+    with pytest.raises(dasksc.MissingPathError, match="b"):
+        dasksc.open(["a.h5ad", "b.h5ad"], on_error="skip")
+
+
+def test_files_with_the_same_cells_are_reported(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copy(paths[0], Path(paths[0]).with_name("copy.h5ad"))
+    dasksc.open([*paths, str(Path(paths[0]).with_name("copy.h5ad"))])
+    assert any("same cells" in record.message and "copy" in record.message for record in caplog.records)
