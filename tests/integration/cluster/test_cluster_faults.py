@@ -274,3 +274,20 @@ def test_a_lost_scheduler_is_named_and_another_resumes_the_epoch(
     resumed.load_state_dict(data.state_dict())
     batches += resumed
     assert identical(batches, epoch_of(atlas))
+
+
+def test_a_scheduler_that_restarts_ends_the_epoch_and_serves_the_next(processes: DaskProcesses, atlas: Path) -> None:
+    data = dataset(atlas, processes.address)
+
+    def restart() -> None:
+        processes.scheduler.kill()
+        processes.scheduler.wait()
+        processes.start_scheduler()
+        processes.start_worker()
+
+    batches, error = read_until_lost(data, restart)
+    assert processes.address in str(error)
+    resumed = dataset(atlas, processes.address)
+    resumed.load_state_dict(data.state_dict())
+    batches += resumed
+    assert identical(batches, epoch_of(atlas))
