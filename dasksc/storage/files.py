@@ -59,6 +59,8 @@ _PAGE_BYTES = 2**12
 _SHORT_BYTES = _PAGE_BYTES
 # Maximum number of open files; the oldest are closed first. Most systems allow 1,024 per process.
 _MOST_OPEN = 128
+# Maximum number of maps that files keep; Linux allows 65,530 per process by default.
+_MOST_MAPPED = 2**14
 # Number of concurrent direct reads. A disk reaches its full rate only with several concurrent requests, and the shorter
 # the requests, the more of them it needs.
 _direct_readers = ThreadsOfProcess(lambda: 32, "dasksc-direct-read")
@@ -126,9 +128,12 @@ class LocalFile:
     def mapped(self) -> NDArray[np.uint8]:
         """Return the memory-mapped bytes of the file, shape (size,), uint8."""
         # A race between threads maps the file twice, which is harmless.
-        if self._mapped is None:
-            self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
-        return self._mapped
+        if (memory := self._mapped) is None:
+            memory = self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
+            _mapped.append(weakref.ref(self))
+            if len(_mapped) > _MOST_MAPPED and (oldest := _mapped.popleft()()) is not None:
+                oldest._mapped = None
+        return memory
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Ask the kernel to read ascending byte ranges into the page cache, without waiting for it."""
@@ -357,9 +362,10 @@ class _Descriptor:
         weakref.finalize(self, os.close, self.number)
 
 
-# Open files in the order of opening. A deque has atomic operations, so it needs no lock. A forked process could inherit
+# Open and mapped files, each in the order of opening. A deque has atomic operations, so it needs no lock. A forked process could inherit
 # a lock in the locked state.
 _opened: deque[weakref.ref[LocalFile]] = deque()
+_mapped: deque[weakref.ref[LocalFile]] = deque()
 
 
 class _Map:

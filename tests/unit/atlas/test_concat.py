@@ -414,6 +414,15 @@ def test_many_files_are_opened_and_read_without_keeping_them_open(
     assert most <= before + 10 + 4
 
 
+def test_files_keep_a_limited_number_of_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MOST_MAPPED", 10)
+    paths = [write(atlas(i, 8, GENES), tmp_path / f"{i}", "plain") for i in range(24)]
+    data = dasksc.scDataset(dasksc.open(paths, mmap=True), dasksc.Streaming(), 8, seed=0)
+    assert sum(len(batch) for _ in range(2) for batch in data) == 384
+    mapped = Path("/proc/self/maps").read_text()
+    assert 0 < sum(str(path) in mapped for path in paths) <= 10
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Atlases at three depths, a hidden atlas, and a Zarr store that contains a file named like an atlas."""
