@@ -29,7 +29,7 @@ ENDS = {"first": (0, 0, 6, 12), "middle": (0, 6, 6, 12), "last": (0, 6, 12, 12)}
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     places = [(cell_names, "_PIECE"), (converting, "_SCAN_ROWS"), (store, "_LEAST_ROWS"), (store, "_MOST_ROWS")]
-    places += [(module, "_PIECE_ROWS") for module in (expressions, dealing, converting, tables, reading)]
+    places += [(module, "_PIECE_ROWS") for module in (expressions, dealing, converting, tables)]
     for module, name in places:
         monkeypatch.setattr(module, name, N_PIECE)
     for name in ("_FETCH_BYTES", "_LEAST_FETCH_BYTES"):

@@ -121,7 +121,7 @@ def test_a_reader_that_cannot_be_imported_does_not_prevent_reading(
 
 def test_readers_stand_in_the_order_of_their_names_before_those_of_dasksc(atlas: Any) -> None:
     kinds = [type(reader).__name__ for reader in registry.readers()]
-    assert kinds == ["NpzReader", "ParquetReader", "ZarrReader", "SomaReader", "Hdf5Reader"]
+    assert kinds == ["NpzReader", "CatalogReader", "ParquetReader", "ZarrReader", "SomaReader", "Hdf5Reader"]
 
 
 def test_tables_obsm_and_raw_of_old_files_are_read(tmp_path: Path) -> None:
