@@ -362,8 +362,8 @@ class _Descriptor:
         weakref.finalize(self, os.close, self.number)
 
 
-# Open and mapped files, each in the order of opening. A deque has atomic operations, so it needs no lock. A forked process could inherit
-# a lock in the locked state.
+# Open and mapped files, each in the order of opening. A deque has atomic operations, so it needs no lock. A forked
+# process could inherit a lock in the locked state.
 _opened: deque[weakref.ref[LocalFile]] = deque()
 _mapped: deque[weakref.ref[LocalFile]] = deque()
 
