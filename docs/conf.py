@@ -95,7 +95,12 @@ html_theme_options = {
 }
 
 # Pages whose text is outside docs/, where a short page links to each.
-ELSEWHERE = {"benchmarks_log": "benchmarks/README.md", "changelog": "CHANGELOG.md", "contributing": "CONTRIBUTING.md"}
+ELSEWHERE = {
+    "benchmarks_log": "benchmarks/README.md",
+    "benchmarks_tried": "benchmarks/tried.md",
+    "changelog": "CHANGELOG.md",
+    "contributing": "CONTRIBUTING.md",
+}
 
 
 def read_elsewhere(app: Any, page: str, source: list[str]) -> None:
