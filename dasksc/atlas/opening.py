@@ -25,6 +25,7 @@ from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
+from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces, number_rows
 from dasksc.readers.options import (
     ACCEPTED,
@@ -246,7 +247,8 @@ def open(
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
         if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
             elements = _open_one(data if parts is None else parts[0].data, obs, options)
-            result = (raw_of(elements, quoted(data)) if raw else elements).to_anndata()
+            with naming_errors(quoted(data)):
+                result = (raw_of(elements, quoted(data)) if raw else elements).to_anndata()
             if parts is not None:
                 key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
                 _refuse_label(label, result.obs, parts[0].name)

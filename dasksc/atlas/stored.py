@@ -97,8 +97,8 @@ def open_modalities(
         mod = {name: _read(part, where, columns[name], options) for name, part in parts.items()}
         table = _obs(store, where, own, options)
         shared = Elements(obs=table, obsm=_entries(store, keys, "obsm", table, options)).to_anndata()
-    held = {name: raw_of(part, name) for name, part in mod.items()} if raw else mod
-    return shared, {name: part.to_anndata() for name, part in held.items()}
+        held = {name: raw_of(part, name) for name, part in mod.items()} if raw else mod
+        return shared, {name: part.to_anndata() for name, part in held.items()}
 
 
 def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
