@@ -36,7 +36,6 @@ from dasksc.multiindexable import take_rows
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.fetches import FetchPlan
-from dasksc.storage import buffers
 
 __all__ = ["Epoch"]
 
@@ -159,14 +158,13 @@ class Epoch:
             made: list[Any] = []
             for i in numbers:
                 try:
-                    block = placement.block()
-                    empty = buffers.empty if block is None else block.empty
-                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), empty)
+                    block = placement.memory()
+                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), block)
                     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
                     if groups is not None:
-                        batch["sets"] = torch.from_numpy(groups)
+                        batch["sets"] = block.tensor(groups)
                     if controls is not None:
-                        batch["control"] = maker.make(fetched, fetch.rows, controls, empty)
+                        batch["control"] = maker.make(fetched, fetch.rows, controls, block)
                     if transforms is not None:
                         batch = transforms.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
                     made.append(placement.place(batch, block))
@@ -224,7 +222,7 @@ class Epoch:
                     except Exception as error:
                         self._add_note(error, fetch, i)
                         raise
-                    yield placement.ready(*placement.place(batch, placement.block()))
+                    yield placement.ready(*placement.place(batch, placement.memory()))
                 del data
 
     def _start(self, k: int) -> int:
@@ -238,8 +236,14 @@ class Epoch:
         )
 
     def _placement(self, block_bytes: int) -> Placement:
-        spec, expands = self._spec, bool(self._memory.expanded)
-        return Placement(spec.device, is_pinned=spec.is_pinned, expands=expands, block_bytes=block_bytes)
+        spec = self._spec
+        return Placement(
+            spec.device,
+            is_pinned=spec.is_pinned,
+            is_staged=spec.transforms is not None or isinstance(self._source, IndexedSource),
+            expands=bool(self._memory.expanded),
+            block_bytes=block_bytes,
+        )
 
     # --- Yield ----------------------------------------------------------------------------------------
 
