@@ -352,7 +352,8 @@ class BatchMaker:
             )
         starts = memory.empty(len(indptr), np.int32)  # both index arrays of a CSR tensor must have the same type
         starts[:] = indptr
-        return csr_tensor(*map(memory.tensor, (starts, indices, data)), (len(positions), n_vars))
+        indptr_there, indices_there, data_there = map(memory.tensor, (starts, indices, data))
+        return csr_tensor(indptr_there, indices_there, data_there, (len(positions), n_vars))
 
     def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], memory: Memory) -> torch.Tensor:
         columns = self.columns.get(key)

@@ -1,8 +1,8 @@
 """Placement of batches in pinned memory or on a device.
 
-A batch is gathered into one block of host memory. One copy, on a stream of its own, moves the block to the device, where
-CSR rows become dense. The stream of the loop waits for that of the copy, not the loop. The tensors of a batch are made
-once, on the device, unless transforms need them on the host first.
+A batch is gathered into one block of host memory. One copy, on a stream of its own, moves the block to the device,
+where CSR rows become dense. The stream of the loop waits for that of the copy, not the loop. The tensors of a batch are
+made once, on the device, unless transforms need them on the host first.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Block(Memory):
         n_bytes += -n_bytes % _ALIGNMENT
         # Memory is reused only when nothing refers to it any more. For pinned memory, torch also waits for the copies
         # that have begun.
-        self.here = (
-            torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-            if is_pinned
-            else torch.from_numpy(buffers.empty(n_bytes, np.uint8))
-        )
+        if is_pinned:
+            self.here = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            self._array: NDArray[np.uint8] = self.here.numpy()
+        else:
+            self._array = buffers.empty(n_bytes, np.uint8)
+            self.here = torch.from_numpy(self._array)
         is_copied = device is not None and device.type != "cpu"
         self.there = torch.empty(n_bytes, dtype=torch.uint8, device=device) if is_copied else self.here
         # Tensors that hold all memory on the device
         self.held = [self.there]
         self._views = {torch.uint8: self.there}
-        self._array: NDArray[np.uint8] = self.here.numpy()
         self._start = self.here.data_ptr()
         self._n_used = 0
         self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
@@ -140,7 +140,7 @@ class Placement:
             return Block(self._block_bytes, self._device, is_pinned=self._is_pinned, is_staged=self._is_staged)
 
     def place(self, batch: Any, memory: Memory) -> tuple[Any, list[torch.Tensor], Any]:
-        """Begin to move a batch; return it, the tensors that hold its memory there, and the event that ends the move."""
+        """Begin to move a batch; return it, the tensors that hold its memory, and the event that ends the move."""
         if not isinstance(memory, Block):
             return batch, [], None
         with self._streaming():

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from dask.utils import key_split
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
@@ -38,9 +37,6 @@ from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.fetches import FetchPlan
 
 __all__ = ["Epoch"]
-
-# Maximum total size, in bytes, of the batches that one job gathers. A larger batch is gathered alone.
-_TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
 _N_ROWS_SHOWN = 16
@@ -148,8 +144,7 @@ class Epoch:
         task = FetchMatrices(source.matrices, frozenset() if memory.is_interprocess else mode.unmapped)
         transforms = None if self._spec.transforms is None else self._spec.transforms.at_epoch(plan.epoch)
         n_ahead = memory.n_batches_ahead
-        # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
-        n_together = max(1, min(int(_TOGETHER_BYTES / memory.batch_bytes), n_ahead // 2, plan.fetch_factor))
+        n_together = min(memory.n_together, plan.fetch_factor)
         n_left_in_fetch = 0
         placement, maker = self._placement(memory.block_bytes), replace(source.maker, expanded=memory.expanded)
 

@@ -17,6 +17,7 @@ import dasksc
 from dasksc import InputError, MultiIndexable
 from dasksc.batches.batch import Batch
 from dasksc.batches.placement import Placement
+from dasksc.storage import buffers
 from tests.support.screens import N, screen, sets
 
 pytestmark = pytest.mark.core
@@ -120,6 +121,19 @@ def test_batches_that_are_kept_are_never_overwritten(options, adata):
             np.testing.assert_array_equal(batch.X.to_dense().numpy(), adata.X[rows].toarray())
             np.testing.assert_array_equal(batch.obsm["X_pca"].numpy(), adata.obsm["X_pca"][rows])
             np.testing.assert_array_equal(batch.obs["gene"].numpy(), adata.obs["gene"].cat.codes.iloc[rows])
+
+
+def test_memory_of_blocks_does_not_grow_with_the_epochs():
+    adata = ad.AnnData(sp.random(2_000, 3_000, 0.05, format="csr", dtype=np.float32, random_state=0))
+    options = {"batch_size": 100, "fetch_factor": 4, "seed": 0, "layout": "csr", "device": "cpu"}
+    dataset = dasksc.scDataset(adata, **options)
+    # The pool rounds the sizes of blocks up by at most an eighth.
+    n_bytes = 1.125 * dataset.memory.n_placed * dataset.memory.block_bytes
+    before = buffers.kept_bytes()
+    for _ in range(6):
+        for batch in dataset:
+            del batch
+        assert 0 < buffers.kept_bytes() - before <= n_bytes
 
 
 def test_transforms_may_return_any_structure(adata):
