@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,9 @@ from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage import BFLOAT16, Columns, Empty, Layout, RowBuffer, buffers
+from dasksc.storage import BFLOAT16, Columns, Layout, RowBuffer, buffers
 
-__all__ = ["Batch", "BatchMaker", "Categories", "device_of", "map_tensors"]
+__all__ = ["Batch", "BatchMaker", "Categories", "Memory", "device_of", "map_tensors"]
 
 # PyTorch warns once per process, at the first sparse CSR tensor, that such tensors are in beta. If warnings are errors,
 # this one would end an epoch, so it is triggered and ignored here.
@@ -264,6 +265,20 @@ def csr_tensor(
     return torch.sparse_csr_tensor(indptr, indices, values, size=shape, check_invariants=False)
 
 
+class Memory:
+    """Memory in which the arrays of a batch are gathered, and their tensors; here, that of this process."""
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """Return an uninitialized array."""
+        return buffers.empty(shape, dtype)
+
+    def tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return a tensor that shares the memory of a contiguous array, whose data type may be `BFLOAT16`."""
+        if array.dtype == BFLOAT16:
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchMaker:
     """Thread-safe assembly of minibatches from fetched rows."""
@@ -282,18 +297,16 @@ class BatchMaker:
         fetched: FetchedMatrices,
         rows: NDArray[np.int64],
         positions: NDArray[np.int64],
-        empty: Empty = buffers.empty,
+        memory: Memory,
     ) -> torch.Tensor | Batch:
-        """Gather a batch from a fetch: the row numbers `rows` of the fetch at some `positions`; `empty` allocates."""
+        """Gather a batch from a fetch into `memory`: the row numbers `rows` of the fetch at some `positions`."""
         if self.only_x:
-            return self._tensor("X", fetched.parts["X"], positions, empty)
+            return self._tensor("X", fetched.parts["X"], positions, memory)
         index = rows[positions]
         obs = NamedTensors(
             (
                 name,
-                torch.from_numpy(
-                    column[index].astype(np.int64 if name in self.n_classes else column.dtype, copy=False)
-                ),
+                memory.tensor(column[index].astype(np.int64 if name in self.n_classes else column.dtype, copy=False)),
             )
             for name, column in self.obs.items()
         )
@@ -301,15 +314,15 @@ class BatchMaker:
         batch = Batch()
         if self.modalities:
             for name in self.modalities:
-                batch[name] = self._grouped(fetched, positions, f"{name}:", empty)
+                batch[name] = self._grouped(fetched, positions, f"{name}:", memory)
             batch["obs"] = obs
         else:
-            one = self._grouped(fetched, positions, "", empty)
+            one = self._grouped(fetched, positions, "", memory)
             batch.update(X=one.pop("X"), obs=obs, **one)
-        batch["index"] = torch.from_numpy(index)
+        batch["index"] = memory.tensor(index)
         return batch
 
-    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, empty: Empty) -> Batch:
+    def _grouped(self, fetched: FetchedMatrices, positions: NDArray[np.int64], prefix: str, memory: Memory) -> Batch:
         """Gather the matrices of one modality: X, layers and obsm."""
         batch = Batch(X=None, layers=NamedTensors(), obsm=NamedTensors())
         batch.layers.part, batch.obsm.part = f"{prefix}layers", f"{prefix}obsm"
@@ -318,38 +331,37 @@ class BatchMaker:
                 continue
             group, _, name = key.removeprefix(prefix).partition("/")
             gather = self._dense if group == "obsm" else self._tensor
-            tensor = gather(key, buffer, positions, empty)
+            tensor = gather(key, buffer, positions, memory)
             if name:
                 batch[group][name] = tensor
             else:
                 batch[group] = tensor
         return batch
 
-    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], empty: Empty) -> torch.Tensor:
+    def _tensor(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], memory: Memory) -> torch.Tensor:
         if self.layout == "dense" and key not in self.expanded:
-            return self._dense(key, buffer, positions, empty)
+            return self._dense(key, buffer, positions, memory)
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
-        indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns, empty=empty)
+        indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns, empty=memory.empty)
         n_vars = buffer.shape[1] if columns is None else len(columns)
         if indptr[-1] > np.iinfo(np.int32).max:
             raise InputError(
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
                 f"{np.iinfo(np.int32).max}. Lower batch_size"
             )
-        starts = empty(len(indptr), np.int32)  # both index arrays of a CSR tensor must have the same type
+        starts = memory.empty(len(indptr), np.int32)  # both index arrays of a CSR tensor must have the same type
         starts[:] = indptr
-        return csr_tensor(
-            torch.from_numpy(starts), torch.from_numpy(indices), _tensor_of(data), (len(positions), n_vars)
-        )
+        indptr_there, indices_there, data_there = map(memory.tensor, (starts, indices, data))
+        return csr_tensor(indptr_there, indices_there, data_there, (len(positions), n_vars))
 
-    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], empty: Empty) -> torch.Tensor:
+    def _dense(self, key: str, buffer: RowBuffer, positions: NDArray[np.int64], memory: Memory) -> torch.Tensor:
         columns = self.columns.get(key)
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
         n_vars = buffer.shape[1] if columns is None else len(columns)
-        out = empty((len(positions), n_vars), dtype)
+        out = memory.empty((len(positions), n_vars), dtype)
         buffer.gather(positions, out=out, columns=columns)
-        return _tensor_of(out)
+        return memory.tensor(out)
 
 
 def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -359,13 +371,7 @@ def tensor_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype.newbyteorder("=")
 
 
-def torch_dtype(dtype: DTypeLike) -> torch.dtype:
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return the PyTorch equivalent of a NumPy data type or `BFLOAT16`."""
-    return _tensor_of(np.empty(0, dtype=dtype)).dtype
-
-
-def _tensor_of(array: NDArray[Any]) -> torch.Tensor:
-    """Return a tensor that shares the memory of an array, whose data type may be `BFLOAT16`."""
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    return Memory().tensor(np.empty(0, dtype=dtype)).dtype

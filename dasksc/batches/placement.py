@@ -1,11 +1,13 @@
 """Placement of batches in pinned memory or on a device.
 
-A batch is gathered into one block of host memory and transformed there. One copy, on a stream of its own, moves the
-block to the device, where CSR rows become dense. The stream of the loop waits for that of the copy, not the loop.
+A batch is gathered into one block of host memory. One copy, on a stream of its own, moves the block to the device,
+where CSR rows become dense. The stream of the loop waits for that of the copy, not the loop. The tensors of a batch are
+made once, on the device, unless transforms need them on the host first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from dasksc.batches.batch import by_parts, csr_tensor, map_tensors, on_device
+from dasksc.batches.batch import Memory, by_parts, csr_tensor, map_tensors, on_device
 from dasksc.storage import buffers
 
 __all__ = ["Block", "Placement"]
@@ -27,107 +29,142 @@ _SMALL_BYTES = 2**16
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-class Block:
-    """Host memory of one batch."""
+class Block(Memory):
+    """Memory of one batch: on the host and, if there is a device, as much memory there.
 
-    def __init__(self, n_bytes: int, *, is_pinned: bool) -> None:
+    The tensors are those of the device, unless the block `is_staged` for transforms, whose results are then `moved`.
+    """
+
+    def __init__(self, n_bytes: int, device: torch.device | None, *, is_pinned: bool, is_staged: bool) -> None:
+        n_bytes += -n_bytes % _ALIGNMENT
         # Memory is reused only when nothing refers to it any more. For pinned memory, torch also waits for the copies
         # that have begun.
-        self.bytes = (
-            torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
-            if is_pinned
-            else torch.from_numpy(buffers.empty(n_bytes, np.uint8))
-        )
-        self._array: NDArray[np.uint8] = self.bytes.numpy()
-        self.n_used = 0
+        if is_pinned:
+            self.here = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+            self._array: NDArray[np.uint8] = self.here.numpy()
+        else:
+            self._array = buffers.empty(n_bytes, np.uint8)
+            self.here = torch.from_numpy(self._array)
+        is_copied = device is not None and device.type != "cpu"
+        self.there = torch.empty(n_bytes, dtype=torch.uint8, device=device) if is_copied else self.here
+        # Tensors that hold all memory on the device
+        self.held = [self.there]
+        self._views = {torch.uint8: self.there}
+        self._start = self.here.data_ptr()
+        self._n_used = 0
+        self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """Return an uninitialized array in the block, or elsewhere if the block has no room for it."""
         dtype = np.dtype(dtype)
         n_bytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * dtype.itemsize
-        start = -(-self.n_used // _ALIGNMENT) * _ALIGNMENT
+        start = -(-self._n_used // _ALIGNMENT) * _ALIGNMENT
         if start + n_bytes > len(self._array):
-            return buffers.empty(shape, dtype)
-        self.n_used = start + n_bytes
-        return self._array[start : self.n_used].view(dtype).reshape(shape)
+            return super().empty(shape, dtype)
+        self._n_used = start + n_bytes
+        return np.ndarray(shape, dtype, self._array, start)
 
-    def place_of(self, tensor: torch.Tensor) -> slice | None:
-        """Return the bytes of the block that hold a tensor, or None if it lies elsewhere."""
-        if tensor.layout != torch.strided or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return None
-        start = tensor.data_ptr() - self.bytes.data_ptr()
-        is_inside = 0 <= start <= self.n_used - tensor.nbytes and not tensor.requires_grad
-        return slice(start, start + tensor.nbytes) if is_inside else None
+    def tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        """Return a tensor of the values of an array, where `moved` puts it unless the block `is_staged`."""
+        tensor = super().tensor(array)
+        return tensor if self._is_staged else self.moved(tensor)
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a strided tensor where the batch goes: in the block if it lies there or is small, or by itself."""
+        if tensor.layout != torch.strided:
+            return tensor
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.requires_grad:
+            place = self._place(tensor)
+            if place is None and self._device is not None and tensor.nbytes < _SMALL_BYTES:
+                copy = torch.from_numpy(self.empty(tensor.nbytes, np.uint8))
+                copy.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                place = self._place(copy)
+            if place is not None:
+                return self._view(tensor, place)
+        if self._is_pinned and tensor.is_cpu:
+            tensor = tensor.pin_memory()
+        if self._device is not None:
+            tensor = on_device(tensor, self._device, non_blocking=self._is_pinned)
+        self.held.append(tensor)
+        return tensor
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        """Return the byte of the block at which a tensor begins; None if it lies elsewhere."""
+        start = tensor.data_ptr() - self._start
+        return start if 0 <= start <= self._n_used - tensor.nbytes else None
+
+    def _view(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
+        dtype = tensor.dtype
+        if dtype not in self._views:
+            self._views[dtype] = self.there.view(dtype)
+        return self._views[dtype].as_strided(tensor.shape, tensor.stride(), place // dtype.itemsize)
+
+    def copy(self) -> None:
+        """Begin to copy the used memory to the device."""
+        if self.there is not self.here:
+            self.there[: self._n_used].copy_(self.here[: self._n_used], non_blocking=self._is_pinned)
+
+    def finished(self, tensor: torch.Tensor, *, expands: bool) -> torch.Tensor:
+        """Return a tensor on the device as it is yielded: CSR as dense if it `expands`, small parts as copies."""
+        if expands and tensor.layout == torch.sparse_csr:
+            tensor = _expanded(tensor)
+        elif tensor.layout != torch.strided or not tensor.nbytes < min(_SMALL_BYTES, tensor.untyped_storage().nbytes()):
+            return tensor
+        else:
+            tensor = tensor.clone()
+        self.held.append(tensor)
+        return tensor
 
 
 class Placement:
     """Where the batches of an epoch are yielded: in memory, pinned or not, or on a device."""
 
-    def __init__(self, device: torch.device | None, *, is_pinned: bool, expands: bool, block_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device | None, *, is_pinned: bool, is_staged: bool, expands: bool, block_bytes: int
+    ) -> None:
         if device == torch.device("cuda"):
             # The current device is that of the thread of the loop; other threads have their own.
             device = torch.device("cuda", torch.cuda.current_device())
         self._stream: Any = None
         if device is not None and device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device, self._is_pinned, self._expands = device, is_pinned, expands
-        is_copied = device is not None and device.type != "cpu"
-        self._block_bytes = block_bytes if is_pinned or is_copied or expands else 0
+        self._device, self._is_pinned, self._is_staged = device, is_pinned, is_staged
+        self._expands, self._block_bytes = expands, block_bytes
 
-    def block(self) -> Block | None:
-        """Return memory to gather a batch in; None for batches that stay where they are."""
-        return (
-            None
-            if self._device is None and not self._is_pinned
-            else Block(self._block_bytes, is_pinned=self._is_pinned)
-        )
-
-    def place(self, batch: Any, block: Block | None) -> tuple[Any, Any]:
-        """Begin to move the tensors of a batch; return it with the event that ends the move, if there is one."""
-        if block is None:
-            return batch, None
-
-        def pinned(part: torch.Tensor) -> torch.Tensor:
-            return part if block.place_of(part) else part.pin_memory()
-
-        if self._device is None:
-            return map_tensors(batch, lambda one: by_parts(one, pinned)), None
-        if self._block_bytes:
-            batch = map_tensors(batch, lambda one: _in_block(one, block))
-        with torch.cuda.stream(self._stream):
-            there = block.bytes[: block.n_used].to(self._device, non_blocking=True)
-            batch = map_tensors(batch, lambda one: self._moved(one, block, there))
-            return batch, None if self._stream is None else self._stream.record_event()
-
-    def ready(self, batch: Any, event: Any) -> Any:
-        """Return a placed batch for use in the current stream, with objects of the user moved, too."""
+    def memory(self) -> Memory:
+        """Return memory to gather a batch in."""
         if self._device is None and not self._is_pinned:
-            return batch
-        if event is None:
-            return map_tensors(batch, lambda one: one, self._object)
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
+            return Memory()
+        # Memory of the device is allocated in the stream that copies.
+        with self._streaming():
+            return Block(self._block_bytes, self._device, is_pinned=self._is_pinned, is_staged=self._is_staged)
 
-        def recorded(part: torch.Tensor) -> torch.Tensor:
-            part.record_stream(stream)  # lest the memory be reused by the next copy while this stream uses it
-            return part
+    def place(self, batch: Any, memory: Memory) -> tuple[Any, list[torch.Tensor], Any]:
+        """Begin to move a batch; return it, the tensors that hold its memory, and the event that ends the move."""
+        if not isinstance(memory, Block):
+            return batch, [], None
+        with self._streaming():
+            if self._is_staged:
+                batch = map_tensors(batch, lambda one: by_parts(one, memory.moved))
+            if self._device is not None:
+                memory.copy()
+                batch = map_tensors(batch, lambda one: memory.finished(one, expands=self._expands))
+            return batch, memory.held, None if self._stream is None else self._stream.record_event()
 
-        return map_tensors(batch, lambda one: by_parts(one, recorded), self._object)
+    def ready(self, batch: Any, held: list[torch.Tensor], event: Any) -> Any:
+        """Return a placed batch for use in the current stream, with what has no stream moved, too."""
+        if event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            for part in held:
+                part.record_stream(stream)  # lest the memory be reused by the next copy while this stream uses it
+        return map_tensors(batch, self._tensor, self._object) if held and self._is_staged else batch
 
-    def _moved(self, tensor: torch.Tensor, block: Block, there: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the device, on which the bytes of the block are `there`."""
+    def _streaming(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-        def moved(part: torch.Tensor) -> torch.Tensor:
-            place = block.place_of(part)
-            if place is None:
-                is_pinned = self._is_pinned and part.layout == torch.strided and part.device.type == "cpu"
-                return on_device(part.pin_memory() if is_pinned else part, there.device, non_blocking=True)
-            view = there[place].view(part.dtype).view(part.shape)
-            return view.clone() if part.nbytes < _SMALL_BYTES and not expands else view
-
-        expands = self._expands and tensor.layout == torch.sparse_csr
-        tensor = by_parts(tensor, moved)
-        return _expanded(tensor) if expands else tensor
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self._device is None else on_device(value, self._device)
 
     def _object(self, value: Any) -> Any:
         if self._is_pinned and hasattr(value, "pin_memory"):
@@ -137,18 +174,11 @@ class Placement:
         return value
 
 
-def _in_block(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return a small tensor as a copy in the block, and any other as it is."""
-    is_small = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.nbytes < _SMALL_BYTES
-    if not is_small or tensor.requires_grad or block.place_of(tensor):
-        return tensor
-    memory = torch.from_numpy(block.empty(tensor.nbytes, np.uint8))
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
 def _expanded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CSR tensor as a dense one, on its device."""
     values = tensor.values()
-    signed = values.view(_SIGNED.get(values.dtype, values.dtype))
+    if values.dtype not in _SIGNED:
+        return tensor.to_dense()
+    signed = values.view(_SIGNED[values.dtype])
     size = tensor.shape[0], tensor.shape[1]
     return csr_tensor(tensor.crow_indices(), tensor.col_indices(), signed, size).to_dense().view(values.dtype)

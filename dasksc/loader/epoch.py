@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from dask.utils import key_split
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
@@ -36,12 +35,8 @@ from dasksc.multiindexable import take_rows
 from dasksc.plan.deal import ConsumedSegment
 from dasksc.plan.epoch_plan import EpochPlan
 from dasksc.plan.fetches import FetchPlan
-from dasksc.storage import buffers
 
 __all__ = ["Epoch"]
-
-# Maximum total size, in bytes, of the batches that one job gathers. A larger batch is gathered alone.
-_TOGETHER_BYTES = 2**23
 
 # Maximum number of row numbers in the note of an error about a batch.
 _N_ROWS_SHOWN = 16
@@ -149,8 +144,7 @@ class Epoch:
         task = FetchMatrices(source.matrices, frozenset() if memory.is_interprocess else mode.unmapped)
         transforms = None if self._spec.transforms is None else self._spec.transforms.at_epoch(plan.epoch)
         n_ahead = memory.n_batches_ahead
-        # Passing a batch between threads costs as much as gathering a small one, so small batches are made in groups.
-        n_together = max(1, min(int(_TOGETHER_BYTES / memory.batch_bytes), n_ahead // 2, plan.fetch_factor))
+        n_together = min(memory.n_together, plan.fetch_factor)
         n_left_in_fetch = 0
         placement, maker = self._placement(memory.block_bytes), replace(source.maker, expanded=memory.expanded)
 
@@ -159,14 +153,13 @@ class Epoch:
             made: list[Any] = []
             for i in numbers:
                 try:
-                    block = placement.block()
-                    empty = buffers.empty if block is None else block.empty
-                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), empty)
+                    block = placement.memory()
+                    batch: Any = maker.make(fetched, fetch.rows, fetch.batch(i), block)
                     groups, controls = fetch.batch_groups(i), fetch.batch_controls(i)
                     if groups is not None:
-                        batch["sets"] = torch.from_numpy(groups)
+                        batch["sets"] = block.tensor(groups)
                     if controls is not None:
-                        batch["control"] = maker.make(fetched, fetch.rows, controls, empty)
+                        batch["control"] = maker.make(fetched, fetch.rows, controls, block)
                     if transforms is not None:
                         batch = transforms.apply(batch, plan.batch_number(fetch.number * plan.fetch_factor + i))
                     made.append(placement.place(batch, block))
@@ -224,7 +217,7 @@ class Epoch:
                     except Exception as error:
                         self._add_note(error, fetch, i)
                         raise
-                    yield placement.ready(*placement.place(batch, placement.block()))
+                    yield placement.ready(*placement.place(batch, placement.memory()))
                 del data
 
     def _start(self, k: int) -> int:
@@ -238,8 +231,14 @@ class Epoch:
         )
 
     def _placement(self, block_bytes: int) -> Placement:
-        spec, expands = self._spec, bool(self._memory.expanded)
-        return Placement(spec.device, is_pinned=spec.is_pinned, expands=expands, block_bytes=block_bytes)
+        spec = self._spec
+        return Placement(
+            spec.device,
+            is_pinned=spec.is_pinned,
+            is_staged=spec.transforms is not None or isinstance(self._source, IndexedSource),
+            expands=bool(self._memory.expanded),
+            block_bytes=block_bytes,
+        )
 
     # --- Yield ----------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ logger = logging.getLogger("dasksc.loader")
 
 # Maximum size of the batches that are gathered ahead, in this process and on a device, unless there are two.
 _AHEAD_BYTES, _DEVICE_AHEAD_BYTES = 2**24, 2**28
+# Maximum total size, in bytes, of the batches that one job gathers. A larger batch is gathered alone.
+_TOGETHER_BYTES = 2**23
 # Number of batches that exist besides those ahead: being made, just yielded, and still in use.
 _N_HELD = 3
 # Size of a fetch in storage order, and minimum number of chunks in it, because chunks at its ends are decoded twice.
@@ -111,10 +113,19 @@ class MemoryProjection:
         return max(2, min(int(config.get("batches-ahead")), int(most)))
 
     @property
+    def n_together(self) -> int:
+        """Number of batches that one job gathers, since passing a small one between threads costs as much as that."""
+        return max(1, min(int(_TOGETHER_BYTES / self.batch_bytes), self.n_batches_ahead // 2, self.fetch_factor))
+
+    @property
+    def n_placed(self) -> int:
+        """Maximum number of placed batches: whole jobs ahead, the rest of the current one, and two in use."""
+        return self.n_batches_ahead + 2 * self.n_together + 1
+
+    @property
     def n_device_bytes(self) -> int:
         """Memory of batches on the device, in bytes: those placed ahead, the last one yielded, and those in use."""
-        n_bytes = (_N_HELD + self.n_batches_ahead) * (self.block_bytes + self._expanded_bytes)
-        return int(n_bytes) if self._is_on_device else 0
+        return int(self.n_placed * (self.block_bytes + self._expanded_bytes)) if self._is_on_device else 0
 
     @property
     def n_threads(self) -> int:

@@ -366,6 +366,9 @@ def test_a_value_that_becomes_infinite_in_bfloat16_is_refused_with_its_row(
         ("float64", np.nan, "int32", "dense", "dense"),
         ("uint64", 2**64 - 1, "int64", "csr", "dense"),
         ("float32", 70_000.0, "float16", "csr", "dense"),
+        ("float32", 70_000.0, "float16", "dense", "csr"),
+        ("int32", 65_536, "uint16", "csr", "csr"),
+        ("float32", 1.5, "uint16", "dense", "dense"),
     ],
 )
 def test_a_dtype_that_cannot_hold_a_value_is_refused_with_it(
