@@ -23,7 +23,9 @@ Run: TypeAlias = Callable[[Mapping[str, Any]], int | None]
 
 _NO_OPTIONS = ("data", "obs", "names", "mmap")
 _SET_BY_CHECK = ("data_collection", "label_key", "rank", "world_size")
-_WITHOUT_EFFECT = ("device", "expand", "mmap", "pin_memory", "prefetch", "progress", "return_index", "scheduler")
+_WITHOUT_EFFECT = (
+    *("categories", "device", "expand", "mmap", "pin_memory", "prefetch", "progress", "return_index", "scheduler"),
+)
 
 
 def _add_paths(parser: Parser, *, with_open: bool = True) -> None:

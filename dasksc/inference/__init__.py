@@ -55,7 +55,7 @@ _WITHOUT_EFFECT = ("strategy", "drop_last", "seed", "filter", "equal_ranks", "la
 _HOOKS = ("fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "transform")
 
 
-@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "expand", "return_index"), batch_size=_BATCH_SIZE)
+@with_options_of(scDataset, without=(*_WITHOUT_EFFECT, "categories", "expand", "return_index"), batch_size=_BATCH_SIZE)
 def predict(
     model: Callable[[Any], Any],
     dataset: Any,

@@ -43,7 +43,7 @@ class DataModule:
         As for `dasksc.scDataset`, in all stages; `drop_last` only in training.
     genes, filter, layout, dtype, equal_ranks, scheduler, prefetch, memory_limit, mmap, device, expand, pin_memory
         As for `dasksc.scDataset`, in all stages; `equal_ranks` only in training.
-    progress, group, transform, genes_missing, genes_key, genes_repeated, label_key, return_index
+    progress, group, transform, genes_missing, genes_key, genes_repeated, label_key, return_index, categories
         As for `dasksc.scDataset`, in all stages; `label_key` only in those with the strategy ``"balance"``.
 
     Attributes

@@ -9,7 +9,7 @@ import logging
 import operator
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -65,8 +65,8 @@ class scDataset(IterableDataset[Any]):
 
     Parameters by purpose:
 
-    - **What to read**: `data_collection`, `obs`, `layers`, `obsm`, `genes`, `genes_missing`, `genes_key`,
-      `genes_repeated`, `filter`, `return_index`
+    - **What to read**: `data_collection`, `obs`, `categories`, `layers`, `obsm`, `genes`, `genes_missing`,
+      `genes_key`, `genes_repeated`, `filter`, `return_index`
     - **How to draw**: `strategy`, `label_key`, `seed`
     - **Batches**: `batch_size`, `drop_last`, `layout`, `dtype`, `device`, `expand`, `pin_memory`,
       `transform`
@@ -190,6 +190,10 @@ class scDataset(IterableDataset[Any]):
     return_index
         If True, yield a `Batch`, which has the row numbers ``batch.index``, even if only X is requested. If False, a
         data set of X alone yields plain tensors.
+    categories
+        Labels of columns of `obs`, in the order of their codes, such as ``dataset.categories`` of a training data set.
+        Other labels get the code -1, and are listed in a log record of level WARNING. By default, the labels are those
+        of the column.
 
     Attributes
     ----------
@@ -267,6 +271,7 @@ class scDataset(IterableDataset[Any]):
         genes_repeated: Repeated = "error",
         label_key: str | None = None,
         return_index: bool = False,
+        categories: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         given = locals()
         super().__init__()

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -106,7 +106,9 @@ class MatrixSource(Source):
         self.categories: dict[str, list[Any]] = Categories()
         encoded: dict[str, NDArray[Any]] = {}
         for key, column in obs.items():
-            encoded[key], labels = encode_column(column, narrow=True)  # codes in the smallest data type
+            given = (spec.categories or {}).get(key)
+            known = column if given is None else _of_labels(column, given)
+            encoded[key], labels = encode_column(known, narrow=True)  # codes in the smallest data type
             if labels is not None:
                 self.categories[key] = labels
         for key, array in arrays.items():
@@ -285,6 +287,21 @@ class IndexedSource(Source):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.Lock()
+
+
+def _of_labels(column: pd.Series[Any], labels: Sequence[Any]) -> pd.Series[Any]:
+    """Return a column with some labels as its categories; other labels are missing there, and are logged."""
+    try:
+        known = pd.Categorical(column, categories=list(labels))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"categories[{column.name!r}]={labels!r:.100} are not distinct labels: {error}") from error
+    others = column[known.codes < 0].dropna()
+    if len(others):
+        shown = ", ".join(map(repr, others.unique()[:10]))
+        logger.warning(
+            "%d cells have a %s that categories= lacks, and get the code -1: %s", len(others), column.name, shown
+        )
+    return pd.Series(known, index=column.index, name=column.name)
 
 
 def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:

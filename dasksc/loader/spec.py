@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class LoaderSpec:
     batch_transform: Callable[[Any], Any] | None
     transform: Any
     obs: Sequence[str]
+    categories: Mapping[str, Sequence[Any]] | None
     layers: Sequence[str]
     obsm: Sequence[str]
     genes: Any
@@ -92,6 +93,8 @@ class LoaderSpec:
             "transforms": as_transforms(self.transform),
             "value_dtype": _value_dtype(self.dtype),
         }
+        if unknown := [name for name in self.categories or () if name not in self.obs]:
+            raise InputError(f"categories= has labels of {unknown}, but obs={self.obs!r}. Add these columns to obs=")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -146,7 +149,7 @@ class LoaderSpec:
 
     def refuse_matrix_options(self, why: str) -> None:
         """Raise an error for options that only apply to matrices of an atlas."""
-        given = [name for name in ("obs", "layers", "obsm") if getattr(self, name)]
+        given = [name for name in ("obs", "categories", "layers", "obsm") if getattr(self, name)]
         given += ["genes"] * (self.genes is not None) + ["transform"] * (self.transforms is not None)
         given += ["layout"] * (self.layout != "dense") + ["return_index"] * self.return_index
         given += ["expand"] * (self.expand == "device")

@@ -13,13 +13,14 @@ import anndata as ad
 import cloudpickle
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import dasksc
-from dasksc import BlockShuffling, FetchError, Streaming, scDataset
+from dasksc import BlockShuffling, FetchError, InputError, Streaming, scDataset
 from tests.support.data import dense, make_adata, write_store
 
 pytestmark = pytest.mark.core
@@ -90,6 +91,21 @@ def test_every_batch_holds_the_rows_its_index_names(tmp_path, format, stored, la
     assert sorted(seen) == list(range(N_OBS))
     assert one.categories["cell_type"] == list(adata.obs["cell_type"].cat.categories)
     assert (adata.obs["cell_type_missing"].cat.codes == -1).any()
+
+
+@pytest.mark.parametrize("kind", ["category", "object"])
+def test_labels_of_another_data_set_have_its_codes_and_others_minus_one(kind, caplog):
+    obs = pd.DataFrame({"label": ["a", "c", None, "b", "a"]}, index=list("vwxyz"), dtype=kind)
+    adata = ad.AnnData(X=np.eye(5, dtype=np.float32), obs=obs)
+    options = {"obs": ["label"], "seed": 0}
+    data = scDataset(adata, Streaming(), 5, **options, categories={"label": ["b", "a", "d"]})
+    assert next(iter(data)).obs["label"].tolist() == [1, -1, -1, 0, 1]
+    assert data.categories["label"] == ["b", "a", "d"]
+    assert "'c'" in caplog.text
+    with pytest.raises(InputError, match="other"):
+        scDataset(adata, Streaming(), 5, **options, categories={"other": ["a"]})
+    with pytest.raises(InputError, match="label"):
+        scDataset(adata, Streaming(), 5, **options, categories={"label": ["a", "a"]})
 
 
 @pytest.mark.parametrize(
