@@ -133,8 +133,9 @@ class LocalFile:
         if (memory := self._mapped) is None:
             memory = self._mapped = np.asarray(_Map(self._descriptor(), self.identity))
             _mapped.append(weakref.ref(self))
-            if len(_mapped) > _MOST_MAPPED and (oldest := _mapped.popleft()()) is not None:
-                oldest._mapped = None
+            while len(_mapped) > _MOST_MAPPED:
+                if (oldest := _mapped.popleft()()) is not None:
+                    oldest._mapped = None
         return memory
 
     def advise(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
