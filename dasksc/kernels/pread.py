@@ -1,4 +1,4 @@
-"""Reading of many byte ranges of a file with one call.
+"""Reading of many byte ranges with one call, and requests to read them ahead.
 
 In Python, ``os.preadv`` reacquires the GIL after each range. Threads that read short ranges then wait longer for the
 GIL than for the disk.
@@ -11,7 +11,9 @@ import numpy as np
 from dasksc.kernels.compiled import kernel
 from dasksc.kernels.foreign import call
 
-__all__ = ["read_ranges"]
+__all__ = ["advise_ranges", "read_ranges"]
+
+_WILLNEED = 3  # MADV_WILLNEED on Linux and macOS
 
 
 @kernel
@@ -26,3 +28,20 @@ def read_ranges(function, descriptor, offsets, sizes, enough, addresses):
                 return i
             done += n
     return -1
+
+
+@kernel
+def advise_ranges(function, addresses, sizes, gap, most, page):
+    """Request mapped ranges with ``madvise``, at most `most` bytes at a time."""
+    # A range that begins inside the previous one or at most `gap` bytes after it is requested with it.
+    i = 0
+    while i < len(addresses):
+        start, stop = addresses[i], addresses[i] + sizes[i]
+        i += 1
+        while i < len(addresses) and start <= addresses[i] <= stop + gap:
+            stop = max(stop, addresses[i] + sizes[i])
+            i += 1
+        start -= start % page
+        while start < stop:
+            call(function, (start, min(stop - start, most), _WILLNEED))
+            start += most

@@ -158,6 +158,11 @@ class MatrixSource(Source):
             return {"mapped": mapped, "read": costs(), "forced": forced}
 
     @functools.cached_property
+    def _row_bytes(self) -> dict[str, float]:
+        """Mean size of a row of each matrix as stored, in bytes."""
+        return {name: matrix.cost.row for name, matrix in self.matrices.items()}
+
+    @functools.cached_property
     def recycling(self) -> buffers.Recycling:
         """Memory of an epoch, kept for reuse by the next one."""
         return buffers.Recycling()
@@ -171,7 +176,9 @@ class MatrixSource(Source):
             return frozenset()
         sparse = {name: one for name, one in self.matrices.items() if one.layout == "csr" and not _is_obsm(name)}
         if spec.expand == "auto":
-            small = (name for name, one in sparse.items() if 2 * one.cost.row <= one.shape[1] * self._itemsize(name))
+            small = (
+                name for name, one in sparse.items() if 2 * self._row_bytes[name] <= one.shape[1] * self._itemsize(name)
+            )
             return frozenset(small)
         if not sparse:
             raise InputError(
@@ -207,7 +214,7 @@ class MatrixSource(Source):
             dense = itemsize * self._n_columns(name)
             # Values may be converted to a wider type, and column numbers from two bytes to four.
             is_dense = _is_obsm(name) or (self.maker.layout == "dense" and name not in expanded)
-            row_bytes += dense if is_dense else 2 * LONGER_ROWS * matrix.cost.row
+            row_bytes += dense if is_dense else 2 * LONGER_ROWS * self._row_bytes[name]
             if columns is not None and matrix.layout == "dense":
                 if columns.sums is not None:  # the values to add, and their sums twice: in 64 bits, and converted
                     row_bytes += 8 * len(columns.sums.columns) + 16 * len(columns.sums.targets)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +16,15 @@ from dasksc.storage.fetched_dense import DenseRowBuffer
 from dasksc.storage.fetched_rows import Origins
 from dasksc.storage.files import mapping_of
 from dasksc.storage.joining import stack
+from dasksc.storage.mapped_rows import MappedCSR, locate
 from dasksc.storage.matrices import check_rows
 from dasksc.storage.matrix import ColumnMaps, Columns, FetchCost, Layout, Matrix, RowBuffer
 
 __all__ = ["AbsentMatrix", "ConcatenatedMatrix"]
+
+# Parts with more runs of rows than this in a fetch are read one by one: a request to read a run ahead takes about a
+# microsecond, and only a part that is read by itself requests none if its rows are in the page cache.
+_MOST_RUNS = 64
 
 
 class AbsentMatrix:
@@ -64,7 +71,10 @@ class ConcatenatedMatrix:
         self.label = label
         self._parts = tuple(parts)
         self._maps = maps
-        self._ends = np.cumsum([part.shape[0] for part in parts])
+        self._labels = tuple(part.label for part in parts)
+        sizes = [part.shape[0] for part in parts]
+        self._ends: NDArray[np.int64] = np.cumsum(sizes, dtype=np.int64)
+        self._begins = self._ends - sizes
         self.shape = int(self._ends[-1]), parts[0].shape[1] if maps is None else maps.n_vars
         self.layout: Layout = "csr" if any(part.layout == "csr" for part in parts) else "dense"
         is_filled = self.layout == "dense" and maps is not None and bool(maps.n_filled())
@@ -122,21 +132,59 @@ class ConcatenatedMatrix:
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
         """Fetch rows; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
-        ends = np.searchsorted(rows, self._ends)
-        counts = np.diff(ends, prepend=0)
+        which = np.searchsorted(self._ends, rows, side="right")
         # If no rows are requested, the first part determines the data types.
-        numbers = np.flatnonzero(counts) if len(rows) else np.array([0])
-        fetched = []
-        for number in numbers.tolist():
-            part, stop = self._parts[number], ends[number]
-            with mapping_of(part.label):
-                fetched.append(part.fetch(rows[stop - counts[number] : stop] - (self._ends[number] - part.shape[0])))
-        origins = Origins(
-            numbers=np.repeat(numbers, counts[numbers]).astype(np.int32),
-            labels=tuple(part.label for part in self._parts),
-            maps=self._maps,
-        )
+        numbers = np.unique(which) if len(rows) else np.array([0])
+        n_runs = np.count_nonzero(np.diff(rows) > 1)
+        fetched: list[RowBuffer] = []
+        for _, group in itertools.groupby(numbers.tolist(), key=self._kind):
+            members = list(group)
+            together = None
+            if len(members) > 1 and n_runs <= _MOST_RUNS * len(numbers):
+                together = self._fetch_together(members, rows, which)
+            fetched += [self._fetch_part(number, rows, which) for number in members] if together is None else [together]
+        origins = Origins(numbers=which.astype(np.int32), labels=self._labels, maps=self._maps)
         return stack(fetched, label=self.label, dtype=self.dtype, layout=self.layout, origins=origins)
+
+    @functools.cached_property
+    def _mapped(self) -> tuple[MappedCSR | None, ...]:
+        return tuple(MappedCSR.of(part) for part in self._parts)
+
+    def _kind(self, number: int) -> object:
+        """Return a key that neighboring parts share if they can be fetched together in this thread."""
+        mapped = self._mapped[number]
+        if mapped is None:
+            return number
+        with mapping_of(self._labels[number]):
+            return mapped.dtypes if mapped.data.is_mapped else number
+
+    def _fetch_part(self, number: int, rows: NDArray[np.int64], which: NDArray[np.int64]) -> RowBuffer:
+        first, last = np.searchsorted(which, [number, number + 1])
+        with mapping_of(self._labels[number]):
+            return self._parts[number].fetch(rows[first:last] - self._begins[number])
+
+    def _fetch_together(
+        self, members: list[int], rows: NDArray[np.int64], which: NDArray[np.int64]
+    ) -> CSRRowBuffer | None:
+        """Fetch the rows of parts of the same kind; return None if these must be read one by one."""
+        first, last = np.searchsorted(which, [members[0], members[-1] + 1])
+        which = which[first:last]
+        rows = rows[first:last] - self._begins[which]
+        parts = [mapped for mapped in (self._mapped[number] for number in members) if mapped is not None]
+        found = locate(parts, np.searchsorted(members, which), rows)
+        if found is None:
+            return None
+        lengths, indices, data = found
+        return CSRRowBuffer(
+            label=self.label,
+            rows=rows,
+            n_vars=self.shape[1] if self._maps is None else self._maps.n_columns,
+            dtype=parts[0].dtypes[-1],
+            lengths=lengths,
+            data=data,
+            indices=indices,
+            origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
+        )
 
     def __repr__(self) -> str:
         return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self._parts)}>"

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError, StorageError
-from dasksc.kernels.pread import read_ranges
+from dasksc.kernels.pread import advise_ranges, read_ranges
 from dasksc.storage import buffers
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.io_threads import ThreadsOfProcess
@@ -29,6 +29,7 @@ from dasksc.storage.runs import merge
 __all__ = [
     "LocalFile",
     "UseMmap",
+    "advise_mapped",
     "can_map",
     "mapping",
     "mapping_of",
@@ -87,6 +88,7 @@ def _libc_with_mmap() -> Any:
 _libc = _libc_with_mmap()
 # Address of pread for the compiled function `read_ranges`; used only with direct reads, which only Linux has.
 _pread = np.uint64(0 if _libc is None else ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
+_madvise = np.uint64(0 if _libc is None else ctypes.cast(_libc.madvise, ctypes.c_void_p).value or 0)
 
 # Network file systems. A page fault on them waits for the network, and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")
@@ -284,6 +286,14 @@ class LocalFile:
                 if oldest is not None:
                     oldest.close()
         return descriptor
+
+
+def advise_mapped(addresses: NDArray[np.uint64], sizes: NDArray[np.int64]) -> None:
+    """Ask the kernel to read ranges of memory maps into the page cache, without waiting for it."""
+    # Unlike `LocalFile.advise`, this needs no open file, and one call serves many files.
+    if _madvise:
+        limits = _ADVICE_GAP_BYTES, _ADVICE_BYTES, mmap.PAGESIZE
+        advise_ranges(_madvise, addresses.view(np.int64), sizes, *limits)
 
 
 class _Mapping(threading.local):

@@ -70,6 +70,17 @@ class PlainArray:
         return self._firsts, self._offsets
 
     @property
+    def place(self) -> tuple[LocalFile, int] | None:
+        """Local file and byte offset of an array that lies in one piece; None for any other."""
+        is_whole = len(self._firsts) == 1 and self._offsets[0] >= 0
+        return (self._file, int(self._offsets[0])) if is_whole and isinstance(self._file, LocalFile) else None
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the file is memory-mapped at this time; see `dasksc.storage.files.mapping`."""
+        return should_map(self._use_mmap)
+
+    @property
     def working_bytes(self) -> int:
         """Memory for reading ahead, in bytes; 0 if the file is mapped."""
         return 0 if should_map(self._use_mmap) else self._file.working_bytes
