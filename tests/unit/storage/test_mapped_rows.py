@@ -65,7 +65,7 @@ def batch(fetched: RowBuffer, seed: int) -> tuple[NDArray[Any], ...]:
     is_allowed=st.sampled_from([True, True, False]),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_rows_fetched_together_equal_those_fetched_one_part_after_the_other(
     parts: list[tuple[int, str, int | None]], join: str | None, is_allowed: bool, seed: int
 ) -> None:
