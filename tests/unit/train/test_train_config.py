@@ -30,7 +30,17 @@ CLASSIFIER = {"name": "mlp_classifier", "label": "cell_type"}
 def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     data = vars(Config.of(SMALL).data)
     # Arguments that only a program can set: hooks, and those that depend on the run, such as the rank.
-    not_in_yaml = {"self", "data_collection", "rank", "world_size", "group", "device", "expand", "transform"}
+    not_in_yaml = {
+        "self",
+        "data_collection",
+        "rank",
+        "world_size",
+        "group",
+        "device",
+        "expand",
+        "transform",
+        "categories",
+    }
     not_in_yaml |= {"fetch_callback", "fetch_transform", "batch_callback", "batch_transform", "return_index"}
     not_in_yaml |= {"label_key"}  # an argument of the strategy
     assert set(inspect.signature(dasksc.scDataset.__init__).parameters) - not_in_yaml <= data.keys()
