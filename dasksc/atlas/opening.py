@@ -6,9 +6,11 @@ of genes (var, varm, varp) and uns into memory.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
@@ -332,6 +334,19 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent
     )
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Suspend the garbage collector, which would visit the objects of all earlier files again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def _open_several(
     parts: Sequence[AtlasInput],
     obs: Sequence[str] | None,
