@@ -15,6 +15,7 @@ from anndata.io import write_elem
 from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.assemble import matrix_behind
 from dasksc.atlas.opening import open as open_atlas
+from dasksc.displays import with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
 from dasksc.readers.catalog import write_matrix
@@ -24,6 +25,7 @@ from dasksc.storage.file_identity import FileIdentity
 __all__ = ["index"]
 
 
+@with_options_of(open_atlas)
 def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     """Write a catalogue of many files, which `dasksc.open` opens in seconds.
 
@@ -36,8 +38,10 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         Several files or stores, as for `dasksc.open`.
     out
         Path of the catalogue, ending with ``.catalog``. Paths of files are stored relative to its folder.
-    **options
-        Options of `dasksc.open`, such as ``join="outer"``.
+    obs, mmap, names, join, label, keys, index_unique, merge, fill_value, raw, storage_options, cache, feature_types
+        As for `dasksc.open`.
+    genome, reader_options, attach, files, where, on_error
+        As for `dasksc.open`.
 
     Returns
     -------
@@ -56,7 +60,7 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     >>> dasksc.index("plates/*.h5ad", "plates.catalog")
     2
     >>> dasksc.open("plates.catalog").shape
-    (600, 300)
+    (600, 100)
     """
     target = Path(out).absolute()
     if target.suffix != ".catalog":

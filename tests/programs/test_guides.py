@@ -72,5 +72,5 @@ def test_commands_print_what_the_page_shows(tmp_path):
             if name not in MEASURED and comparable(printed) != comparable(documented):
                 differing.append(f"{line}\n{printed}")
             names.append(name)
-    assert len(names) == 7
+    assert len(names) == 8
     assert not differing, "\n".join(differing)
