@@ -48,7 +48,10 @@ class StagedNames:
                 start, n_bytes = stop, n_bytes + file.write(b"".join(encoded))
         return any_equal(hashes)
 
-    def take(self, rows: NDArray[np.int64]) -> pd.Index[Any]:
+    def take(self, rows: NDArray[np.int64]) -> Any:
+        return self.index(rows).array
+
+    def index(self, rows: NDArray[np.int64]) -> pd.Index[Any]:
         """Return the names of rows in any order, as an index of the type that `dasksc.open` returns."""
         offsets = mapped_array(self.folder / "offsets.npy")
         starts = offsets[rows]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from dasksc.storage import caused_by_data
 __all__ = ["check_obs", "check_tables", "write_tables"]
 
 _LOST = "The disk or memory may be failing. The written data are removed; convert again."
-# Number of names that are reordered and written at a time.
+# Number of rows of a column that are reordered and written at a time.
 _PIECE_ROWS = 2**20
 
 
@@ -83,24 +83,39 @@ def write_tables(
 def _write_in_order(
     parent: zarr.Group, name: str, table: pd.DataFrame, order: NDArray[np.int64], names: StagedNames | None
 ) -> None:
-    """Write a table with one row per cell in a new order; memory holds a column, or a piece of the names, at a time."""
-    empty = table.iloc[:0]
-    write_elem(parent, name, empty if names is None else empty.set_axis(names.take(order[:0])))
+    """Write a table with one row per cell in a new order; memory holds one piece of a column at a time."""
+    first = table.iloc[order[:_PIECE_ROWS]]
+    write_elem(parent, name, first if names is None else first.set_axis(names.index(order[:_PIECE_ROWS])))
+    if len(order) <= _PIECE_ROWS:
+        return
     group = cast(zarr.Group, parent[name])
+    for column, values in _columns(table, group, names):
+        for stored, rows_of in _arrays(group[column], values):
+            stored.resize((len(order),))
+            for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
+                stored[start:stop] = rows_of(order[start:stop])
+
+
+def _columns(table: pd.DataFrame, group: zarr.Group, names: StagedNames | None) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of a table and finally its index, each with its name in the group that AnnData writes."""
     for column, values in table.items():
-        write_elem(group, str(column), values.iloc[order].values)
-    index: Any = table.index if names is None else names
-    key = str(group.attrs["_index"])
-    write_elem(group, key, index.take(order[:_PIECE_ROWS]).values)
-    element: Any = group[key]
-    # AnnData stores a nullable type as a group of two arrays.
-    is_group = isinstance(element, zarr.Group)
-    arrays: Any = {"values": np.asarray, "mask": pd.isna} if is_group else {"": np.asarray}
-    for part, values_of in arrays.items():
-        stored = element[part] if part else element
-        stored.resize((len(order),))
-        for start, stop in pieces(_PIECE_ROWS, len(order), _PIECE_ROWS):
-            stored[start:stop] = values_of(index.take(order[start:stop]).values)
+        yield str(column), values.array
+    yield str(group.attrs["_index"]), table.index.array if names is None else names
+
+
+def _arrays(stored: Any, values: Any) -> list[tuple[zarr.Array[Any], Callable[[NDArray[np.int64]], NDArray[Any]]]]:
+    """Return the stored arrays of a column, each with a function that returns its values for given rows."""
+    encoding = str(stored.attrs["encoding-type"])
+    if encoding == "categorical":
+        return [(stored["codes"], values.codes.take)]
+    if encoding.startswith("nullable-"):
+        is_text = isinstance(values.dtype, pd.StringDtype)
+        dtype, missing = (object, "") if is_text else (values.dtype.numpy_dtype, 0)
+        return [
+            (stored["mask"], lambda rows: np.asarray(values.take(rows).isna())),
+            (stored["values"], lambda rows: values.take(rows).to_numpy(dtype=dtype, na_value=missing)),
+        ]
+    return [(stored, lambda rows: np.asarray(values.take(rows)))]
 
 
 def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], names: StagedNames | None) -> None:
@@ -108,15 +123,10 @@ def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], nam
     try:
         with as_anndata_writes():
             written = cast(zarr.Group, zarr.open_group(store, mode="r")["obs"])
-            index = str(written.attrs["_index"])
-            columns: list[tuple[Any, Any]] = list(expected.items())
-            columns += [(index, expected.index.to_series())] if names is None else []
-            differing = [
-                str(name)
-                for name, values in columns
-                if not _equal(read_elem(written[str(name)]), values.iloc[order].values)
-            ]
-            if names is not None and not (_are_written(written[index], names, order) and names.match_input()):
+            columns = list(_columns(expected, written, names))
+            differing = [name for name, values in columns if not _is_written(written[name], values, order)]
+            index = columns[-1][0]
+            if names is not None and index not in differing and not names.match_input():
                 differing.append(index)
             if list(cast(list[str], written.attrs["column-order"])) != list(expected.columns):
                 differing.append("its columns")
@@ -132,20 +142,23 @@ def check_obs(expected: pd.DataFrame, store: Path, order: NDArray[np.int64], nam
         raise CorruptDataError(f"{store}: obs differs from the input in {named}. {_LOST}")
 
 
-def _are_written(element: Any, names: StagedNames, order: NDArray[np.int64]) -> bool:
-    stored: Any = element if isinstance(element, zarr.Array) else element["values"]
-    return stored.shape == order.shape and all(
-        _equal(np.asarray(stored[start:stop]), names.take(order[start:stop]).values)
-        for start, stop in pieces(0, len(order), _PIECE_ROWS)
+def _is_written(stored: Any, values: Any, order: NDArray[np.int64]) -> bool:
+    """Return True if a stored column equals `values` in the new order."""
+    if isinstance(values, pd.Categorical):
+        categories = np.asarray(read_elem(stored["categories"]))
+        if not _equal(categories, values.categories.to_numpy()):
+            return False
+    return all(
+        array.shape == order.shape
+        and all(
+            _equal(np.asarray(array[start:stop]), rows_of(order[start:stop]))
+            for start, stop in pieces(0, len(order), _PIECE_ROWS)
+        )
+        for array, rows_of in _arrays(stored, values)
     )
 
 
-def _equal(written: Any, expected: Any) -> bool:
-    """Return True if two columns have the same values, whose types may differ."""
-    if isinstance(expected, pd.Categorical):
-        same_labels = np.array_equal(written.categories, expected.categories)
-        return same_labels and np.array_equal(written.codes, expected.codes)
-    known = ~pd.isna(expected)
-    return np.array_equal(~pd.isna(written), known) and np.array_equal(
-        np.asarray(written[known]).astype(object), np.asarray(expected[known]).astype(object)
-    )
+def _equal(written: NDArray[Any], expected: NDArray[Any]) -> bool:
+    if written.dtype.kind == "T":  # strings as Zarr reads them
+        written = written.astype(object)
+    return np.array_equal(written, expected, equal_nan=expected.dtype.kind in "fc")

@@ -146,8 +146,8 @@ def test_converting_takes_few_bytes_a_row_beside_the_columns(
         data = path if n_files == 1 else [path] * n_files
         return dasksc.convert(data, target, overwrite=True, **options)
 
-    # A filter copies the columns, and another order one column at a time, of at most four bytes a row here.
-    of_columns = (1 + 4) * (2 if "filter" in options else 1) + 4 * ("group_by" in options)
+    # A filter copies the columns.
+    of_columns = (1 + 4) * (2 if "filter" in options else 1)
     assert bytes_a_row(converted, path_of, N // 8, N // 4) <= n_files * (16 + of_columns)
 
 
