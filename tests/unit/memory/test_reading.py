@@ -108,12 +108,9 @@ def test_the_largest_of_joined_files_are_the_first_to_be_read_into_memory(
         """Return the names of the files that an epoch maps, and its batches."""
         monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
         dataset.set_epoch(0)
-        with mock.patch.object(
-            PlainArray, "_locate_mapped", autospec=True, side_effect=PlainArray._locate_mapped
-        ) as spy:
+        with mock.patch.object(LocalFile, "mapped", autospec=True, side_effect=LocalFile.mapped) as spy:
             batches = [batch.to_dense().clone() for batch in dataset]
-        labels = [call.args[0].label for call in spy.call_args_list]
-        return {Path(label.partition(":/")[0]).stem for label in labels if label.endswith("X/data")}, batches
+        return {Path(call.args[0].path).stem for call in spy.call_args_list}, batches
 
     def unmapped_in(n_bytes: int) -> list[str]:
         monkeypatch.setattr(process_memory, "memory_limit", lambda: of_memory(n_bytes))
