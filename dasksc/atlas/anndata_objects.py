@@ -17,7 +17,6 @@ from dasksc.atlas.lookup import known_columns, path_of
 from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.locations import naming_errors
-from dasksc.readers.names import nameless_index
 from dasksc.readers.options import OpenOptions
 
 __all__ = ["layers_of", "open_anndata"]
@@ -27,7 +26,9 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
     """Return the elements of an AnnData, with its matrices lazy."""
     table = _in_memory(adata.obs)
     if not options.has_names:
-        table = table.set_axis(nameless_index(len(table)))
+        table.index = pd.RangeIndex(len(table))
+    elif isinstance(table.index, pd.RangeIndex):
+        table.index = table.index.astype(str)
     if obs is not None:
         is_complete = all(name in table.columns for name in obs)
         where = "" if is_complete else path_of(adata) or "the given AnnData"
@@ -50,14 +51,7 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
         var=_in_memory(adata.var),
         uns=dict(adata.uns),
         layers={name: lazily(array, f"layers/{name}", options) for name, array in layers_of(adata).items()},
-        obsm={
-            name: (
-                array.set_axis(table.index)
-                if isinstance(array, pd.DataFrame)
-                else lazily(array, f"obsm/{name}", options)
-            )
-            for name, array in adata.obsm.items()
-        },
+        obsm={name: lazily(array, f"obsm/{name}", options) for name, array in adata.obsm.items()},
         varm=dict(adata.varm),
         obsp=dict(adata.obsp),
         varp=dict(adata.varp),

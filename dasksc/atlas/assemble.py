@@ -1,4 +1,4 @@
-"""Construction of AnnData objects from lazy matrices."""
+"""Elements of an atlas, of which an AnnData is made when it is asked for."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from anndata import AnnData
 from dasksc.errors import CorruptDataError, MissingKeyError
 from dasksc.pushdown import chunk_rows_for, matrix_of, to_dask
 from dasksc.readers.arrays import Lazy
+from dasksc.readers.names import nameless_index
 from dasksc.storage import Matrix
 
 __all__ = ["Elements", "matrix_behind", "raw_of", "unchecked"]
@@ -21,14 +22,14 @@ __all__ = ["Elements", "matrix_behind", "raw_of", "unchecked"]
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Suppress the check for repeated names that AnnData makes at each step; `open` checks once."""
+    """Suppress the check for repeated names that AnnData makes at each step; `elements_of` checks once."""
     with anndata.settings.override(check_uniqueness=False):
         yield
 
 
 @dataclass(kw_only=True)
 class Elements:
-    """Elements of an AnnData; matrices of cells are `Lazy`, or Dask arrays."""
+    """Elements of an AnnData; matrices of cells are `Lazy`, or Dask arrays. A RangeIndex of obs is no names."""
 
     obs: pd.DataFrame
     var: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(index=pd.Index([], dtype=str)))
@@ -40,20 +41,17 @@ class Elements:
     obsp: dict[str, Any] = field(default_factory=dict)
     varp: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
+    left_out: list[str] = field(default_factory=list)  # paths of the elements that a join does not keep
 
     def __post_init__(self) -> None:
-        groups = {"": self.X}, self.layers, self.obsm, self.obsp, {"": (self.raw or {}).get("X")}
-        for array in (array for group in groups for array in group.values()):
-            if isinstance(array, Lazy) and array.matrix.shape[0] != len(self.obs):
+        of_cells = [self.X, *self.layers.values(), *self.obsm.values(), *self.obsp.values(), (self.raw or {}).get("X")]
+        checked = [(array, 0, "rows", "obs", self.n_obs) for array in of_cells]
+        checked += [(array, 1, "columns", "var", self.n_vars) for array in (self.X, *self.layers.values())]
+        for array, axis, what, table, n in checked:
+            if isinstance(array, Lazy) and array.matrix.shape[axis] != n:
                 raise CorruptDataError(
-                    f"{array.matrix.label} has {array.matrix.shape[0]} rows, but obs has {len(self.obs)}. The file is "
-                    "corrupt; write it again from its source."
-                )
-        for array in (self.X, *self.layers.values()):
-            if isinstance(array, Lazy) and array.matrix.shape[1] != len(self.var):
-                raise CorruptDataError(
-                    f"{array.matrix.label} has {array.matrix.shape[1]} columns, but var has {len(self.var)} rows. The "
-                    "file is corrupt; write it again from its source."
+                    f"{array.matrix.label} has {array.matrix.shape[axis]} {what}, but {table} has {n} rows. The file "
+                    "is corrupt; write it again from its source."
                 )
 
     @property
@@ -68,6 +66,11 @@ class Elements:
 
     def to_anndata(self) -> AnnData:
         """Return an AnnData, with matrices as Dask arrays; X and the layers have the same chunks."""
+        has_names = not isinstance(self.obs.index, pd.RangeIndex)
+        if not has_names:
+            self.obs.index = nameless_index(self.n_obs)  # AnnData converts numbers to strings
+        index = self.obs.index
+        tables = {name: table.set_axis(index) for name, table in self.obsm.items() if isinstance(table, pd.DataFrame)}
         alike = [array.matrix for array in (self.X, *self.layers.values()) if isinstance(array, Lazy)]
         chunk_rows = chunk_rows_for(*alike) if alike else None
 
@@ -77,19 +80,24 @@ class Elements:
         def all_wrapped(arrays: dict[str, Any], chunk_rows: int | None = None) -> dict[str, Any]:
             return {name: wrapped(array, chunk_rows) for name, array in arrays.items() if array is not None}
 
-        return AnnData(
-            X=wrapped(self.X, chunk_rows),
-            obs=self.obs,
-            var=self.var,
-            uns=self.uns,
-            layers=all_wrapped(self.layers, chunk_rows),
-            obsm=all_wrapped(self.obsm),
-            varm=self.varm,
-            obsp=all_wrapped(self.obsp),
-            varp=self.varp,
-            raw=None if self.raw is None else all_wrapped(self.raw),
-            shape=(len(self.obs), len(self.var)) if self.X is None else None,
-        )
+        with unchecked():
+            result = AnnData(
+                X=wrapped(self.X, chunk_rows),
+                obs=self.obs,
+                var=self.var,
+                uns=self.uns,
+                layers=all_wrapped(self.layers, chunk_rows),
+                obsm=all_wrapped(self.obsm | tables),
+                varm=self.varm,
+                obsp=all_wrapped(self.obsp),
+                varp=self.varp,
+                raw=None if self.raw is None else all_wrapped(self.raw),
+                shape=(self.n_obs, self.n_vars) if self.X is None else None,
+            )
+        if not has_names:
+            for table in (self.obs, result.obs, *(result.obsm[name] for name in tables)):
+                table.index = pd.RangeIndex(self.n_obs)
+        return result
 
 
 def matrix_behind(array: Any) -> Matrix:

@@ -6,12 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import pandas as pd
-from anndata import AnnData
-
+from dasksc.atlas.assemble import Elements
 from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingKeyError
-from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
 from dasksc.readers.locations import where_of
@@ -38,12 +35,12 @@ def check_attach(attach: Any) -> None:
             raise InputError(f"attach[{key!r}] is {path!r}; expected the path of a store: 'emb.zarr'")
 
 
-def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
-    """Add elements of other stores to an AnnData: matrices of obsm lazily, columns of obs in memory."""
+def attach_elements(atlas: Elements, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
+    """Add elements of other stores to an atlas: matrices of obsm lazily, columns of obs in memory."""
     digest = None
     for key, path in attach.items():
         group, _, name = key.partition("/")
-        if name in getattr(adata, group):
+        if name in getattr(atlas, group):
             raise InputError(f"attach= has {key!r}, which the atlas already has. Leave it out of attach=")
         where = where_of(path, options)
         with opened(where, options) as store:
@@ -56,28 +53,25 @@ def attach_elements(adata: AnnData, attach: Mapping[str, str | os.PathLike[str]]
                 )
             require_key(f"{group} of {where}", name, held)
             value = store.table("obs", [name])[name] if group == "obs" else lazily(store.matrix(key), key, options)
-            if isinstance(value, Lazy):
-                value = to_dask(value.matrix, token=value.token)
-            if len(value) != adata.n_obs:
+            n_rows = value.matrix.shape[0] if isinstance(value, Lazy) else len(value)
+            if n_rows != atlas.n_obs:
                 raise InputError(
-                    f"{where}:/{key} has {len(value)} rows, but the atlas has {adata.n_obs} cells. The store belongs "
-                    "to another atlas, or to a subset of this one. Compute the attached elements again, for this atlas"
+                    f"{where}:/{key} has {n_rows} rows, but the atlas has {atlas.n_obs} cells. The store belongs to "
+                    "another atlas, or to a subset of this one. Compute the attached elements again, for this atlas"
                 )
             if options.has_names:
-                digest = digest_names(names_in_pieces(adata.obs_names)) if digest is None else digest
+                digest = digest_names(names_in_pieces(atlas.obs.index)) if digest is None else digest
                 other = names_digest_of(store)
                 if other not in (None, digest):
                     raise InputError(
-                        f"{where} has as many cells as the atlas ({adata.n_obs}), but their names or their order "
+                        f"{where} has as many cells as the atlas ({atlas.n_obs}), but their names or their order "
                         "differ. The store belongs to another atlas. Compute the attached elements again, for this "
                         "atlas"
                     )
-        if isinstance(value, pd.DataFrame):
-            value = value.set_axis(adata.obs.index)
         if group == "obs":
-            adata.obs[name] = value.array
+            atlas.obs[name] = value.array
         else:
-            adata.obsm[name] = value
+            atlas.obsm[name] = value
 
 
 def names_digest_of(store: Store) -> str | None:

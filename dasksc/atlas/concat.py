@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, Literal, NoReturn
@@ -23,20 +21,17 @@ from dasksc._compat.anndata import unified_dtypes
 from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.lookup import some
 from dasksc.errors import InputError
-from dasksc.pushdown import chunk_rows_for, to_dask
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.names import is_nameless, nameless_index
-from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout, Matrix
+from dasksc.readers.names import nameless_index
+from dasksc.storage import AbsentMatrix, ColumnMaps, ConcatenatedMatrix, Layout
 
-__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "collecting_dropped", "is_collecting"]
+__all__ = ["MERGES", "Join", "check_fill_value", "concatenated", "joined_obs"]
 
 logger = logging.getLogger("dasksc.concat")
 
 Join = Literal["inner", "outer"]
 MERGES = ("same", "unique", "first", "only")
 """Values of ``merge`` in `anndata.concat`, for annotations of genes."""
-
-_dropped: ContextVar[list[str] | None] = ContextVar("dropped", default=None)
 
 
 def check_fill_value(fill_value: Any, join: str) -> None:
@@ -52,38 +47,20 @@ def check_fill_value(fill_value: Any, join: str) -> None:
         )
 
 
-@contextmanager
-def collecting_dropped() -> Iterator[list[str]]:
-    """Collect the paths of the elements that concatenation leaves out, such as ``raw`` or ``layers/counts``."""
-    dropped: list[str] = []
-    token = _dropped.set(dropped)
-    try:
-        yield dropped
-    finally:
-        _dropped.reset(token)
-
-
-def is_collecting() -> bool:
-    """Return True inside `collecting_dropped`."""
-    return _dropped.get() is not None
-
-
 def concatenated(
     parts: Sequence[Elements], names: Sequence[str], *, join: Join, fill_value: float | None = None, **options: Any
-) -> AnnData:
+) -> Elements:
     """Concatenate atlases along obs, without reading their matrices."""
     result = _joined(parts, names, join=join, fill_value=fill_value, **options)
     result.raw = _joined_raw(parts, names, join=join, fill_value=fill_value, **{**options, "merge": None})
-    dropped = _dropped.get()
-    if dropped is not None:
-        kept = _element_paths(result)
-        dropped += dict.fromkeys(key for part in parts for key in _element_paths(part) if key not in kept)
-    return result
+    kept = _element_paths(result)
+    lost = dict.fromkeys(key for part in parts for key in _element_paths(part) if key not in kept)
+    return replace(result, left_out=list(lost))
 
 
 def _joined(
     parts: Sequence[Elements], names: Sequence[str], *, join: Join, fill_value: float | None, **options: Any
-) -> AnnData:
+) -> Elements:
     """Concatenate everything except raw."""
     for name, part in zip(names, parts, strict=True):
         if not part.var.index.is_unique:
@@ -102,23 +79,18 @@ def _joined(
     result = _tables(parts, join=join, fill_value=fill_value, **options)
     if not result.n_vars and any(part.n_vars for part in parts):
         _refuse_no_common_variable(parts, names)
-    maps = _maps([part.var.index for part in parts], result.var_names, fill_value)
+    maps = _maps([part.var.index for part in parts], result.var.index, fill_value)
     sizes = [part.n_obs for part in parts]
-    stacked = {} if without else {"X": _stacked([part.X for part in parts], sizes, names, "X", maps)}
+    if not without:
+        result.X = _stacked([part.X for part in parts], sizes, names, "X", maps)
     for name, arrays in _common([part.layers for part in parts], names, "layers", join).items():
         held = [part.var.index if array is not None else None for part, array in zip(parts, arrays, strict=True)]
-        own = maps if all(array is not None for array in arrays) else _maps(held, result.var_names, fill_value)
-        stacked[name] = _stacked(arrays, sizes, names, f"layers/{name}", own)
-    rows = chunk_rows_for(*stacked.values()) if stacked else None
-    for name, matrix in stacked.items():
-        if name == "X":
-            result.X = to_dask(matrix, chunk_rows=rows)
-        else:
-            result.layers[name] = to_dask(matrix, chunk_rows=rows)
+        own = maps if all(array is not None for array in arrays) else _maps(held, result.var.index, fill_value)
+        result.layers[name] = _stacked(arrays, sizes, names, f"layers/{name}", own)
     for name, arrays in _common([part.obsm for part in parts], names, "obsm", join).items():
         widths = [0 if array is None else matrix_behind(array).shape[1] for array in arrays]
         by_position = _widths(widths, fill_value, join=join)
-        result.obsm[name] = to_dask(_stacked(arrays, sizes, names, f"obsm/{name}", by_position))
+        result.obsm[name] = _stacked(arrays, sizes, names, f"obsm/{name}", by_position)
     return result
 
 
@@ -128,7 +100,7 @@ def _stacked(
     names: Sequence[str],
     label: str,
     maps: ColumnMaps | None,
-) -> Matrix:
+) -> Lazy:
     """Return one matrix of the rows of all atlases; None stands for an atlas that lacks the matrix."""
     found = [None if array is None else matrix_behind(array) for array in arrays]
     held = [matrix for matrix in found if matrix is not None]
@@ -158,7 +130,7 @@ def _stacked(
             "Give fill_value=0 for zeros, or join='inner' for the columns common to all",
             *(label, len(names), joined.n_missing(), joined.shape[1]),
         )
-    return joined
+    return Lazy(matrix=joined)
 
 
 def _common(
@@ -180,7 +152,7 @@ def _common(
     return common
 
 
-def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any) -> AnnData | None:
+def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any) -> dict[str, Any] | None:
     """Join raw of all atlases; None, with a log message, if some lack it or its genes cannot be matched."""
     without = [name for name, part in zip(names, parts, strict=True) if part.raw is None]
     if without:
@@ -189,7 +161,8 @@ def _joined_raw(parts: Sequence[Elements], names: Sequence[str], **options: Any)
         return None
     of_raw = [Elements(**part.raw, obs=pd.DataFrame(index=part.obs.index)) for part in parts if part.raw is not None]
     try:
-        return _joined(of_raw, [f"raw of {name}" for name in names], **options)
+        joined = _joined(of_raw, [f"raw of {name}" for name in names], **options)
+        return {"X": joined.X, "var": joined.var, "varm": joined.varm}
     except InputError as error:
         logger.warning("raw is left out: %s", error)
         return None
@@ -225,11 +198,10 @@ def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) 
     )
 
 
-def _element_paths(atlas: Elements | AnnData) -> dict[str, None]:
+def _element_paths(atlas: Elements) -> dict[str, None]:
     """Return the paths of the elements of an atlas other than X, in order."""
     groups = {name: getattr(atlas, name) for name in ("obs", "var", "obsm", "obsp", "varm", "varp", "uns", "layers")}
-    # From AnnData 0.13 on, layers[None] is X.
-    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group if key is not None)
+    held = dict.fromkeys(f"{name}/{key}" for name, group in groups.items() for key in group)
     return held if atlas.raw is None else held | {"raw": None}
 
 
@@ -242,7 +214,7 @@ def _tables(
     index_unique: str | None = None,
     merge: Any = None,
     fill_value: float | None,
-) -> AnnData:
+) -> Elements:
     """Concatenate everything except matrices, as `anndata.concat` does."""
     tables = [
         name
@@ -250,7 +222,10 @@ def _tables(
         if all(isinstance(part.obsm.get(name, pd.DataFrame()), pd.DataFrame) for part in parts)
     ]
     of_obsm = [
-        AnnData(obs=part.obs[[]], obsm={name: part.obsm[name] for name in tables if name in part.obsm})
+        Elements(
+            obs=pd.DataFrame(index=nameless_index(part.n_obs)),
+            obsm={name: part.obsm[name] for name in tables if name in part.obsm},
+        ).to_anndata()
         for part in (parts if tables else ())
     ]
     of_genes = [
@@ -258,13 +233,12 @@ def _tables(
         for part in (parts if callable(merge) or merge == "only" else _distinct(parts, merge))
     ]
     try:
-        obs = _joined_obs(parts, join=join, keys=keys, label=label, index_unique=index_unique)
+        obs = joined_obs(parts, join=join, keys=keys, label=label, index_unique=index_unique)
         genes = anndata.concat(of_genes, join=join, merge=merge, fill_value=fill_value)
         obsm = anndata.concat(of_obsm, join=join, fill_value=fill_value).obsm if tables else {}
     except (TypeError, ValueError, pd.errors.InvalidIndexError) as error:
         raise InputError(f"the atlases cannot be concatenated: {error}") from error
-    held = {name: table.set_axis(obs.index) for name, table in obsm.items()}
-    return AnnData(obs=obs, var=genes.var, varm=dict(genes.varm), obsm=held)
+    return Elements(obs=obs, var=genes.var, varm=dict(genes.varm), obsm=dict(obsm))
 
 
 def _distinct(parts: Sequence[Elements], merge: str | None) -> Sequence[Elements]:
@@ -276,9 +250,10 @@ def _distinct(parts: Sequence[Elements], merge: str | None) -> Sequence[Elements
     return [replace(part, var=part.var[[]], varm={}) for part in reversed(first.values())]
 
 
-def _joined_obs(
+def joined_obs(
     parts: Sequence[Elements], *, join: Join, keys: Sequence[str], label: str | None, index_unique: str | None
 ) -> pd.DataFrame:
+    """Concatenate obs, with a column and an end of the names that tell the atlases apart."""
     tables = [part.obs for part in parts]
     joined = _joined_alike(tables)
     if joined is None:
@@ -292,8 +267,7 @@ def _joined_obs(
         # `anndata.concat` would need 8 bytes per cell to store which atlas the cell comes from.
         origins = np.arange(len(tables), dtype=np.min_scalar_type(-len(tables)))
         joined[label] = pd.Categorical.from_codes(np.repeat(origins, sizes), categories=list(keys))
-    if all(is_nameless(table.index) for table in tables) and index_unique is None:
-        joined.index = nameless_index(len(joined))  # set_axis would copy the columns
+    if all(isinstance(table.index, pd.RangeIndex) for table in tables) and index_unique is None:
         return joined
     names = pd.concat([table.index.to_series() for table in tables], ignore_index=True)
     if index_unique is not None:

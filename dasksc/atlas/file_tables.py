@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from anndata import AnnData
 
+from dasksc.atlas.assemble import Elements
 from dasksc.atlas.expressions import holds
 from dasksc.atlas.lookup import require_key
 from dasksc.errors import InputError, MissingPathError
@@ -46,9 +46,9 @@ def selected_files(table: Any, files: str, where: str | None) -> tuple[list[str]
     return [path if is_url(path) else str(folder / path) for path in given], table.drop(columns=files)
 
 
-def describe_rows(adata: AnnData, table: pd.DataFrame, sizes: list[int]) -> None:
+def describe_rows(atlas: Elements, table: pd.DataFrame, sizes: list[int]) -> None:
     """Add the columns of a table with a row for each file to obs, each value repeated for the cells of the file."""
-    both = [name for name in table.columns if name in adata.obs]
+    both = [name for name in table.columns if name in atlas.obs]
     if both:
         raise InputError(
             f"obs of the files has the column {both[0]!r}, and the table of files, too. Rename it in the table, or "
@@ -59,7 +59,7 @@ def describe_rows(adata: AnnData, table: pd.DataFrame, sizes: list[int]) -> None
         column = table[name]
         if column.dtype == object or isinstance(column.dtype, pd.StringDtype):
             column = column.astype("category")
-        adata.obs[name] = column.array[rows]
+        atlas.obs[name] = column.array[rows]
 
 
 def _read(path: Path) -> pd.DataFrame:

@@ -11,15 +11,17 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from dasksc.atlas import opening
-from dasksc.atlas.anndata_objects import layers_of
+from dasksc.atlas.assemble import Elements, matrix_behind, raw_of
 from dasksc.atlas.lookup import require_key
+from dasksc.atlas.opening import elements_of
 from dasksc.atlas.stored import open_modalities, split_columns
 from dasksc.checks import check_flags
 from dasksc.errors import InputError
-from dasksc.pushdown import matrix_of, to_dask
+from dasksc.readers.arrays import Lazy
+from dasksc.readers.locations import naming_errors
 from dasksc.readers.mudata import holds_modalities
-from dasksc.storage import UseMmap
+from dasksc.readers.options import OpenOptions
+from dasksc.storage import Cache, UseMmap
 from dasksc.storage.reordered import ReorderedMatrix
 
 __all__ = ["Modalities", "is_modalities"]
@@ -93,33 +95,37 @@ class Modalities:
         if isinstance(obs, str):
             raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
         check_flags(raw=raw)
-        shared, opened = _opened(data, obs, mmap=mmap, raw=raw, storage_options=storage_options, cache=cache)
+        options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+        shared, opened = _opened(data, obs, options)
+        opened = {name: raw_of(one, name) if raw else one for name, one in opened.items()}
         if not opened:
             raise InputError(f"{data!r:.100} contains no modality; give at least one, as in {{'rna': 'rna.h5ad'}}")
         for name in opened:
             if name in _RESERVED or ":" in name or "/" in name:
                 reason = "a name that batches use" if name in _RESERVED else "which contains : or /"
                 raise InputError(f"a modality cannot be called {name!r}, {reason}. Rename it")
-        for name, adata in [*opened.items(), *([] if shared is None else [("the MuData", shared)])]:
-            if not adata.obs_names.is_unique:
+        for name, one in [*opened.items(), *([] if shared is None else [("the MuData", shared)])]:
+            if not one.obs.index.is_unique:
                 raise InputError(
                     f"obs_names of {name} repeat, so its cells cannot be matched with those of other modalities. Make "
                     "them unique: obs_names_make_unique()"
                 )
-        names = next(iter(opened.values())).obs_names if shared is None else shared.obs_names
-        for adata in opened.values():
-            if not adata.obs_names.equals(names):
-                names = names[names.isin(adata.obs_names)]
+        names = (next(iter(opened.values())) if shared is None else shared).obs.index
+        for one in opened.values():
+            if not one.obs.index.equals(names):
+                names = names[names.isin(one.obs.index)]
         if not len(names):
             raise InputError(
                 f"no cell is in all modalities ({', '.join(opened)}): their obs_names share no name. Use the "
                 "same cell names in each"
             )
-        self.mod = {name: _aligned(adata, names) for name, adata in opened.items()}
+        with naming_errors(f"{data!r:.100}"):
+            self.mod = {name: _aligned(one, names).to_anndata() for name, one in opened.items()}
         tables = [adata.obs.add_prefix(f"{name}:") for name, adata in self.mod.items()]
         self.obsm: dict[str, Any] = {}
         if shared is not None:
-            own, copied = _aligned(shared, names), {name for table in tables for name in table}
+            own = _aligned(shared, names).to_anndata()
+            copied = {name for table in tables for name in table}
             self.obsm = dict(own.obsm)
             tables.insert(0, own.obs[[name for name in own.obs if name not in copied]])
         self.obs = pd.concat(tables, axis=1)
@@ -161,44 +167,44 @@ def _is_mudata(data: Any) -> bool:
     return type(data).__name__ == "MuData" and hasattr(data, "mod")
 
 
-def _opened(data: Any, obs: Sequence[str] | None, **options: Any) -> tuple[AnnData | None, dict[str, AnnData]]:
-    """Return an AnnData of the MuData's own obs and obsm (None for a dict), and the modalities with rows as stored."""
+def _opened(data: Any, obs: Sequence[str] | None, options: OpenOptions) -> tuple[Elements | None, dict[str, Elements]]:
+    """Return the MuData's own obs and obsm (None for a dict), and the modalities with rows as stored."""
     if isinstance(data, str | os.PathLike):
-        return open_modalities(os.fspath(data), obs, **options)
+        return open_modalities(os.fspath(data), obs, options)
     if _is_mudata(data):
         own, columns = split_columns(obs, data.obs, {name: adata.obs for name, adata in data.mod.items()})
         # An entry of obsm with the name of a modality is a mask of the cells of that modality.
         obsm = {name: array for name, array in data.obsm.items() if name not in data.mod}
-        return opening.open(AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)), {
-            name: opening.open(adata, obs=columns[name], **options) for name, adata in data.mod.items()
-        }
+        shared = AnnData(obs=data.obs if own is None else data.obs[own], obsm=obsm)
+        modalities = {name: elements_of(adata, columns[name], options) for name, adata in data.mod.items()}
+        return elements_of(shared, None, OpenOptions()), modalities
     if isinstance(data, Mapping):
         parts = {str(name): part for name, part in data.items()}
         _, columns = split_columns(obs, (), dict.fromkeys(parts, ()))
-        return None, {name: opening.open(part, obs=columns[name], **options) for name, part in parts.items()}
+        return None, {name: elements_of(part, columns[name], options) for name, part in parts.items()}
     raise InputError(
         f"cannot open a {type(data).__name__} as modalities; expected the path of an .h5mu file or of a MuData's Zarr "
         "store, a MuData, or a dict of atlases by modality"
     )
 
 
-def _aligned(adata: AnnData, names: pd.Index[Any]) -> AnnData:
+def _aligned(atlas: Elements, names: pd.Index[Any]) -> Elements:
     """Return the rows with these names, with matrices still lazy."""
-    if adata.obs_names.equals(names):
-        return adata
-    rows = adata.obs_names.get_indexer(names).astype(np.int64)
+    if atlas.obs.index.equals(names):
+        return atlas
+    rows = atlas.obs.index.get_indexer(names).astype(np.int64)
 
     def selected(array: Any) -> Any:
-        if isinstance(array, da.Array) and array.ndim == 2:
-            return to_dask(ReorderedMatrix(matrix_of(array), rows))
+        if isinstance(array, Lazy) or (isinstance(array, da.Array) and array.ndim == 2):
+            return Lazy(matrix=ReorderedMatrix(matrix_behind(array), rows))
         return array.iloc[rows] if isinstance(array, pd.DataFrame) else array[rows]
 
-    return AnnData(
-        X=None if adata.X is None else selected(adata.X),
-        obs=adata.obs.iloc[rows],
-        var=adata.var,
-        uns=adata.uns,
-        varm=dict(adata.varm),
-        layers={name: selected(array) for name, array in layers_of(adata).items()},
-        obsm={name: selected(array) for name, array in adata.obsm.items()},
+    return Elements(
+        X=None if atlas.X is None else selected(atlas.X),
+        obs=atlas.obs.iloc[rows],
+        var=atlas.var,
+        uns=atlas.uns,
+        varm=atlas.varm,
+        layers={name: selected(array) for name, array in atlas.layers.items()},
+        obsm={name: selected(array) for name, array in atlas.obsm.items()},
     )

@@ -21,25 +21,18 @@ from anndata import AnnData
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
 from dasksc.atlas.attaching import attach_elements, check_attach
-from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, is_collecting
+from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
 from dasksc.readers.locations import naming_errors
-from dasksc.readers.names import any_repeat, digest_names, names_in_pieces, number_rows
-from dasksc.readers.options import (
-    ACCEPTED,
-    Openable,
-    OpenOptions,
-    check_mmap,
-    names_given,
-    refuse_feature_choice,
-)
+from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
+from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
 from dasksc.storage import Cache, UseMmap
 
-__all__ = ["is_several", "open", "open_one", "several_of", "warn_of_repeated_names"]
+__all__ = ["elements_of", "is_several", "open", "warn_of_repeated_names"]
 
 logger = logging.getLogger("dasksc.collection")
 
@@ -193,17 +186,7 @@ def open(
     """
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
-    check_mmap(mmap)
     check_flags(names=names, raw=raw)
-    name_or_none("label", label)
-    if join not in ("inner", "outer"):
-        raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    if merge not in (None, *MERGES) and not callable(merge):
-        raise InputError(
-            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; without merge=, annotations of genes are left "
-            "out"
-        )
-    check_fill_value(fill_value, join)
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r} is neither 'raise' nor 'skip'")
     table: pd.DataFrame | None = None
@@ -216,20 +199,6 @@ def open(
         raise InputError("a table of files needs files=, the name of its column of paths; where= selects among them")
     if attach is not None:
         check_attach(attach)
-    given: dict[str, Any] = {
-        "label": label,
-        "keys": keys,
-        "index_unique": index_unique,
-        "merge": merge,
-        "fill_value": fill_value,
-    }
-    label_options = {name: value for name, value in given.items() if value is not None}
-    if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
-        names = False  # AnnData would convert the numbers to strings
-    if not names and index_unique is not None:
-        raise InputError(
-            "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
-        )
     for name, value in (("storage_options", storage_options), ("reader_options", reader_options)):
         if not isinstance(value, Mapping | None):
             raise WrongTypeError(f"{name} must be a dict of options, or None; got a {type(value).__name__}")
@@ -242,62 +211,95 @@ def open(
         genomes=names_given("genome", genome),
         reader_options=dict(reader_options or {}),
     )
-    with unchecked():
-        parts = atlas_inputs(data, options.storage_options)
-        if parts == []:
-            raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
+    elements = elements_of(
+        data,
+        obs,
+        options,
+        table=table,
+        attach=attach,
+        raw=raw,
+        join=join,
+        label=label,
+        keys=keys,
+        index_unique=index_unique,
+        merge=merge,
+        fill_value=fill_value,
+        on_error=on_error,
+    )
+    with naming_errors(quoted(data)):
+        return elements.to_anndata()
+
+
+def elements_of(
+    data: Any,
+    obs: Sequence[str] | None,
+    options: OpenOptions,
+    *,
+    extent: Extent | None = None,
+    table: pd.DataFrame | None = None,
+    attach: Mapping[str, str | os.PathLike[str]] | None = None,
+    raw: bool = False,
+    join: Join = "inner",
+    on_error: str = "raise",
+    **joining: Any,
+) -> Elements:
+    """Open an atlas, or several atlases as one, as `open` does; by default, with all elements that `open` returns."""
+    label, index_unique, merge = (joining.setdefault(name, None) for name in ("label", "index_unique", "merge"))
+    name_or_none("label", label)
+    if join not in ("inner", "outer"):
+        raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
+    if merge not in (None, *MERGES) and not callable(merge):
+        raise InputError(
+            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; without merge=, annotations of genes are left "
+            "out"
+        )
+    check_fill_value(joining.get("fill_value"), join)
+    if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
+        options = replace(options, has_names=False)
+    if not options.has_names and index_unique is not None:
+        raise InputError(
+            "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
+        )
+    parts = atlas_inputs(data, options.storage_options)
+    if parts == []:
+        raise InputError(f"{data!r} contains no atlas; give at least one path or AnnData")
+    if parts is not None and (len(parts) > 1 or not isinstance(data, str | os.PathLike)):
+        found = _open_several(
+            parts,
+            obs,
+            options,
+            extent="all" if extent == "all" or merge is not None else "joined",
+            table=table,
+            are_given=isinstance(data, Mapping),
+            raw=raw,
+            join=join,
+            on_error=on_error,
+            **joining,
+        )
+    else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
-        if parts is None or (len(parts) == 1 and isinstance(data, str | os.PathLike)):
-            elements = _open_one(data if parts is None else parts[0].data, obs, options)
-            with naming_errors(quoted(data)):
-                result = (raw_of(elements, quoted(data)) if raw else elements).to_anndata()
-            if parts is not None:
-                key = _keys_of(keys, [part.name for part in parts], are_given=False, are_in_obs=True)[0]
-                _refuse_label(label, result.obs, parts[0].name)
-                _label(result, key, label=label, index_unique=index_unique)
-            elif label_options:
-                what = ", ".join(f"{name}=" for name in label_options)
-                verb = "applies" if len(label_options) == 1 else "apply"
-                raise InputError(
-                    f"{what} {verb} only to several atlases, but {quoted(data)} is a single atlas. Omit {what}, or "
-                    "give several atlases"
-                )
-        else:
-            result = _open_several(
-                parts,
-                obs,
-                options,
-                table=table,
-                are_given=isinstance(data, Mapping),
-                raw=raw,
-                join=join,
-                on_error=on_error,
-                **given,
+        one, extent = (data, extent or "all") if parts is None else (parts[0].data, "all")
+        found = _open_one(one, obs, options, extent)
+        found = raw_of(found, quoted(data)) if raw else found
+        given = [f"{name}=" for name, value in joining.items() if value is not None]
+        if parts is not None:
+            keys = _keys_of(joining.get("keys"), [parts[0].name], are_given=False, are_in_obs=True)
+            _refuse_label(label, found.obs, parts[0].name)
+            if label is not None or index_unique is not None:
+                found.obs = joined_obs([found], join=join, keys=keys, label=label, index_unique=index_unique)
+        elif given:
+            raise InputError(
+                f"{', '.join(given)} {'applies' if len(given) == 1 else 'apply'} only to several atlases, but "
+                f"{quoted(data)} is a single atlas. Omit {', '.join(given)}, or give several atlases"
             )
-        if attach is not None:
-            attach_elements(result, attach, options)
-    if not names:
-        number_rows(result)
-    elif any_repeat(result.obs_names):
+    if attach is not None:
+        attach_elements(found, attach, options)
+    if options.has_names and any_repeat(found.obs.index):
         warn_of_repeated_names(data, None if parts is None else len(parts), has_keys=index_unique is not None)
     # An AnnData that `scDataset` opens again has already been checked.
-    if names or not isinstance(data, AnnData):
-        _warn_of_repeated_genes(result.var_names)
-    return result
-
-
-def open_one(path: str, *, obs: Sequence[str], mmap: UseMmap) -> Elements:
-    """Open what batches may need of the single atlas at a path, without names of cells."""
-    check_mmap(mmap)
-    result = open_elements(path, obs, OpenOptions(mmap=mmap, has_names=False), "batches")
-    result.obs.index = pd.RangeIndex(result.n_obs)
-    _warn_of_repeated_genes(result.var.index)
-    return result
-
-
-def _warn_of_repeated_genes(names: pd.Index[Any]) -> None:
-    if not names.is_unique:
+    if (options.has_names or not isinstance(data, AnnData)) and not found.var.index.is_unique:
         logger.warning("var_names repeat; adata.var_names_make_unique() makes them unique")
+    return found
 
 
 def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool = False) -> None:
@@ -352,14 +354,15 @@ def _open_several(
     obs: Sequence[str] | None,
     options: OpenOptions,
     *,
+    extent: Extent,
     table: pd.DataFrame | None,
     are_given: bool,
     raw: bool,
     join: Join,
-    keys: Sequence[str] | None,
     on_error: str,
+    keys: Sequence[str] | None = None,
     **given: Any,
-) -> AnnData:
+) -> Elements:
     """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
     if table is not None and len(table) != len(parts):
         raise InputError(f"{len(table)} paths in the table of files contain {len(parts)} atlases; give one in each row")
@@ -367,7 +370,6 @@ def _open_several(
     are_in_obs = given["label"] is not None or given["index_unique"] is not None
     keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
     lenient = replace(options, may_lack=True)
-    extent: Extent = "joined" if given["merge"] is None and not is_collecting() else "all"
     failed: dict[int, DaskscError] = {}
     opened = []
     for number, part in enumerate(parts):
@@ -392,12 +394,13 @@ def _open_several(
     columns = [one.obs.columns for one in opened]
     if raw:
         opened = [raw_of(one, name) for one, name in zip(opened, names, strict=True)]
-    result = concatenated(opened, names, join=join, keys=keys, **given)
+    with unchecked():
+        result = concatenated(opened, names, join=join, keys=keys, **given)
     for column in () if obs is None else obs:
         if column not in result.obs:
             without = [name for name, held in zip(names, columns, strict=True) if column not in held]
             _refuse_column(column, parts, without, options)
-    if options.has_names and any_repeat(result.obs_names):
+    if options.has_names and any_repeat(result.obs.index):
         _warn_of_same_cells(opened, names)
     if table is not None:
         describe_rows(result, table, [one.n_obs for one in opened])
@@ -432,14 +435,6 @@ def _refuse_label(label: str | None, obs: pd.DataFrame, name: str) -> None:
         )
 
 
-def _label(adata: AnnData, key: str, *, label: str | None, index_unique: str | None) -> None:
-    """Apply `label` and `index_unique` to a single atlas, as `anndata.concat` does to several."""
-    if index_unique is not None:
-        adata.obs_names = adata.obs_names.astype(str) + f"{index_unique}{key}"
-    if label is not None:
-        adata.obs[label] = pd.Categorical([key] * adata.n_obs)
-
-
 def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_in_obs: bool) -> Sequence[str]:
     """Return the keys of the atlases; `are_in_obs` is True if they appear in obs."""
     if keys is None:
@@ -467,9 +462,3 @@ def is_several(data: Any) -> bool:
     if type(items) not in (list, tuple):
         return False
     return bool(items) and all(isinstance(item, str | os.PathLike | AnnData) for item in items)
-
-
-def several_of(data: Any) -> tuple[list[Any], list[str]] | None:
-    """Return the atlases that `data` represents, and their names; None for a single one."""
-    parts = atlas_inputs(data, {})
-    return None if parts is None else ([part.data for part in parts], [part.name for part in parts])

@@ -1,28 +1,24 @@
-"""Atlases at paths: what a reader's store holds, as AnnData of Dask arrays."""
+"""Atlases at paths: the elements that a reader's store holds."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import pandas as pd
-from anndata import AnnData
 
-from dasksc.atlas.assemble import Elements, raw_of, unchecked
+from dasksc.atlas.assemble import Elements
 from dasksc.atlas.lookup import known_columns
 from dasksc.errors import InputError, StorageError
 from dasksc.readers.arrays import lazily
 from dasksc.readers.hdf5 import Hdf5Reader
 from dasksc.readers.interface import Store
 from dasksc.readers.locations import where_of
-from dasksc.readers.names import is_nameless, nameless_index
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened, reader_of
 from dasksc.readers.survey import surveyed
-from dasksc.storage import Cache, RemoteLocation, UseMmap, is_url, redact_url
+from dasksc.storage import RemoteLocation, is_url, redact_url
 
 __all__ = ["Extent", "open_elements", "open_modalities", "path_names", "split_columns"]
 
@@ -32,18 +28,23 @@ Extent = Literal["all", "batches", "joined"]
 
 def open_elements(path: str, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
     """Open elements of the atlas at a path or URL."""
+    where = where_of(path, options)
     if extent == "joined":
-        found = _surveyed(path, obs, options)
+        found = _surveyed(where, obs, options)
         if found is not None:
             return found
-    with _single(path, options) as (store, where):
+    with opened(where, options) as store:
+        if store.modalities():
+            raise InputError(
+                f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with "
+                "dasksc.Modalities(...), which accepts the same path and storage_options and can be passed to scDataset"
+            )
         return _read(store, where, obs, options, extent)
 
 
-def _surveyed(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Elements | None:
+def _surveyed(where: str | RemoteLocation, obs: Sequence[str] | None, options: OpenOptions) -> Elements | None:
     """Open the usual elements of a local HDF5 file; None for other files."""
     chooses = options.reader_options or options.feature_types or options.genomes
-    where = where_of(path, options)
     if chooses or not isinstance(where, str) or not isinstance(reader_of(where), Hdf5Reader):
         return None
     found = surveyed(where, obs, options)
@@ -51,40 +52,20 @@ def _surveyed(path: str, obs: Sequence[str] | None, options: OpenOptions) -> Ele
         return None
     if obs is not None:
         known_columns(obs, found.columns, where, may_lack=options.may_lack)
-    groups: dict[str, dict[str, Any]] = {"layers": {}, "obsm": {}}
-    for key, matrix in found.matrices.items():
-        group, _, name = key.partition("/")
-        if group in groups:
-            groups[group][name] = matrix
+    if not options.has_names:
+        found.obs.index = pd.RangeIndex(len(found.obs))
     raw = None if found.raw_var is None else {"X": found.matrices["raw/X"], "var": found.raw_var, "varm": {}}
-    return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), raw=raw, **groups)
+    layers, obsm = (
+        {key.removeprefix(group): matrix for key, matrix in found.matrices.items() if key.startswith(group)}
+        for group in ("layers/", "obsm/")
+    )
+    return Elements(obs=found.obs, var=found.var, X=found.matrices.get("X"), layers=layers, obsm=obsm, raw=raw)
 
 
-@contextmanager
-def _single(path: str, options: OpenOptions) -> Iterator[tuple[Store, str | RemoteLocation]]:
+def open_modalities(path: str, obs: Sequence[str] | None, options: OpenOptions) -> tuple[Elements, dict[str, Elements]]:
+    """Open a stored MuData: its own obs and obsm, and its modalities with rows as stored."""
     where = where_of(path, options)
     with opened(where, options) as store:
-        if store.modalities():
-            raise InputError(
-                f"{redact_url(path) if is_url(path) else path} contains several modalities. Open it with "
-                "dasksc.Modalities(...), which accepts the same path and storage_options and can be passed to scDataset"
-            )
-        yield store, where
-
-
-def open_modalities(
-    path: str,
-    obs: Sequence[str] | None,
-    *,
-    mmap: UseMmap,
-    storage_options: Mapping[str, Any] | None,
-    cache: str | os.PathLike[str] | Mapping[str, Any] | None,
-    raw: bool,
-) -> tuple[AnnData, dict[str, AnnData]]:
-    """Open a stored MuData: its own obs and obsm, and its modalities, as AnnData of Dask arrays with rows as stored."""
-    options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
-    where = where_of(path, options)
-    with unchecked(), opened(where, options) as store:
         parts, keys = store.modalities(), store.keys()
         if not parts or "obs" not in keys:
             raise StorageError(
@@ -94,11 +75,8 @@ def open_modalities(
         own, columns = split_columns(
             obs, store.columns("obs"), {name: part.columns("obs") for name, part in parts.items()}
         )
-        mod = {name: _read(part, where, columns[name], options) for name, part in parts.items()}
-        table = _obs(store, where, own, options)
-        shared = Elements(obs=table, obsm=_entries(store, keys, "obsm", table, options)).to_anndata()
-        held = {name: raw_of(part, name) for name, part in mod.items()} if raw else mod
-        return shared, {name: part.to_anndata() for name, part in held.items()}
+        shared = Elements(obs=_obs(store, where, own, options), obsm=_entries(store, keys, "obsm", options))
+        return shared, {name: _read(part, where, columns[name], options) for name, part in parts.items()}
 
 
 def path_names(path: str, options: OpenOptions | None = None) -> Iterator[list[str]]:
@@ -145,13 +123,12 @@ def _read(
         # Annotations of genes are not joined.
         return store.table(name, []) if extent == "joined" else store.table(name)
 
-    table = _obs(store, where, obs, options)
     for_cells = Elements(
-        obs=table,
+        obs=_obs(store, where, obs, options),
         var=genes("var"),
         X=lazily(store.matrix("X"), "X", options) if "X" in keys else None,
-        layers=_entries(store, keys, "layers", table, options),
-        obsm=_entries(store, keys, "obsm", table, options),
+        layers=_entries(store, keys, "layers", options),
+        obsm=_entries(store, keys, "obsm", options),
     )
     if extent == "batches":
         return for_cells
@@ -170,7 +147,7 @@ def _read(
         for_cells,
         uns=store.value("uns") if "uns" in keys else {},
         varm=values("varm"),
-        obsp=_entries(store, keys, "obsp", table, options),
+        obsp=_entries(store, keys, "obsp", options),
         varp=values("varp"),
         raw=raw,
     )
@@ -183,20 +160,17 @@ def _obs(store: Store, where: str | RemoteLocation, obs: Sequence[str] | None, o
     table = store.table("obs", wanted)
     if wanted is not None and list(table.columns) != wanted:  # avoids a copy of the columns
         table = table[wanted]
-    if not options.has_names and not is_nameless(table.index):
-        return table.set_axis(nameless_index(len(table)))
-    return table.set_axis(table.index.astype(str)) if isinstance(table.index, pd.RangeIndex) else table
+    if not options.has_names:
+        table.index = pd.RangeIndex(len(table))
+    elif isinstance(table.index, pd.RangeIndex):
+        table.index = table.index.astype(str)
+    return table
 
 
-def _entries(
-    store: Store, keys: Collection[str], group: str, table: pd.DataFrame, options: OpenOptions
-) -> dict[str, Any]:
-    """Return the entries of layers, obsm or obsp, with matrices lazy; tables get the names of the cells."""
-    found = {}
-    for key in keys:
-        if key.startswith(f"{group}/"):
-            value = lazily(store.matrix(key), key, options)
-            found[key.removeprefix(f"{group}/")] = (
-                value.set_axis(table.index) if isinstance(value, pd.DataFrame) else value
-            )
-    return found
+def _entries(store: Store, keys: Collection[str], group: str, options: OpenOptions) -> dict[str, Any]:
+    """Return the entries of layers, obsm or obsp, with matrices lazy."""
+    return {
+        key.removeprefix(f"{group}/"): lazily(store.matrix(key), key, options)
+        for key in keys
+        if key.startswith(f"{group}/")
+    }

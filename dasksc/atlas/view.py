@@ -18,7 +18,7 @@ from dasksc.atlas.stored import path_names
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.pushdown import MatrixRows, gather_block
 from dasksc.readers.arrays import Lazy
-from dasksc.readers.names import is_nameless, names_in_pieces
+from dasksc.readers.names import names_in_pieces
 from dasksc.storage import Matrix
 
 __all__ = ["AnnDataView"]
@@ -104,7 +104,7 @@ class AnnDataView:
         if self.path is not None:
             return path_names(self.path)
         names = self.adata.obs_names if self._names is None else self._names
-        return None if isinstance(names, pd.RangeIndex) or is_nameless(names) else names_in_pieces(names)
+        return None if isinstance(names, pd.RangeIndex) else names_in_pieces(names)
 
     def __len__(self) -> int:
         return int(self._opened.n_obs)
@@ -127,8 +127,10 @@ class AnnDataView:
     def _unnamed(self) -> AnnData:
         """AnnData whose cells may lack names."""
         if isinstance(self._opened, Elements):
-            assert self._opening is not None
-            self._opened = self._opening(obs=list(self._opened.obs), names=False)
+            if self._opening is None or self.path is None:
+                self._opened = self._opened.to_anndata()
+            else:  # the elements of a single path are only those that batches need
+                self._opened = self._opening(obs=list(self._opened.obs), names=False)
         return self._opened
 
     def _matrix(self, name: str, array: Any) -> Matrix:

@@ -6,12 +6,13 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from dasksc import config
-from dasksc.atlas.concat import Join, collecting_dropped
+from dasksc.atlas.concat import Join
 from dasksc.atlas.lookup import require_key
-from dasksc.atlas.opening import open, warn_of_repeated_names
+from dasksc.atlas.opening import elements_of, open, warn_of_repeated_names
 from dasksc.atlas.unread_names import UnreadNames
 from dasksc.checks import check_flags, names_or_none
 from dasksc.conversion.contents import contents_of, matrices_of
@@ -181,21 +182,12 @@ def convert(
         reader_options=dict(reader_options or {}),
     )
     unread = None if index_unique is not None else UnreadNames.of(data, options)
-    with collecting_dropped() as left_out:
-        adata = open(
-            data,
-            names=unread is None,
-            storage_options=storage_options,
-            cache=cache,
-            feature_types=feature_types,
-            genome=genome,
-            reader_options=reader_options,
-            **joining,
-        )
+    elements = elements_of(data, None, replace(options, has_names=unread is None), extent="all", **joining)
+    left_out, adata = elements.left_out, elements.to_anndata()
     contents = contents_of(adata, filter, request)
     for name in names_or_none("group_by", recipe["group_by"]):
         require_key("obs", name, adata.obs, of=adata)
-    del adata  # a filter has copied its columns
+    del adata, elements  # a filter has copied its columns
     staged = work_folder.folder / "names"
     names = None if unread is None else StagedNames(unread=unread, rows=contents.rows, folder=staged)
     check_tables(contents, names)

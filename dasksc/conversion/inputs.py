@@ -14,7 +14,7 @@ from dask.base import tokenize
 from numpy.typing import NDArray
 
 from dasksc.atlas.concat import MERGES, check_fill_value
-from dasksc.atlas.opening import several_of
+from dasksc.atlas.inputs import atlas_inputs
 from dasksc.checks import name_or_none, names_or_none, true_or_false, whole_number
 from dasksc.conversion.contents import Contents
 from dasksc.errors import InputError
@@ -91,8 +91,8 @@ def check_targets(data: Any, matrices: Iterable[Matrix], target: Path) -> None:
 
 def _local_paths(data: Any) -> Iterator[str]:
     """Yield the local paths of the inputs, including each atlas that a pattern or directory stands for."""
-    several = None if _is_remote(data) else several_of(data)
-    for one in [data] if several is None else several[0]:
+    several = None if _is_remote(data) else atlas_inputs(data, {})
+    for one in [data] if several is None else [part.data for part in several]:
         if isinstance(one, str | os.PathLike) and not _is_remote(one):
             text = os.fspath(one)
             yield str(RemoteLocation.of(text)) if is_url(text) else text

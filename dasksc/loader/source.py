@@ -22,10 +22,10 @@ from dasksc import pushdown as lazy
 from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.encoding import encode_column
 from dasksc.atlas.expressions import columns_of, holds
-from dasksc.atlas.inputs import stem_of
+from dasksc.atlas.inputs import atlas_inputs, stem_of
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.modalities import Modalities, is_modalities
-from dasksc.atlas.opening import is_several, open_one, several_of
+from dasksc.atlas.opening import elements_of, is_several
 from dasksc.atlas.opening import open as open_atlas
 from dasksc.atlas.view import AnnDataView
 from dasksc.batches.batch import BatchMaker, Categories, torch_dtype
@@ -36,6 +36,7 @@ from dasksc.memory.model import LONGER_ROWS, PLAN_ROW_BYTES
 from dasksc.multiindexable import count_rows, take_rows
 from dasksc.plan.binding import n_rows_from_indices
 from dasksc.readers.arrays import Lazy
+from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
     Columns,
     ConcatenatedMatrix,
@@ -325,25 +326,24 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     opening: Callable[..., AnnData] | None = None
     path: str | None = None
     names: pd.Index[Any] | None = None
-    if isinstance(data, str | os.PathLike) or is_several(data):
-        name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
-        if isinstance(data, str | os.PathLike) and several_of(data) is None:
-            path = os.fspath(data)
-        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
-        # Hooks receive every column. Without hooks, only requested columns are read; cell names are read when obs is
-        # accessed.
-        if hooks:
-            data = open_atlas(data, mmap=mmap)
-        else:
-            opening = functools.partial(open_atlas, data, mmap=mmap)
-            with_names = functools.partial(opening, obs=wanted)
-            data = with_names(names=False) if path is None else open_one(path, obs=wanted, mmap=mmap)
-    elif isinstance(data, AnnData):
+    wanted: list[str] | None = None
+    is_atlas = isinstance(data, str | os.PathLike | AnnData) or is_several(data)
+    if isinstance(data, AnnData):
         if data.filename is not None:
             name = Path(data.filename).stem
-        with_names = None if hooks else functools.partial(open_atlas, data, mmap=mmap)
         names = data.obs_names
-        data = open_atlas(data, mmap=mmap, names=hooks)
+    elif is_atlas:
+        name = stem_of(data) if isinstance(data, str | os.PathLike) else f"{len(data)} atlases"
+        if isinstance(data, str | os.PathLike) and atlas_inputs(data, {}) is None:
+            path = os.fspath(data)
+        wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
+        opening = functools.partial(open_atlas, data, mmap=mmap)
+    # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
+    if is_atlas and hooks:
+        data, opening = open_atlas(data, mmap=mmap), None
+    elif is_atlas:
+        with_names = functools.partial(open_atlas, data, obs=wanted, mmap=mmap)
+        data = elements_of(data, wanted, OpenOptions(mmap=mmap, has_names=False), extent="batches")
     is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
         why = (

@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 import pandas as pd
 import zarr
-from anndata import AnnData
 from anndata.io import read_elem, write_elem
 from numpy.typing import NDArray
 
@@ -21,10 +20,8 @@ __all__ = [
     "any_equal",
     "any_repeat",
     "digest_names",
-    "is_nameless",
     "nameless_index",
     "names_in_pieces",
-    "number_rows",
     "read_names",
     "stored_names",
     "stored_names_type",
@@ -46,18 +43,6 @@ def read_names(stored: Any, path: str | RemoteLocation, *, mmap: UseMmap) -> Any
 def nameless_index(n: int) -> pd.Index[Any]:
     """Return an index of `n` rows that AnnData accepts as an index of strings, and that stores no string per row."""
     return pd.CategoricalIndex(pd.Categorical.from_codes(np.zeros(n, dtype=np.int8), categories=[""]))  # type: ignore[arg-type, unused-ignore]
-
-
-def is_nameless(index: pd.Index[Any]) -> bool:
-    """Return True for a `nameless_index`."""
-    return isinstance(index, pd.CategoricalIndex) and index.categories.tolist() == [""]
-
-
-def number_rows(adata: AnnData) -> None:
-    """Replace a `nameless_index` by numbers, which AnnData converts to strings in any object that it builds."""
-    tables = [table for table in adata.obsm.values() if isinstance(table, pd.DataFrame)]
-    for table in (adata.obs, *tables):
-        table.index = pd.RangeIndex(adata.n_obs)
 
 
 def any_repeat(names: pd.Index[Any]) -> bool:

@@ -13,7 +13,7 @@ from dasksc import config
 from dasksc.errors import InputError
 from dasksc.storage import Cache, RemoteLocation, UseMmap
 
-__all__ = ["ACCEPTED", "OpenOptions", "Openable", "check_mmap", "names_given", "refuse_feature_choice"]
+__all__ = ["ACCEPTED", "OpenOptions", "Openable", "names_given", "refuse_feature_choice"]
 
 Openable: TypeAlias = str | os.PathLike[str] | AnnData
 
@@ -55,17 +55,15 @@ class OpenOptions:
     genomes: tuple[str, ...] | None = None
     reader_options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not (isinstance(self.mmap, bool) or self.mmap == "auto"):
+            raise InputError(f"mmap={self.mmap!r} must be True, False or 'auto'")
+
     def cache_of(self, path: str | RemoteLocation) -> Cache | None:
         """Return the cache for a location, that of the configuration by default; None for a local path."""
         if not isinstance(path, RemoteLocation):
             return None
         return self.cache or Cache.of(config.get("cache"))
-
-
-def check_mmap(mmap: Any) -> None:
-    """Raise an error for an invalid value of `mmap`."""
-    if not (isinstance(mmap, bool) or mmap == "auto"):
-        raise InputError(f"mmap={mmap!r} must be True, False or 'auto'")
 
 
 def names_given(option: str, value: Any) -> tuple[str, ...] | None:
