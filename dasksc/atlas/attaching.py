@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dasksc.atlas.assemble import Elements
 from dasksc.atlas.lookup import require_key
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.interface import Store
 from dasksc.readers.locations import where_of
@@ -16,43 +15,31 @@ from dasksc.readers.names import digest_names, names_in_pieces
 from dasksc.readers.options import OpenOptions
 from dasksc.readers.registry import opened
 
-__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "check_attach", "names_digest_of"]
+__all__ = ["NAMES_ATTRIBUTE", "attach_elements", "names_digest_of"]
 
-_GROUPS = ("obsm", "obs")
 # Attribute of a store's root group that holds the digest of its cell names, or null if the cells have no names.
 NAMES_ATTRIBUTE = "dasksc-names"
 
 
-def check_attach(attach: Any) -> None:
-    """Refuse `attach` unless it maps keys to paths."""
+def attach_elements(atlas: Elements, attach: Any, options: OpenOptions) -> None:
+    """Add elements of other stores to an atlas: matrices of obsm lazily, columns of obs in memory."""
     if not isinstance(attach, Mapping):
         raise InputError(f"attach={attach!r} is not a dict; give paths by key: attach={{'obsm/X_emb': 'emb.zarr'}}")
-    for key, path in attach.items():
-        group, slash, name = str(key).partition("/")
-        if group not in _GROUPS or not slash or not name or "/" in name:
-            raise InputError(f"attach= has the key {key!r}; expected 'obsm/NAME' or 'obs/NAME'")
-        if not isinstance(path, str | os.PathLike):
-            raise InputError(f"attach[{key!r}] is {path!r}; expected the path of a store: 'emb.zarr'")
-
-
-def attach_elements(atlas: Elements, attach: Mapping[str, str | os.PathLike[str]], options: OpenOptions) -> None:
-    """Add elements of other stores to an atlas: matrices of obsm lazily, columns of obs in memory."""
     digest = None
     for key, path in attach.items():
-        group, _, name = key.partition("/")
+        group, _, name = str(key).partition("/")
+        if group not in ("obsm", "obs") or not name or "/" in name:
+            raise InputError(f"attach= has the key {key!r}; expected 'obsm/NAME' or 'obs/NAME'")
         if name in getattr(atlas, group):
             raise InputError(f"attach= has {key!r}, which the atlas already has. Leave it out of attach=")
         where = where_of(path, options)
         with opened(where, options) as store:
             keys = store.keys()
-            held = list(store.columns("obs")) if group == "obs" and "obs" in keys else _entries_of(group, keys)
-            if not held:
-                raise MissingKeyError(
-                    f"attach= requests {key!r} from {where}, which has no {group}. Give another store, or leave out "
-                    "this key"
-                )
+            held = [one.removeprefix(f"{group}/") for one in keys if one.startswith(f"{group}/")]
+            held += store.columns("obs") if group == "obs" and "obs" in keys else []
             require_key(f"{group} of {where}", name, held)
-            value = store.table("obs", [name])[name] if group == "obs" else lazily(store.matrix(key), key, options)
+            value = store.table("obs", [name])[name].array if group == "obs" else store.matrix(key)
+            value = lazily(value, key, options)
             n_rows = value.matrix.shape[0] if isinstance(value, Lazy) else len(value)
             if n_rows != atlas.n_obs:
                 raise InputError(
@@ -61,17 +48,13 @@ def attach_elements(atlas: Elements, attach: Mapping[str, str | os.PathLike[str]
                 )
             if options.has_names:
                 digest = digest_names(names_in_pieces(atlas.obs.index)) if digest is None else digest
-                other = names_digest_of(store)
-                if other not in (None, digest):
+                if names_digest_of(store) not in (None, digest):
                     raise InputError(
                         f"{where} has as many cells as the atlas ({atlas.n_obs}), but their names or their order "
                         "differ. The store belongs to another atlas. Compute the attached elements again, for this "
                         "atlas"
                     )
-        if group == "obs":
-            atlas.obs[name] = value.array
-        else:
-            atlas.obsm[name] = value
+        getattr(atlas, group)[name] = value
 
 
 def names_digest_of(store: Store) -> str | None:
@@ -81,7 +64,3 @@ def names_digest_of(store: Store) -> str | None:
         return None if recorded is None else str(recorded)
     keys = store.keys()
     return digest_names(store.names()) if "obs" in keys else None
-
-
-def _entries_of(group: str, keys: Iterable[str]) -> list[str]:
-    return [key.removeprefix(f"{group}/") for key in keys if key.startswith(f"{group}/")]

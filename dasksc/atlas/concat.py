@@ -186,13 +186,12 @@ def _warn_of_lost_orders(parts: Sequence[Elements], names: Sequence[str]) -> Non
 
 def _refuse_no_common_variable(parts: Sequence[Elements], names: Sequence[str]) -> NoReturn:
     """Raise an error with example names of two atlases."""
-    first = next(i for i, part in enumerate(parts) if part.n_vars)
-    # Prefer an atlas that shares no name with the first; it probably has names of another kind.
-    own = parts[first].var.index
-    other = min(range(len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
-    found = [f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (first, other)]
+    # An atlas that shares no name with the first probably has names of another kind.
+    own = parts[0].var.index
+    other = min(range(1, len(parts)), key=lambda i: len(own.intersection(parts[i].var.index)))
+    found = " and ".join(f"{names[i]!r} has {some(parts[i].var.index) or 'none at all'}" for i in (0, other))
     raise InputError(
-        f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {', and '.join(found)}. "
+        f"{len(parts)} atlases have no variable in common, so join='inner' leaves no column: {found}. "
         "Use the same kind of names in all atlases, such as Ensembl IDs (adata.var_names = adata.var['gene_ids']), or "
         "give join='outer' to keep the variables of each"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +71,7 @@ def _one_of(key: Any, data: Any, options: Mapping[str, Any]) -> AtlasInput:
 
 
 def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
-    """Name the parts: paths by their stems, preceded by the fewest folders that make the names unique."""
+    """Name the parts: paths by their stems, preceded by folders if stems repeat."""
     paths = {i: part.data for i, part in enumerate(parts) if isinstance(part.data, str | os.PathLike)}
     stems = [stem_of(path) for path in paths.values()]
     names = stems if len(set(stems)) == len(stems) else _unique_names(list(paths.values()))
@@ -81,23 +80,12 @@ def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
 
 
 def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the shortest unique end of each path; suffixes are included only if nothing else differs."""
-    texts = [os.fspath(path) for path in paths]
-    folders = [(redact_url(text) if is_url(text) else os.path.abspath(text)).split("/")[:-1] for text in texts]
-    names = [stem_of(text) for text in texts]
-    whole = [(redact_url(text) if is_url(text) else text).rstrip("/").rpartition("/")[2] for text in texts]
-    chosen: dict[int, str] = {}
-    for last in (names, whole):
-        for depth in range(max(map(len, folders)) + 1):
-            ends = ["/".join([*folder[len(folder) - min(depth, len(folder)) :], name])
-                    for folder, name in zip(folders, last, strict=True)]  # fmt: skip
-            counts = Counter(ends)
-            for i, end in enumerate(ends):
-                if counts[end] == 1:
-                    chosen.setdefault(i, end)
-            if len(chosen) == len(texts):
-                return [chosen[i] for i in range(len(texts))]
-    return [chosen.get(i, name) for i, name in enumerate(names)]
+    """Return the paths from the last folder that all share; suffixes are included only if nothing else differs."""
+    texts = [redact_url(text) if is_url(text) else os.path.abspath(text) for text in map(os.fspath, paths)]
+    parts = [text.rstrip("/").split("/") for text in texts]
+    n_shared = len(os.path.commonprefix([one[:-1] for one in parts]))
+    of_stems = ["/".join([*one[n_shared:-1], stem_of(text)]) for one, text in zip(parts, texts, strict=True)]
+    return of_stems if len(set(of_stems)) == len(texts) else ["/".join(one[n_shared:]) for one in parts]
 
 
 # --- Paths --------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from anndata import AnnData
 
 from dasksc.atlas.anndata_objects import open_anndata
 from dasksc.atlas.assemble import Elements, raw_of, unchecked
-from dasksc.atlas.attaching import attach_elements, check_attach
+from dasksc.atlas.attaching import attach_elements
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, joined_obs
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
@@ -197,8 +197,6 @@ def open(
             obs = [name for name in obs if name not in table.columns]
     elif where is not None or isinstance(data, pd.DataFrame):
         raise InputError("a table of files needs files=, the name of its column of paths; where= selects among them")
-    if attach is not None:
-        check_attach(attach)
     for name, value in (("storage_options", storage_options), ("reader_options", reader_options)):
         if not isinstance(value, Mapping | None):
             raise WrongTypeError(f"{name} must be a dict of options, or None; got a {type(value).__name__}")
@@ -256,6 +254,8 @@ def elements_of(
     check_fill_value(joining.get("fill_value"), join)
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         options = replace(options, has_names=False)
+    if isinstance(data, Mapping) and joining.get("keys") is not None:
+        raise InputError("keys= cannot be used with a dict, whose keys are already the names; leave keys= out")
     if not options.has_names and index_unique is not None:
         raise InputError(
             "index_unique= changes obs_names, which names=False does not read; leave out index_unique= or names=False"
@@ -270,7 +270,6 @@ def elements_of(
             options,
             extent="all" if extent == "all" or merge is not None else "joined",
             table=table,
-            are_given=isinstance(data, Mapping),
             raw=raw,
             join=join,
             on_error=on_error,
@@ -283,7 +282,7 @@ def elements_of(
         found = raw_of(found, quoted(data)) if raw else found
         given = [f"{name}=" for name, value in joining.items() if value is not None]
         if parts is not None:
-            keys = _keys_of(joining.get("keys"), [parts[0].name], are_given=False, are_in_obs=True)
+            keys = _keys_of(joining.get("keys"), [parts[0].name])
             _refuse_label(label, found.obs, parts[0].name)
             if label is not None or index_unique is not None:
                 found.obs = joined_obs([found], join=join, keys=keys, label=label, index_unique=index_unique)
@@ -356,19 +355,17 @@ def _open_several(
     *,
     extent: Extent,
     table: pd.DataFrame | None,
-    are_given: bool,
     raw: bool,
     join: Join,
     on_error: str,
     keys: Sequence[str] | None = None,
     **given: Any,
 ) -> Elements:
-    """Open several atlases as one; `are_given` is True if the user gave their names, as keys of a dict."""
+    """Open several atlases as one."""
     if table is not None and len(table) != len(parts):
         raise InputError(f"{len(table)} paths in the table of files contain {len(parts)} atlases; give one in each row")
     names = [part.name for part in parts]
-    are_in_obs = given["label"] is not None or given["index_unique"] is not None
-    keys = _keys_of(keys, names, are_given=are_given, are_in_obs=are_in_obs)
+    keys = _keys_of(keys, names)
     lenient = replace(options, may_lack=True)
     failed: dict[int, DaskscError] = {}
     opened = []
@@ -435,19 +432,10 @@ def _refuse_label(label: str | None, obs: pd.DataFrame, name: str) -> None:
         )
 
 
-def _keys_of(keys: Sequence[str] | None, names: Sequence[str], *, are_given: bool, are_in_obs: bool) -> Sequence[str]:
-    """Return the keys of the atlases; `are_in_obs` is True if they appear in obs."""
+def _keys_of(keys: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:
+    """Return the keys of the atlases: their names, or their numbers if a name repeats."""
     if keys is None:
-        if len(set(names)) == len(names):
-            return names
-        if are_in_obs:
-            repeated = next(name for name in names if names.count(name) > 1)
-            logger.warning(
-                "the atlases are named '0', '1', ... because several have the name %r; keys= sets other names", repeated
-            )
-        return [str(i) for i in range(len(names))]
-    if are_given:
-        raise InputError("keys= cannot be used with a dict, whose keys are already the names; leave keys= out")
+        return names if len(set(names)) == len(names) else [str(i) for i in range(len(names))]
     if isinstance(keys, str) or len(keys) != len(names):
         raise InputError(
             f"keys={keys!r} must be a list of {len(names)} names, one for each atlas: {', '.join(names[:5])}"

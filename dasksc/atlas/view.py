@@ -15,7 +15,7 @@ from dasksc.atlas.anndata_objects import layers_of
 from dasksc.atlas.assemble import Elements, matrix_behind
 from dasksc.atlas.lookup import require_key
 from dasksc.atlas.stored import path_names
-from dasksc.errors import InputError, MissingKeyError
+from dasksc.errors import InputError
 from dasksc.pushdown import MatrixRows, gather_block
 from dasksc.readers.arrays import Lazy
 from dasksc.readers.names import names_in_pieces
@@ -36,11 +36,9 @@ class AnnDataView:
     ----------
     adata
         Result of `open`.
-    with_names
-        Function that opens the same AnnData with the names of cells, called on first use; None if `adata` has them.
     opening
-        Function with the interface of `open` that reads columns of obs missing in `adata`; None if `adata` has all
-        columns.
+        Function with the interface of `open`, except for its first argument, that opens the same AnnData when cell
+        names or missing columns of obs are used; None if `adata` has all of them.
     path
         Path of the file or store of `adata`; None if there are several, or none.
     names
@@ -55,12 +53,11 @@ class AnnDataView:
     array([23., 70., 23., 42.], dtype=float32)
     """
 
-    __slots__ = ("_matrices", "_names", "_opened", "_opening", "_with_names", "path")
+    __slots__ = ("_has_names", "_matrices", "_names", "_opened", "_opening", "path")
 
     def __init__(
         self,
         adata: AnnData | Elements,
-        with_names: Callable[[], AnnData] | None = None,
         opening: Callable[..., AnnData] | None = None,
         path: str | None = None,
         names: pd.Index[Any] | None = None,
@@ -69,14 +66,14 @@ class AnnDataView:
         self._names = names
         self._opened: AnnData | Elements = adata
         self._opening = opening
-        self._with_names = with_names
+        self._has_names = opening is None
         self._matrices: dict[str, Matrix] = {}
 
     @property
     def adata(self) -> AnnData:
         """AnnData behind this view."""
-        if self._with_names is not None:
-            self._opened, self._with_names = self._with_names(), None
+        if self._opening is not None and not self._has_names:
+            self._opened, self._has_names = self._opening(obs=list(self.table)), True
         return self._unnamed
 
     @property
@@ -118,7 +115,7 @@ class AnnDataView:
         return getattr(self._unnamed if name in _WITHOUT_NAMES else self.adata, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._opened, self._with_names, self._opening, self.path, self._names)
+        return type(self), (self._opened, self._opening, self.path, self._names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._unnamed!r}"
@@ -144,7 +141,7 @@ class AnnDataView:
             rows, columns = index
             return self[rows][:, columns].copy()
         adata = self.adata
-        rows = _row_numbers(index, adata.obs_names)
+        rows = _row_numbers(index, len(self))
         unique, positions = np.unique(rows, return_inverse=True)
 
         def read(name: str, array: Any) -> Any:
@@ -170,24 +167,15 @@ class AnnDataView:
         return result
 
 
-def _row_numbers(index: Any, names: pd.Index[Any]) -> NDArray[np.int64]:
-    """Convert a row index that AnnData accepts to row numbers."""
-    n_obs = len(names)
+def _row_numbers(index: Any, n_obs: int) -> NDArray[np.int64]:
+    """Convert row numbers, a boolean mask or a slice to row numbers of at least 0."""
     if isinstance(index, slice):
         return np.arange(*index.indices(n_obs), dtype=np.int64)
     values = np.atleast_1d(np.asarray(index))
     if values.size == 0:
         return np.empty(0, dtype=np.int64)
-    if values.ndim != 1 or values.dtype.kind not in "biuUOT":
-        raise InputError(f"rows must be a list of integers or names, or a boolean mask; got {index!r:.100}")
-    if values.dtype.kind in "UOT":
-        rows = names.get_indexer_for(values)
-        if len(rows) != len(values) or (rows < 0).any():
-            missing = [name for name in values if name not in names]
-            raise MissingKeyError(
-                f"obs_names has no {missing[:5]}" if missing else "obs_names repeat; give row numbers instead"
-            )
-        return np.asarray(rows, dtype=np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "biu":
+        raise InputError(f"rows must be a list of integers, or a boolean mask; got {index!r:.100}")
     if values.dtype == bool:
         if len(values) != n_obs:
             raise IndexError(f"a boolean mask has {len(values)} entries for {n_obs} rows; give one entry per row")

@@ -322,7 +322,6 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
     if is_modalities(data):
         return _of_modalities(data, spec)
     name = "data"
-    with_names: Callable[[], AnnData] | None = None
     opening: Callable[..., AnnData] | None = None
     path: str | None = None
     names: pd.Index[Any] | None = None
@@ -337,12 +336,11 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         if isinstance(data, str | os.PathLike) and atlas_inputs(data, {}) is None:
             path = os.fspath(data)
         wanted = [*spec.obs, *spec.compared_columns, *getattr(spec.strategy, "obs_columns", ())]
-        opening = functools.partial(open_atlas, data, mmap=mmap)
     # Hooks receive everything. Without hooks, only what batches need is read; cell names are read when obs is accessed.
     if is_atlas and hooks:
-        data, opening = open_atlas(data, mmap=mmap), None
+        data = open_atlas(data, mmap=mmap)
     elif is_atlas:
-        with_names = functools.partial(open_atlas, data, obs=wanted, mmap=mmap)
+        opening = functools.partial(open_atlas, data, mmap=mmap)
         data = elements_of(data, wanted, OpenOptions(mmap=mmap, has_names=False), extent="batches")
     is_ours = isinstance(data, AnnData | Elements) or (isinstance(data, da.Array) and data.ndim == 2)
     if hooks or not is_ours:
@@ -354,7 +352,7 @@ def source_of(data: Any, spec: LoaderSpec) -> MatrixSource | IndexedSource:
         )
         spec.refuse_matrix_options(why)
     if isinstance(data, AnnData | Elements):
-        collection: Any = AnnDataView(data, with_names, opening, path, names)
+        collection: Any = AnnDataView(data, opening, path, names)
         if hooks:
             return IndexedSource(name, collection, int(data.n_obs))
         if data.X is None:
