@@ -13,7 +13,7 @@ from anndata import AnnData
 
 from dasksc._compat.anndata import selected_rows_and_columns
 from dasksc.atlas.assemble import Elements
-from dasksc.atlas.lookup import known_columns, path_of
+from dasksc.atlas.lookup import known_columns
 from dasksc.pushdown import to_dask
 from dasksc.readers.arrays import Lazy, lazily
 from dasksc.readers.locations import naming_errors
@@ -30,9 +30,7 @@ def open_anndata(adata: AnnData, obs: Sequence[str] | None, options: OpenOptions
     elif isinstance(table.index, pd.RangeIndex):
         table.index = table.index.astype(str)
     if obs is not None:
-        is_complete = all(name in table.columns for name in obs)
-        where = "" if is_complete else path_of(adata) or "the given AnnData"
-        table = table[known_columns(obs, table.columns, where, may_lack=options.may_lack)]
+        table = table[known_columns(obs, table.columns, "the given AnnData", may_lack=options.may_lack)]
     x, raw = adata.X if not adata.isbacked else None, None
     if adata.isbacked:
         path = os.path.abspath(adata.filename)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,7 +84,7 @@ def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the paths from the last folder that all share; suffixes are included only if nothing else differs."""
     texts = [redact_url(text) if is_url(text) else os.path.abspath(text) for text in map(os.fspath, paths)]
     parts = [text.rstrip("/").split("/") for text in texts]
-    n_shared = len(os.path.commonprefix([one[:-1] for one in parts]))
+    n_shared = len(list(takewhile(lambda level: len(set(level)) == 1, zip(*(one[:-1] for one in parts), strict=False))))
     of_stems = ["/".join([*one[n_shared:-1], stem_of(text)]) for one, text in zip(parts, texts, strict=True)]
     return of_stems if len(set(of_stems)) == len(texts) else ["/".join(one[n_shared:]) for one in parts]
 
