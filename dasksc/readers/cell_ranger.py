@@ -8,7 +8,6 @@ columns of the tables have the names that `scanpy.read_10x_h5` gives them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,7 +27,6 @@ from dasksc.readers.sizes import ReadSizes
 from dasksc.storage import ColumnMaps, ConcatenatedMatrix, Matrix, RemoteLocation
 from dasksc.storage.hdf5.reader import H5File
 from dasksc.storage.opening import matrix_in
-from dasksc.storage.safety.hdf5_links import check_item
 
 __all__ = ["CellRangerStore"]
 
@@ -37,8 +35,6 @@ _MEMBERS = frozenset({"barcodes", "data", "indices", "indptr", "shape"})
 _GENES = "Gene Expression"
 # Number of fixed-length strings that are decoded together. Decoding temporarily takes four times their size.
 _PIECE_ROWS = 2**20
-# Size of the only chunk of a shape, which is read whole.
-_MOST_SHAPE_BYTES = 2**25
 _AGAIN = "Copy or download the file again."
 
 
@@ -213,15 +209,9 @@ class CellRangerStore(Store):
     def _csr_attributes(self) -> dict[str, Any]:
         """Return the attributes of the matrix as AnnData would write them for CSR, cells by features."""
         stored, label = self._group["shape"], f"{self._label}/shape"
-        if isinstance(self._path, str):  # remote files are checked when they are opened
-            check_item(stored, self._path, folder=os.path.dirname(self._path))
+        self._sizes.check("shape", [stored])
         if not isinstance(stored, h5py.Dataset) or stored.shape != (2,) or stored.dtype.kind not in "iu":
             raise CorruptDataError(f"{label} must be two integers, the numbers of features and cells. {_AGAIN}")
-        if stored.chunks and stored.chunks[0] * stored.dtype.itemsize > _MOST_SHAPE_BYTES:
-            raise CorruptDataError(
-                f"{label} holds two integers, but in chunks of {stored.chunks[0]} values. The file is corrupt or "
-                "malicious."
-            )
         n_vars, n_obs = map(int, stored[()])
         if min(n_vars, n_obs) < 0 or n_obs >= np.iinfo(np.int64).max:
             raise CorruptDataError(
