@@ -103,10 +103,10 @@ def deal_groups(
     shares: NDArray[np.float64],
     keys: NDArray[np.uint64],
     *,
-    by: _Int32s | None,
+    count_once: bool,
     unlabelled: int,
 ) -> NDArray[np.int8]:
-    """Return the part of each row, the same for all rows of a group."""
+    """Return the part of each row, the same for all rows of a group; with `count_once`, groups count, not rows."""
     counts = _counted(groups, classes, n_classes)
     occurring = np.flatnonzero(counts.any(axis=1))
     if len(occurring) < len(shares):
@@ -114,18 +114,13 @@ def deal_groups(
             f"there are too few separate groups ({len(occurring)}) for {len(shares)} non-empty parts. Give fewer "
             "parts, or smaller groups"
         )
-    if by is not None:
-        # Each value of `by` counts once, in the most frequent class of its rows with a label, if there are any.
-        of_value = _counted(by, classes, n_classes)
-        values = np.flatnonzero(of_value.any(axis=1))
+    if count_once:
+        # The class of a group is the most frequent one of its rows with a label, if there are any.
         if unlabelled >= 0:
-            of_value[:, unlabelled] = of_value.sum(axis=1) == of_value[:, unlabelled]
-        group_of = np.zeros(len(of_value), dtype=np.int32)
-        for start in range(0, len(by), _PIECE_ROWS):
-            piece = slice(start, start + _PIECE_ROWS)
-            group_of[by[piece]] = groups[piece]
+            counts[:, unlabelled] = counts.sum(axis=1) == counts[:, unlabelled]
+        major = counts[occurring].argmax(axis=1)
         counts = np.zeros_like(counts)
-        np.add.at(counts, (group_of[values], of_value[values].argmax(axis=1)), 1)
+        counts[occurring, major] = 1
     best, parts = np.inf, np.zeros(len(counts), dtype=np.int8)
     n_tries = int(np.clip(_TRIED_COUNTS // (counts.size * len(shares)), 1, N_TRIES))
     for key in keys[:n_tries]:

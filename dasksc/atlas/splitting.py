@@ -71,9 +71,9 @@ def split(
         `fractions` are fractions of the number of *donors*. Default: each row is assigned individually.
     groups
         Columns of obs whose values are not divided among parts. ``groups="donor"`` keeps all rows of a donor in one
-        part. `fractions` are then fractions of the number of rows, unlike with `by`. With several columns, or with `by`
-        as well, all constraints hold at once: with ``groups=["donor", "batch"]``, neither the rows of a donor nor those
-        of a batch are divided among parts.
+        part. `fractions` are then fractions of the number of rows, unlike with `by`. With several columns, all
+        constraints hold at once: with ``groups=["donor", "batch"]``, neither the rows of a donor nor those of a batch
+        are divided among parts. Not allowed with `by`.
     stratify
         Column of obs whose classes have the same proportions in each part. With several columns, classes are their
         combinations. Rows without a label (missing, or integers below 0, as for `ClassBalancedSampling`) form a
@@ -155,9 +155,9 @@ def split(
     if conditions is not None:
         return _split_conditions(data, conditions, hold_out, few_shot, control, fractions, indices, seed)
     names, shares = _fractions(fractions, _NAMES)
-    if by is not None and not isinstance(by, str):
-        raise InputError(f"by={by!r} must be the name of one column; for several columns give groups=")
-    whole = list(dict.fromkeys([*_columns("by", by), *_columns("groups", groups)]))
+    if by is not None and (groups is not None or not isinstance(by, str)):
+        raise InputError(f"by={by!r} must be the name of one column, without groups=; for several columns give groups=")
+    whole = _columns("groups", groups if by is None else by)
     strata = _columns("stratify", stratify)
     obs = obs_of(data, list(dict.fromkeys([*whole, *strata])))
     candidates = _candidates(indices, len(obs))
@@ -175,7 +175,7 @@ def split(
             len(counts),
             shares,
             keys,
-            by=None if by is None else values[0],
+            count_once=by is not None,
             unlabelled=int(unlabelled),
         )
     else:
