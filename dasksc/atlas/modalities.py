@@ -95,7 +95,7 @@ class Modalities:
         if isinstance(obs, str):
             raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
         check_flags(raw=raw)
-        options = OpenOptions(mmap=mmap, storage_options=dict(storage_options or {}), cache=Cache.of(cache))
+        options = OpenOptions(mmap=mmap, storage_options=storage_options or {}, cache=Cache.of(cache))
         shared, opened = _opened(data, obs, options)
         opened = {name: raw_of(one, name) if raw else one for name, one in opened.items()}
         if not opened:

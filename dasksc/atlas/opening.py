@@ -25,8 +25,8 @@ from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, jo
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
 from dasksc.atlas.stored import Extent, open_elements
-from dasksc.checks import check_flags, name_or_none
-from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
+from dasksc.checks import check_flags, check_one_of, name_or_none
+from dasksc.errors import DaskscError, InputError, MissingKeyError
 from dasksc.readers.locations import naming_errors
 from dasksc.readers.names import any_repeat, digest_names, names_in_pieces
 from dasksc.readers.options import ACCEPTED, Openable, OpenOptions, names_given, refuse_feature_choice
@@ -187,8 +187,7 @@ def open(
     if isinstance(obs, str):
         raise InputError(f"obs={obs!r} is a string; give a list of column names: obs=[{obs!r}]")
     check_flags(names=names, raw=raw)
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"on_error={on_error!r} is neither 'raise' nor 'skip'")
+    check_one_of("on_error", on_error, ("raise", "skip"))
     table: pd.DataFrame | None = None
     if files is not None:
         data, table = selected_files(data, files, where)
@@ -197,17 +196,14 @@ def open(
             obs = [name for name in obs if name not in table.columns]
     elif where is not None or isinstance(data, pd.DataFrame):
         raise InputError("a table of files needs files=, the name of its column of paths; where= selects among them")
-    for name, value in (("storage_options", storage_options), ("reader_options", reader_options)):
-        if not isinstance(value, Mapping | None):
-            raise WrongTypeError(f"{name} must be a dict of options, or None; got a {type(value).__name__}")
     options = OpenOptions(
         mmap=mmap,
         has_names=names,
-        storage_options=dict(storage_options or {}),
+        storage_options=storage_options or {},
         cache=Cache.of(cache),
         feature_types=names_given("feature_types", feature_types),
         genomes=names_given("genome", genome),
-        reader_options=dict(reader_options or {}),
+        reader_options=reader_options or {},
     )
     elements = elements_of(
         data,
@@ -244,13 +240,9 @@ def elements_of(
     """Open an atlas, or several atlases as one, as `open` does; by default, with all elements that `open` returns."""
     label, index_unique, merge = (joining.setdefault(name, None) for name in ("label", "index_unique", "merge"))
     name_or_none("label", label)
-    if join not in ("inner", "outer"):
-        raise InputError(f"join={join!r} is neither 'inner' nor 'outer'")
-    if merge not in (None, *MERGES) and not callable(merge):
-        raise InputError(
-            f"merge={merge!r} is none of {', '.join(map(repr, MERGES))}; without merge=, annotations of genes are left "
-            "out"
-        )
+    check_one_of("join", join, ("inner", "outer"))
+    if merge is not None and not callable(merge):
+        check_one_of("merge", merge, MERGES)
     check_fill_value(joining.get("fill_value"), join)
     if isinstance(data, AnnData) and isinstance(data.obs.index, pd.RangeIndex):
         options = replace(options, has_names=False)
@@ -277,13 +269,12 @@ def elements_of(
         )
     else:
         # A pattern or folder with a single atlas is equivalent to the path of that atlas.
-        one, extent = (data, extent or "all") if parts is None else (parts[0].data, "all")
-        found = _open_one(one, obs, options, extent)
+        one = data if parts is None else parts[0].data
+        found = _open_one(one, obs, options, "batches" if extent == "batches" and parts is None else "all")
         found = raw_of(found, quoted(data)) if raw else found
         given = [f"{name}=" for name, value in joining.items() if value is not None]
         if parts is not None:
             keys = _keys_of(joining.get("keys"), [parts[0].name])
-            _refuse_label(label, found.obs, parts[0].name)
             if label is not None or index_unique is not None:
                 found.obs = joined_obs([found], join=join, keys=keys, label=label, index_unique=index_unique)
         elif given:
@@ -386,8 +377,6 @@ def _open_several(
         kept = [number for number in range(len(parts)) if number not in failed]
         parts, names, keys = [parts[i] for i in kept], [names[i] for i in kept], [keys[i] for i in kept]
         table = None if table is None else table.iloc[kept]
-    for one, name in zip(opened, names, strict=True):
-        _refuse_label(given["label"], one.obs, name)
     columns = [one.obs.columns for one in opened]
     if raw:
         opened = [raw_of(one, name) for one, name in zip(opened, names, strict=True)]
@@ -423,13 +412,6 @@ def _refuse_column(column: str, parts: Sequence[AtlasInput], without: Sequence[s
         f"it is missing in {', '.join(without[:3])}{', ...' if len(without) > 3 else ''}. Leave it out of obs=, or "
         "give join='outer', which marks the values of these atlases as missing."
     )
-
-
-def _refuse_label(label: str | None, obs: pd.DataFrame, name: str) -> None:
-    if label is not None and label in obs:
-        raise InputError(
-            f"label={label!r} adds a column to obs, but {name!r} has a column of this name. Give another label="
-        )
 
 
 def _keys_of(keys: Sequence[str] | None, names: Sequence[str]) -> Sequence[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from anndata import AnnData
 
 from dasksc import config
-from dasksc.errors import InputError
+from dasksc.errors import InputError, WrongTypeError
 from dasksc.storage import Cache, RemoteLocation, UseMmap
 
 __all__ = ["ACCEPTED", "OpenOptions", "Openable", "names_given", "refuse_feature_choice"]
@@ -58,6 +58,9 @@ class OpenOptions:
     def __post_init__(self) -> None:
         if not (isinstance(self.mmap, bool) or self.mmap == "auto"):
             raise InputError(f"mmap={self.mmap!r} must be True, False or 'auto'")
+        for name in ("storage_options", "reader_options"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise WrongTypeError(f"{name} must be a dict of options, or None; got a {type(given).__name__}")
 
     def cache_of(self, path: str | RemoteLocation) -> Cache | None:
         """Return the cache for a location, that of the configuration by default; None for a local path."""
