@@ -254,8 +254,11 @@ def joined_obs(
 ) -> pd.DataFrame:
     """Concatenate obs, with a column and an end of the names that tell the atlases apart."""
     tables = [part.obs for part in parts]
-    if label is not None and any(label in table for table in tables):
-        raise InputError(f"label={label!r} adds a column to obs, which has a column of this name. Give another label=")
+    for key, table in zip(keys, tables, strict=True):
+        if label is not None and label in table:
+            raise InputError(
+                f"label={label!r} adds a column to obs, but {key!r} has a column of this name. Give another label="
+            )
     joined = _joined_alike(tables)
     if joined is None:
         for table in tables:

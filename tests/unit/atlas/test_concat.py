@@ -473,9 +473,9 @@ def test_matches_of_a_pattern_that_are_not_atlases_are_named(tree: Path) -> None
     ("names", "keys"),
     [
         (["s1/filtered", "s2/filtered"], ["s1/filtered", "s2/filtered"]),
-        (["s1/filtered", "s2/filtered", "s2/other"], ["s1/filtered", "s2/filtered", "other"]),
+        (["s1/filtered", "s2/filtered", "s2/other"], ["s1/filtered", "s2/filtered", "s2/other"]),
         (["s1/x/filtered", "s2/x/filtered"], ["s1/x/filtered", "s2/x/filtered"]),
-        (["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"], ["s1/x/filtered", "s2/x/filtered", "y/filtered"]),
+        (["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"], ["s1/x/filtered", "s2/x/filtered", "s2/y/filtered"]),
     ],
 )
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, names: list[str], keys: list[str]) -> None:
