@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from dasksc.atlas import opening
 from dasksc.atlas.expressions import columns_of, holds
 from dasksc.atlas.lookup import with_advice
 from dasksc.atlas.modalities import Modalities, is_modalities
+from dasksc.atlas.opening import elements_of
 from dasksc.errors import MissingKeyError
-from dasksc.readers.options import Openable
+from dasksc.readers.options import Openable, OpenOptions
 
 __all__ = ["explaining_control", "obs_of", "rows_where"]
 
@@ -93,4 +93,6 @@ def obs_of(data: Any, columns: list[str]) -> pd.DataFrame:
         # The obs of a MuData also has cells that some modality lacks.
         data = Modalities(data, obs=columns)
     obs = data if isinstance(data, pd.DataFrame) else getattr(data, "obs", None)
-    return obs if isinstance(obs, pd.DataFrame) else opening.open(data, obs=columns, names=False).obs
+    if isinstance(obs, pd.DataFrame):
+        return obs
+    return elements_of(data, columns, OpenOptions(has_names=False), extent="batches").obs
