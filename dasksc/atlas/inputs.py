@@ -82,7 +82,8 @@ def _named(parts: Sequence[AtlasInput]) -> list[AtlasInput]:
 
 def _unique_names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
     """Return the paths from the last folder that all share; suffixes are included only if nothing else differs."""
-    texts = [redact_url(text) if is_url(text) else os.path.abspath(text) for text in map(os.fspath, paths)]
+    given = [os.fspath(path) for path in paths]
+    texts = [redact_url(text) if is_url(text) else os.path.abspath(text) for text in given]
     parts = [text.rstrip("/").split("/") for text in texts]
     n_shared = len(list(takewhile(lambda level: len(set(level)) == 1, zip(*(one[:-1] for one in parts), strict=False))))
     of_stems = ["/".join([*one[n_shared:-1], stem_of(text)]) for one, text in zip(parts, texts, strict=True)]

@@ -369,7 +369,7 @@ def test_a_damaged_row_is_named_with_its_own_file(tmp_path: Path) -> None:
         ("none*.h5ad", {}, MissingPathError, "no file matches the pattern"),
         ([3], {}, InputError, "builtins.int"),
         ([atlas(0, 3)], {"join": "left"}, InputError, "'inner'.*'outer'"),
-        ([atlas(0, 3)], {"merge": "all"}, InputError, "merge='all'.*'same'.*'unique'"),
+        ([atlas(0, 3)], {"merge": "all"}, InputError, "merge.*'same'.*'unique'.*'all'"),
         ([atlas(0, 3), atlas(1, 3)], {"keys": ["a"]}, InputError, "must be a list of 2 names"),
         ({"a": atlas(0, 3)}, {"keys": ["a"]}, InputError, "whose keys are already the names"),
         ([atlas(0, 3), atlas(1, 3)], {"fill_value": 0}, InputError, "join='outer'.*fill_value"),
