@@ -76,13 +76,6 @@ def test_the_usual_files_are_surveyed(paths: list[str], monkeypatch: pytest.Monk
     assert dasksc.open(paths).n_obs == 24
 
 
-def test_joined_files_equal_those_joined_by_anndata(paths: list[str]) -> None:
-    expected = anndata.concat([anndata.read_h5ad(path) for path in paths], join="outer")
-    joined = dasksc.open(paths, join="outer")
-    pd.testing.assert_frame_equal(joined.obs, expected.obs)
-    np.testing.assert_array_equal(joined.X.compute().toarray(), expected.X.toarray())
-
-
 @pytest.mark.parametrize("join", ["inner", "outer"])
 def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: str) -> None:
     assert dasksc.index(paths, tmp_path / "all.catalog", join=join, label="file") == 4
