@@ -253,20 +253,6 @@ def test_raw_comes_too_and_an_atlas_may_lack_x(tmp_path):
     assert list(written.raw.var_names) == list(source.raw.var_names)
 
 
-@pytest.mark.filterwarnings("ignore:.*has several data types")
-def test_several_inputs_become_one(tmp_path):
-    parts = [make_adata(30, 17), make_adata(20, 11)]
-    parts[1].obs_names = [f"other{i}" for i in range(20)]
-    for i, part in enumerate(parts):
-        part.write_h5ad(tmp_path / f"part{i}.h5ad")
-    dasksc.convert(str(tmp_path / "part*.h5ad"), tmp_path / "out.zarr", join="outer", label="of", verify=True)
-    written = read(tmp_path / "out.zarr")
-    expected = ad.concat(parts, join="outer", label="of", keys=["part0", "part1"])
-    order = order_of(written, expected)
-    assert np.array_equal(dense(written.X), dense(expected.X)[order])
-    assert list(written.obs["of"]) == list(expected.obs["of"].iloc[order])
-
-
 def small(n_obs: int, **columns: Any) -> ad.AnnData:
     obs = pd.DataFrame(columns, index=[f"c{i}" for i in range(n_obs)])
     return ad.AnnData(X=np.ones((n_obs, 2), dtype=np.float32), obs=obs, var=pd.DataFrame(index=["g0", "g1"]))
