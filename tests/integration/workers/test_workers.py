@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from itertools import islice
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dasksc import BlockShuffling, FetchError, scDataset
+from dasksc import BlockShuffling, scDataset
 from tests.support.data import make_adata, write_store
 
 N_OBS = 203
@@ -88,14 +86,6 @@ def test_pinning_and_prefetching_change_no_batch(path, epochs, num_workers, pref
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_that_is_left_early_counts(path, epochs, num_workers):
-    loader = DataLoader(dataset(path), batch_size=None, num_workers=num_workers)
-    for _ in loader:
-        break
-    assert sorted(rows(loader)) == sorted(epochs[1])
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
 def test_set_epoch_says_which_epoch_is_next(path, epochs, num_workers):
     one = dataset(path)
     loader = DataLoader(one, batch_size=None, num_workers=num_workers)
@@ -145,23 +135,3 @@ def test_hooks_that_are_lambdas_reach_workers_that_each_epoch_spawns_anew(path, 
     for epoch in epochs[:2]:
         expected = [scale * values[list(batch)].sum() for batch in epoch]
         assert list(loader) == pytest.approx(expected, rel=1e-5)
-
-
-def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):
-    for one in (
-        dataset(path),
-        dataset(path, layout="csr"),
-        scDataset(np.arange(N_OBS), BlockShuffling(4), 8, 2, seed=0),
-    ):
-        iteration = iter(one)
-        next(iteration)
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
-            try:
-                next(iteration)
-            except FetchError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert len(list(iteration)) == len(one) - 1
