@@ -218,14 +218,6 @@ def test_padding_reaches_the_longest_cell_or_the_largest_length():
     assert fixed(batch_of(cells, "csr")).input_ids.shape == (2, 7) == (2, fixed.max_length)
 
 
-def test_medians_put_a_gene_that_is_rare_for_its_median_first():
-    made = RankTokens(["a", "b", "c"], medians=[10.0, 1.0, 1.0])(
-        Batch(X=torch.tensor([[20.0, 3.0, 0.0]]), index=torch.tensor([0]))
-    )
-    assert made.input_ids.tolist() == [[4, 3]]
-    assert made["values"].tolist() == [[3.0, 2.0]]
-
-
 @pytest.mark.parametrize(
     ("name", "text", "ids"),
     [
@@ -392,22 +384,6 @@ def test_masks_are_the_same_after_a_resume(path, layout):
     again = dataset_of(path, tokens)
     again.load_state_dict(state)
     assert as_lists(again) == epochs[0][5:]
-
-
-def test_ranks_mask_a_batch_as_a_single_process_does(path):
-    tokens = RankTokens(dasksc.open(path).var_names, mask_ratio=0.4, seed=9)
-    bare = dasksc.scDataset(
-        path,
-        dasksc.BlockShuffling(4),
-        batch_size=8,
-        fetch_factor=2,
-        layout="csr",
-        obs=["cell_type"],
-        seed=3,
-        rank=1,
-        world_size=2,
-    )
-    assert as_lists(dataset_of(path, tokens, rank=1, world_size=2)) == as_lists(map(tokens, bare))
 
 
 def test_transforms_travel(path):
