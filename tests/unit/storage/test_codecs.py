@@ -13,7 +13,6 @@ from unittest import mock
 
 import anndata as ad
 import google_crc32c
-import h5py
 import numcodecs
 import numpy as np
 import pytest
@@ -287,20 +286,6 @@ def test_each_chunk_of_a_store_of_anndata_is_decoded_once(tmp_path: Any) -> None
     assert [call.args[4].tolist() for call in called.call_args_list] == [[0], [0, 0, 1, 2], [0, 0, 1, 2]]
     indptr, indices, data = fetched.gather_csr(np.arange(5))
     assert (sp.csr_matrix((data, indices, indptr), shape=(5, 200)) != X[rows]).nnz == 0
-
-
-@needs_getitem
-def test_blosc_chunks_of_hdf5_are_decoded_in_place(tmp_path: Any) -> None:
-    hdf5plugin = pytest.importorskip("hdf5plugin")
-    dense = np.random.default_rng(1).poisson(1, (900, 50)).astype(np.float32)
-    with h5py.File(tmp_path / "x.h5ad", "w") as file:
-        file.create_dataset("X", data=dense, chunks=(100, 50), **hdf5plugin.Blosc())
-    rows = np.array([3, 250, 899])
-    out = np.empty((3, 50), dtype=np.float32)
-    with mock.patch.object(chunked.blosc, "getitems", wraps=blosc.getitems) as called:
-        open_matrix(tmp_path / "x.h5ad", "X").fetch(rows).gather(np.arange(3), out=out)
-    assert called.called
-    np.testing.assert_array_equal(out, dense[rows])
 
 
 def write_csr(path: Any, *, n_vars: int, dtype: str, chunk: int) -> sp.csr_matrix:

@@ -452,15 +452,6 @@ def read(array: SlicedArray, starts: Any, stops: Any) -> tuple[list[np.ndarray],
     return [block[a : a + n] for a, n in zip(firsts, stops - starts, strict=True)], reached.held_bytes
 
 
-@given(st.lists(st.tuples(st.integers(0, N_ROWS), st.integers(0, 300)), min_size=1, max_size=60))
-def test_any_runs_are_read(array: SlicedArray, values: np.ndarray, runs: list[tuple[int, int]]) -> None:
-    starts = np.sort([start for start, _ in runs])
-    stops = np.minimum(starts + [n for _, n in runs], N_ROWS)
-    for start, stop, got in zip(starts, stops, read(array, starts, stops)[0], strict=True):
-        if stop > start:
-            np.testing.assert_array_equal(got, values[start:stop])
-
-
 def test_scattered_rows_hold_no_rows_in_between(
     array: SlicedArray, values: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,15 @@ import pytest
 import scipy.sparse as sp
 import torch
 import zarr
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dasksc
 from dasksc.atlas.encoding import encode_column
-from dasksc.atlas.view import AnnDataView
 from dasksc.errors import CorruptDataError, FetchError, InputError
 from dasksc.pushdown import matrix_of
 from tests.support.data import (
     SAMPLE_FILES,
     SAMPLE_ZARRS,
-    STORES,
     dense,
-    make_adata,
     sample,
     unpacked_sample,
     write_store,
@@ -50,56 +45,12 @@ def both(path: Path) -> Opened:
         return opened, ad.read_h5ad(path) if path.suffix == ".h5ad" else ad.read_zarr(path)
 
 
-@pytest.fixture(scope="module", params=STORES, ids="-".join)
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    format, layout = request.param
-    return both(write_store(make_adata(layout=layout, has_everything=True), tmp_path_factory.mktemp("stores"), format))
-
-
 @pytest.fixture(scope="module", params=SAMPLE_FILES + SAMPLE_ZARRS)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opened:
     name = request.param
     if name.endswith(".h5ad"):
         return both(sample(name))
     return both(unpacked_sample(name, tmp_path_factory.mktemp("archives")))
-
-
-def matrices(opened: ad.AnnData, expected: ad.AnnData) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of every lazy matrix, the matrix in `opened`, and the one in `expected`."""
-    if expected.X is not None:
-        yield "X", opened.X, expected.X
-    for part in ("layers", "obsm", "obsp"):
-        for name in getattr(expected, part):
-            if name is None or not isinstance(getattr(opened, part)[name], da.Array):
-                # Tables, and graphs that AnnData before 0.7 stored in uns, are in memory.
-                continue
-            yield f"{part}/{name}", getattr(opened, part)[name], getattr(expected, part)[name]
-    if expected.raw is not None:
-        yield "raw/X", opened.raw.X, expected.raw.X
-
-
-def assert_rows_equal(opened: ad.AnnData, expected: ad.AnnData, draws: list[float]) -> None:
-    for name, array, values in matrices(opened, expected):
-        matrix = matrix_of(array)
-        n_obs, n_vars = values.shape
-        rows = np.sort((np.array(draws) * n_obs).astype(np.int64))
-        order = np.random.default_rng(0).permutation(len(rows))
-        fetched = matrix.fetch(rows)
-        out = np.empty((len(rows), n_vars), dtype=values.dtype)
-        fetched.gather(order, out=out)
-        np.testing.assert_array_equal(out, dense(values)[rows][order], err_msg=name)
-
-
-@given(draws=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
-def test_any_rows_of_any_matrix_are_those_that_anndata_reads(written: Opened, draws: list[float]) -> None:
-    assert_rows_equal(*written, draws)
-
-
-def test_every_row_of_a_real_file_and_scattered_ones_are_those_that_anndata_reads(real: Opened) -> None:
-    n_obs = real[0].n_obs
-    assert_rows_equal(*real, (np.arange(n_obs) / n_obs + 1e-9).tolist())
-    for n_rows in (0, 1, 7, 30):
-        assert_rows_equal(*real, np.random.default_rng(n_rows).random(n_rows).tolist())
 
 
 def assert_column_equal(column: pd.Series, array: np.ndarray, labels: list[Any] | None) -> None:
@@ -114,14 +65,6 @@ def assert_column_equal(column: pd.Series, array: np.ndarray, labels: list[Any] 
         np.testing.assert_array_equal(array == -1, missing)
         decoded, known = np.array([*labels, None], dtype=object)[array], ~missing
     assert decoded[known].tolist() == column.to_numpy(dtype=object)[known].tolist()
-
-
-def test_every_obs_column_of_every_kind_survives_being_written_and_encoded(written: Opened) -> None:
-    opened, _ = written
-    original = make_adata(has_everything=True).obs
-    assert list(opened.obs.columns) == list(original.columns)
-    for name in original.columns:
-        assert_column_equal(original[name], *encode_column(opened.obs[name]))
 
 
 def test_every_batch_of_a_real_file_holds_the_rows_it_names(real: Opened) -> None:
@@ -159,17 +102,6 @@ def assert_batches_equal(opened: ad.AnnData, expected: ad.AnnData, batch_size: i
         for name, tensor in batch.obs.items():
             np.testing.assert_array_equal(tensor.numpy(), columns[name][0][rows])
     assert sorted(seen) == list(range(expected.n_obs))
-
-
-def test_the_rows_that_a_hook_reads_are_those_that_anndata_reads(real: Opened) -> None:
-    opened, expected = real
-    rows = np.array([7, 0, 3, 3])
-    got = AnnDataView(opened)[rows]
-    if expected.X is not None:
-        np.testing.assert_array_equal(dense(got.X), dense(expected.X)[rows])
-    assert got.obs.astype(str).to_numpy().tolist() == expected.obs.iloc[rows].astype(str).to_numpy().tolist()
-    for name in expected.obsm:
-        np.testing.assert_array_equal(dense(got.obsm[name]), dense(expected.obsm[name])[rows])
 
 
 # Large values of each type, and small ones that reveal a wrong sign or a lost fraction.
