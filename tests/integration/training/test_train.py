@@ -13,7 +13,7 @@ import torch
 
 import dasksc
 from dasksc import InputError
-from dasksc.train import Config, fit, load_model
+from dasksc.train import Config, load_model
 from dasksc.train.data import make_datasets
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
@@ -262,31 +262,6 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     assert set(controls) - set(held_out.tolist()), "controls of validation may be any of the atlas"
 
 
-def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
-    obs = dasksc.open(atlas).obs
-    common = obs["cell_type"].value_counts().index[0]
-    raw["data"]["validation"] = {
-        "conditions": ["plate", "cell_type"],
-        "hold_out": {"plate": ["plate_0", "plate_3"]},
-        "few_shot": 0.25,
-        "control": {"cell_type": common},
-        "seed": 2,
-    }
-    loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
-    held = np.concatenate([batch["index"].numpy() for batch in loaders.validation])
-    trained = loaders.training.strategy.indices
-    np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
-    assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
-    assert common not in set(obs["cell_type"].iloc[held])
-    table = loaders.split_table
-    assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
-    assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
-    messages: list[str] = []
-    fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
-    (line,) = [line for line in messages if "held out" in line]
-    assert [row.split()[0] for row in line.splitlines()[-6:]] == sorted(set(obs["plate"]))
-
-
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
     adata = dasksc.open(atlas)
     raw["data"] |= {"filter": "plate in ['plate_0', 'plate_1', 'plate_2']"}
@@ -392,19 +367,6 @@ def test_two_batches_with_unlike_numbers_of_labels_are_one_of_twice_the_size(raw
     assert first["cells_per_s"] > 0
     assert first["gradient_norm"] == 0
     assert second["loss"] > 1
-
-
-def test_validation_weights_batches_by_their_number_of_labels(raw, half_labelled, atlas):
-    raw["data"] |= {"path": {"own": str(atlas), "half": str(half_labelled)}, "open": {"label": "file"}}
-    report = train(raw, data__validation={"conditions": "file", "hold_out": {"file": ["half"]}}, training__max_epochs=1)
-    labelled = np.flatnonzero(dasksc.open(half_labelled).obs["cell_type"].notna())
-    strategy = dasksc.Streaming(labelled)
-    (whole,) = dasksc.scDataset(str(half_labelled), strategy, len(labelled), 1, obs=["cell_type"], seed=0)
-    with torch.no_grad():
-        outputs = load_model(report.model)(whole)
-    assert report.figures["validation_loss"] == pytest.approx(outputs["loss"].item(), rel=1e-5)
-    assert report.figures["validation_accuracy"] == pytest.approx(outputs["accuracy"].item())
-    assert "n" not in report.figures
 
 
 def test_the_variational_loss_equals_the_error_if_the_posterior_is_the_prior():
