@@ -472,9 +472,6 @@ def test_categories_of_several_types_are_no_labels(tmp_path: Path, columns: Any)
         lambda: len(dasksc.scDataset(adata, dasksc.ClassBalancedSampling(label_key="kind"), seed=0)),
         lambda: dasksc.statistics(adata, by="kind"),
         lambda: dasksc.split(adata, by="kind"),
-        lambda: dasksc.split(adata, groups=["kind", "n"]),
-        lambda: dasksc.split(adata, stratify="kind"),
-        lambda: dasksc.split(adata, conditions=["kind"], fractions=(0.5, 0.5)),
         lambda: dasksc.ClassBalancedSampling(np.array([*columns[0], *columns[1]], dtype=object)).get_len(adata),
         lambda: dasksc.ClassBalancedSampling(
             da.from_array(np.array([*columns[0], *columns[1]], dtype=object), chunks=2)

@@ -236,8 +236,7 @@ def conditions_of(obs: pd.DataFrame, rows: np.ndarray) -> set[tuple[str, str]]:
 
 def check_condition_parts(obs: pd.DataFrame, parts: dict[str, np.ndarray], rows: np.ndarray) -> None:
     """Check that each row and each condition is in exactly one part, and all controls in the first."""
-    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 and len(part) for part in parts.values())
-    np.testing.assert_array_equal(np.sort(np.concatenate(list(parts.values()))), rows)
+    check_parts(parts, rows)
     seen = [conditions_of(obs, part) for part in parts.values()]
     assert sum(map(len, seen)) == len(set().union(*seen))
     for part in list(parts.values())[1:]:
