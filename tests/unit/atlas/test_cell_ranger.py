@@ -188,7 +188,6 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
     [
         ("shape", np.array([20, 61]), r"indptr has shape \(61,\)"),
         ("shape", np.array([20, -1]), "shape"),
-        ("shape", np.array([20, 60, 1]), "shape"),
         ("shape", np.array([20.0, 60.0]), "shape"),
         ("shape", np.array(["20", "60"], dtype="S"), "shape"),
         ("shape", np.array([2**40, 60]), r"columns"),
@@ -199,8 +198,6 @@ def _with(path: Path, name: str, value: Any, **options: Any) -> None:
         ("features/name", np.array([b"a"] * 19), "different lengths"),
         ("filtered_barcodes", np.array([b"x"] * 60), "filtered_barcodes.*dtype"),
         ("features/id", None, r"lacks id"),
-        ("features/name", None, r"lacks name"),
-        ("features/feature_type", None, r"lacks feature_type"),
         ("indices", np.zeros(3, dtype=np.int64), "the same length"),
         ("indptr", np.zeros(61), "integers are needed"),
         ("data", np.array([b"1"] * 3), "holds"),

@@ -268,12 +268,8 @@ def test_atlases_without_a_common_variable_are_refused_with_both_kinds_of_names(
     ensembl = np.array([f"ENSG{i}" for i in range(40)])
     of_symbols = [write(atlas(i, 5, GENES), tmp_path / f"symbols{i}", "plain") for i in range(2)]
     other = write(atlas(1, 4, ensembl), tmp_path / "ensembl", "plain")
-    match = "'symbols0'.*'gene0'.*'ensembl'"
-    for opened in (dasksc.open, lambda paths: dasksc.scDataset(paths, dasksc.Streaming(), 4)):
-        with pytest.raises(InputError, match=match):
-            opened([*of_symbols, other])
-    with pytest.raises(InputError, match="no variable in common"):
-        dasksc.convert([*of_symbols, other], tmp_path / "all.zarr")
+    with pytest.raises(InputError, match="'symbols0'.*'gene0'.*'ensembl'"):
+        dasksc.open([*of_symbols, other])
     assert dasksc.open([of_symbols[0], other], join="outer").shape == (9, 80)
 
 

@@ -254,29 +254,42 @@ def test_a_file_that_is_no_vocabulary_is_refused_with_what_it_holds(tmp_path, na
         Vocabulary.read(tmp_path / name)
 
 
-def test_a_vocabulary_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MissingPathError, match="none.json"):
-        RankTokens(GENES, vocabulary=tmp_path / "none.json")
+def batch_with_nan() -> Batch:
+    X = torch.ones(2, N_GENES)
+    X[1, 3] = torch.nan
+    return Batch(X=X, index=torch.tensor([30, 31]))
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("use", "error", "fact"),
     [
-        (lambda: RankTokens("CD4"), r"genes='CD4'.*genes=\['CD4'\]"),
-        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), "AnnData.*adata.var_names"),
-        (lambda: ValueBins(pd.DataFrame(index=GENES)), "DataFrame.*var.index"),
-        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), "dasksc.tokens.Vocabulary"),
-        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), "medians is a dict; give an array"),
+        (lambda: RankTokens("CD4"), WrongTypeError, r"genes=\['CD4'\]"),
+        (lambda: RankTokens(ad.AnnData(np.ones((2, 3)))), WrongTypeError, "adata.var_names"),
+        (lambda: ValueBins(pd.DataFrame(index=GENES)), WrongTypeError, "var.index"),
+        (lambda: RankTokens(GENES, vocabulary={"CD4": 0}), WrongTypeError, "dasksc.tokens.Vocabulary"),
+        (lambda: RankTokens(GENES, vocabulary="none.json"), MissingPathError, "none.json"),
+        (lambda: RankTokens(GENES, medians={"CD4": 1.0}), WrongTypeError, "medians"),
+        (lambda: RankTokens(GENES, medians=[1.0]), InputError, r"\(1,\)"),
+        (lambda: RankTokens(GENES, medians=[0.0] * 9), InputError, "above 0"),
+        (lambda: RankTokens(["a", "b", "a"]), InputError, "'a'.*var_names_make_unique"),
+        (lambda: RankTokens(GENES, max_genes=0), InputError, "max_genes"),
+        (lambda: RankTokens(GENES, mask_ratio=1.0), InputError, r"mask_ratio=1.0 .* \[0, 1\)"),
+        (lambda: RankTokens(GENES, mask_ratio="0.15"), InputError, "mask_ratio='0.15'"),
+        (lambda: RankTokens(GENES, keep_ratio=-0.1), InputError, r"keep_ratio=-0.1 .* \[0, 1\]"),
+        (lambda: RankTokens(GENES, random_replace_ratio=0.6, keep_ratio=0.5), InputError, "0.6.*keep_ratio=0.5"),
+        (lambda: RankTokens(GENES, prepend_cls="no"), InputError, "prepend_cls.*'no'"),
+        (lambda: RankTokens(GENES, missing="ignore"), InputError, "'error'.*'drop'"),
+        (lambda: RankTokens(GENES, padding=True), InputError, "padding"),
+        (lambda: RankTokens(GENES, seed=-1), InputError, "seed"),
+        (lambda: RankTokens(GENES)(Batch(X=torch.ones(2, 4), index=torch.arange(2))), InputError, "4 .* 9 "),
+        (lambda: RankTokens(GENES)(batch_with_nan()), InputError, "row 31 .*NaN"),
+        (lambda: RankTokens(GENES)({"X": torch.ones(2, N_GENES)}), InputError, "transform="),
+        (lambda: dasksc.scDataset(np.ones((4, 9)), batch_transform=RankTokens(GENES)), InputError, "batch_transform="),
     ],
 )
-def test_other_types_of_genes_vocabularies_and_medians_raise(make, message):
-    with pytest.raises(WrongTypeError, match=message):
-        make()
-
-
-def test_a_tokenizer_used_as_a_hook_raises_with_advice():
-    with pytest.raises(InputError, match="batch_transform=.* transform="):
-        dasksc.scDataset(ad.AnnData(np.ones((4, 9))), batch_size=2, batch_transform=RankTokens(GENES), seed=0)
+def test_what_makes_no_tokens_is_refused(use, error, fact):
+    with pytest.raises(error, match=fact):
+        use()
 
 
 def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
@@ -289,45 +302,6 @@ def test_genes_that_the_vocabulary_lacks_are_counted_and_named_or_dropped():
         assert made.attention_mask.tolist() == [[True, True], [False, False]]
     with pytest.raises(MissingKeyError, match="IDs"):
         RankTokens(GENES, vocabulary=Vocabulary.of_genes(["other"]), missing="drop")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_genes": 0}, "max_genes"),
-        ({"mask_ratio": 1.0}, r"mask_ratio=1.0 .* \[0, 1\)"),
-        ({"mask_ratio": "0.15"}, r"mask_ratio='0.15' .* \[0, 1\)"),
-        ({"mask_ratio": None}, r"mask_ratio=None .* \[0, 1\)"),
-        ({"keep_ratio": -0.1}, r"keep_ratio=-0.1 .* \[0, 1\]"),
-        ({"random_replace_ratio": 0.6, "keep_ratio": 0.5}, "ratio=0.6.*keep_ratio=0.5"),
-        ({"prepend_cls": "no"}, "prepend_cls.*'no'"),
-        ({"missing": "ignore"}, "'error'.*'drop'"),
-        ({"padding": True}, "padding must be"),
-        ({"medians": [1.0]}, r"\(1,\)"),
-        ({"medians": [0.0] * 9}, "above 0"),
-        ({"seed": -1}, "seed must be"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_refused(options, message):
-    with pytest.raises(InputError, match=message):
-        RankTokens(GENES, **options)
-
-
-def test_names_that_are_there_twice_are_refused():
-    with pytest.raises(InputError, match="'a'.*var_names_make_unique"):
-        RankTokens(["a", "b", "a"])
-
-
-def test_a_batch_of_other_columns_or_with_nan_is_refused():
-    tokens = RankTokens(GENES)
-    with pytest.raises(InputError, match="4 .* 9 "):
-        tokens(Batch(X=torch.ones(2, 4), index=torch.arange(2)))
-    X = torch.ones(2, N_GENES)
-    X[1, 3] = torch.nan
-    with pytest.raises(InputError, match="row 31 of X holds NaN"):
-        tokens(Batch(X=X, index=torch.tensor([30, 31])))
-    with pytest.raises(InputError, match=r"scDataset\(transform="):
-        tokens({"X": X})
 
 
 @pytest.fixture(scope="module")
