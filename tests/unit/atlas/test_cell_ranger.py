@@ -110,23 +110,6 @@ def test_features_are_chosen_as_scanpy_chooses_them(v3: Path, options: Any, of_s
     assert opened.n_vars == n_vars
 
 
-@pytest.mark.parametrize("layout", ["dense", "csr"])
-@pytest.mark.parametrize("options", [{}, {"feature_types": PROTEINS}, {"genome": "mm10"}])
-@pytest.mark.parametrize("mmap", ["auto", False])
-def test_batches_equal_those_of_the_h5ad(tmp_path: Path, v3: Path, options: Any, layout: Any, mmap: Any) -> None:
-    opened = dasksc.open(v3, mmap=mmap, **options)
-    expected = scanpys(v3, scanpys(v3).var["gene_ids"].isin(opened.var["gene_ids"]).to_numpy())
-    expected.var_names_make_unique()
-    expected.write_h5ad(tmp_path / "same.h5ad")
-
-    def yielded(data: Any) -> list[Any]:
-        dataset = dasksc.scDataset(data, dasksc.BlockShuffling(4), batch_size=16, layout=layout, seed=1)
-        return [batch.to_dense().numpy() for batch in dataset]
-
-    for ours, theirs in zip(yielded(opened), yielded(tmp_path / "same.h5ad"), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 def test_several_files_are_one_atlas(tmp_path: Path) -> None:
     counts = [make_counts(30, 10, seed=1), make_counts(25, 10, seed=2)]
     for sample, one in zip("ab", counts, strict=True):
