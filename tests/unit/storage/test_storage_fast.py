@@ -341,19 +341,6 @@ def test_chunks_that_skipped_a_filter_are_read(random: Random, tmp_path: Path) -
     check_same(tmp_path / "x.h5ad", random)
 
 
-def test_an_array_read_the_slow_way_is_named_once_with_the_reason(
-    random: Random, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_h5(tmp_path / "x.h5ad", random, chunks=16, compression=32008)
-    with caplog.at_level(logging.INFO, "dasksc"):
-        matrix = open_matrix(tmp_path / "x.h5ad", "layers/dense")
-        matrix.fetch(np.arange(20))
-        matrix.fetch(np.arange(20))
-    (message,) = caplog.messages
-    assert "x.h5ad:/layers/dense is read through h5py" in message
-    assert "bitshuffle" in message
-
-
 def chunk_files(path: Path, name: str) -> list[Path]:
     return sorted(file for file in (path / name).rglob("*") if file.is_file() and file.name != "zarr.json")
 
