@@ -331,19 +331,6 @@ def as_lists(batches) -> list[tuple]:
     ]
 
 
-def test_a_data_set_yields_tokens_aligned_with_obs(path):
-    adata = ad.read_h5ad(path)
-    tokens = RankTokens(adata.var_names, max_genes=5)
-    dataset = dataset_of(path, tokens)
-    names = np.array(["", "", "", *adata.var_names])
-    for batch in dataset:
-        assert list(batch.obs["cell_type"]) == list(adata.obs["cell_type"].cat.codes.to_numpy()[batch.index])
-        for row, ids, mask in zip(batch.index, batch.input_ids, batch.attention_mask, strict=True):
-            cell = np.asarray(adata.X[int(row)].todense()).ravel().astype(np.float32)
-            best = [gene for gene in np.argsort(-cell, kind="stable") if cell[gene] != 0][:5]
-            assert names[ids[mask].numpy()].tolist() == adata.var_names[best].tolist()
-
-
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 def test_masks_are_the_same_after_a_resume(path, layout):
     tokens = ValueBins(dasksc.open(path).var_names, mask_ratio=0.4)
