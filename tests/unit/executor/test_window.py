@@ -347,22 +347,6 @@ def part(i: int) -> FetchedMatrices:
     return FetchedMatrices({"X": as_matrix(np.full((2, 3), i), "m").fetch(np.arange(2))})
 
 
-def test_a_fetch_is_ready_when_its_last_part_has_arrived() -> None:
-    window = FakeWindow([(i, part(i)) for i in range(6, 12)])
-    fetches = AssembledFetches(window, 3)
-    assert not fetches.is_ready()
-    window.n_arrived = 2
-    assert not fetches.is_ready()
-    assert len(window.results) == 4, "what is there is taken, so that the window goes on"
-    window.n_arrived = 2
-    assert fetches.is_ready()
-    k, fetched = next(iter(fetches))
-    assert k == 2
-    out = np.empty((6, 3))
-    fetched.parts["X"].gather(np.arange(6), out=out)
-    assert out[:, 0].tolist() == [6, 6, 7, 7, 8, 8]
-
-
 def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for() -> None:
     window = FakeWindow([(0, part(0)), (1, part(1)), (2, OSError("part 2")), (3, part(3))])
     window.n_arrived = 4

@@ -54,18 +54,6 @@ def expected(wanted: list[str], held: list[Any], dtype: str, *, drop: bool = Fal
     return np.stack(columns, axis=1)
 
 
-def test_names_of_another_column_of_var_are_matched_and_counted() -> None:
-    wanted = ["E5", "E9", "E2", "E1"]
-    matched = {"genes": wanted, "genes_missing": "zero", "genes_repeated": "sum", "genes_key": "key"}
-    dataset = dasksc.scDataset(atlas("csr", "uint8"), dasksc.Streaming(), N_OBS, layers=["half"], **matched)
-    (one,) = dataset
-    for tensor in (one.X, one.layers["half"]):
-        np.testing.assert_array_equal(tensor.numpy(), expected(wanted, KEYS, "uint8"))
-    match = dataset.gene_match
-    assert (match.names, match.missing) == (tuple(wanted), ("E9",))
-    assert (match.n_wanted, match.n_matched, match.n_summed) == (4, 3, 2)
-
-
 @given(
     data=st.data(),
     stored=st.sampled_from(["csr", "dense"]),

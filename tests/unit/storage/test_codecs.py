@@ -25,7 +25,7 @@ from dasksc.errors import CorruptDataError
 from dasksc.kernels import blosc, inflate
 from dasksc.kernels import zstd as zstd_kernels
 from dasksc.kernels.lzf import decode_lzf
-from dasksc.storage import chunked, codecs, open_matrix
+from dasksc.storage import chunked, open_matrix
 from dasksc.storage.codecs import (
     Blosc,
     Chain,
@@ -35,7 +35,6 @@ from dasksc.storage.codecs import (
     H5Lzf,
     Zstd,
     blosc_getitem,
-    codec_of_config,
     deflate_functions,
     zstd,
     zstd_functions,
@@ -111,15 +110,6 @@ def test_checksums_are_of_the_whole_and_always_checked(name: str, part: bool) ->
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     with pytest.raises(Exception):  # noqa: B017 - of whatever kind
         chain.decode(bytes(wrong), shape=(N,), skipped=0, rows=(0, 10 if part else N))
-
-
-@pytest.mark.parametrize("codec", [Deflate(wbits=15), Deflate(wbits=31), Zstd()], ids=["zlib", "gzip", "zstd"])
-def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
-    crc = numcodecs.CRC32()
-    encode = {15: zlib.compress, 31: gzip.compress}.get(getattr(codec, "wbits", 0), zstd_chunk)
-    chain = Chain(codecs=(codec_of_config(crc.get_config()), codec), dtype=np.dtype(np.int32))
-    stored = encode(crc.encode(VALUES).tobytes())
-    np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=(5, 9)), VALUES[5:9])
 
 
 @given(st.lists(st.integers(0, 255), min_size=40, max_size=4000), st.integers(1, 64), st.integers(0, 9))
@@ -261,16 +251,6 @@ def test_corrupt_zstandard_chunks_write_nothing_outside(data: st.DataObject) -> 
         stored[data.draw(st.integers(0, len(stored) - 1))] = data.draw(st.integers(0, 255))
     failed, _ = decode_pieces([bytes(stored)], [0, 0], [0, 70_000], [40, 80_000], 80_000, decode_zstd)
     assert failed in (-1, 0)
-
-
-@pytest.mark.parametrize("rows", [(0, 1), (17, 70_003)], ids=str)
-def test_parts_of_zstandard_chunks_need_no_functions_of_the_library(
-    monkeypatch: pytest.MonkeyPatch, rows: tuple[int, int]
-) -> None:
-    monkeypatch.setattr(codecs, "zstd_functions", lambda: None)
-    chain = Chain(codecs=(Zstd(),), dtype=np.dtype(np.int32))
-    found = chain.decode(zstd_chunk(VALUES), shape=(N,), skipped=0, rows=rows)
-    np.testing.assert_array_equal(found, VALUES[slice(*rows)])
 
 
 @needs_getitem
