@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -320,42 +319,19 @@ def test_joined_fetches_gather_as_one(layout: str) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-class FakeWindow:
-    """Window whose results arrive when a test increases ``n_arrived``."""
-
-    def __init__(self, results: list[Any]) -> None:
-        self.results = deque(results)
-        self.n_arrived = 0
-
-    def next_is_done(self) -> bool:
-        return self.n_arrived > 0 or not self.results
-
-    def __iter__(self) -> Any:
-        return self
-
-    def __next__(self) -> Any:
-        if not self.results:
-            raise StopIteration
-        self.n_arrived -= 1
-        i, result = self.results.popleft()
-        if isinstance(result, Exception):
-            raise result
-        return i, result
-
-
 def part(i: int) -> FetchedMatrices:
     return FetchedMatrices({"X": as_matrix(np.full((2, 3), i), "m").fetch(np.arange(2))})
 
 
-def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for() -> None:
-    window = FakeWindow([(0, part(0)), (1, part(1)), (2, OSError("part 2")), (3, part(3))])
-    window.n_arrived = 4
-    fetches = AssembledFetches(window, 2)
-    results = iter(fetches)
-    assert next(results)[0] == 0
-    assert fetches.is_ready()
-    with pytest.raises(OSError, match="part 2"):
-        next(results)
+def test_the_error_of_a_part_comes_when_its_fetch_is_asked_for(any_scheduler: Any) -> None:
+    def fetch(k: int) -> FetchedMatrices:
+        return part(fail_at_5(k))
+
+    with Window(fetch, range(9), name="w", depth=4, scheduler=any_scheduler) as window:
+        results = iter(AssembledFetches(window, 3))
+        assert next(results)[0] == 0
+        with pytest.raises(FetchError):
+            next(results)
 
 
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
