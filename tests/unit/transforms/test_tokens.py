@@ -74,9 +74,7 @@ def binned(cell: list[float], ids: list[int], n_bins: int, key: int) -> list[tup
 
 def keys_of(seed: int, epoch: int, rows: list[int]) -> list[int]:
     (key,) = np.random.SeedSequence(seed, spawn_key=(epoch, 5)).generate_state(1, np.uint64).tolist()
-    for row in rows:
-        key = twins.mix(key ^ twins.mix(row))
-    return [twins.stream(key, i) for i in range(len(rows))]
+    return twins.row_keys(key, rows)
 
 
 def chosen(key: int, n: int, k: int) -> list[int]:
