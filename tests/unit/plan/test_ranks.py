@@ -85,24 +85,6 @@ def test_ranks_in_different_epochs_stop_before_the_first_batch():
     assert "rank 0 reads epoch 0 and rank 1 reads epoch 5" in str(error)
 
 
-def test_a_rank_that_reads_a_batch_alone_is_noticed_by_the_other():
-    both = Barrier(2)
-
-    def act(rank, store):
-        one = rank_of(rank, 2, store)
-        if rank == 0:
-            next(iter(one))
-            both.wait()
-        else:
-            batches = iter(one)
-            next(batches)
-            both.wait()
-            next(batches)
-
-    error = raised(on_ranks(2, act))
-    assert "rank 0 stopped iteration 0 over this data set after 1 batches; rank 1 continued after batch 1" in str(error)
-
-
 @pytest.mark.parametrize(("n_batches", "expected"), [(3, "stopped it after 3"), (None, "read it to the end")])
 def test_a_rank_that_stops_at_another_batch_causes_one_warning(n_batches, expected, caplog):
     both = Barrier(2)
