@@ -13,7 +13,7 @@ import torch
 
 import dasksc
 from dasksc import InputError
-from dasksc.train import Config, load_model
+from dasksc.train import Config, fit, load_model
 from dasksc.train.data import make_datasets
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
@@ -268,6 +268,10 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     held = sum(len(batch["X"]) for batch in loaders.validation)
     assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
+    messages: list[str] = []
+    fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
+    (line,) = [line for line in messages if "held out" in line]
+    assert "plate_0" in line
 
 
 @pytest.mark.parametrize("missing", ["zero", "drop"])

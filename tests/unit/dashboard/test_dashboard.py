@@ -91,12 +91,33 @@ def test_reports_of_a_rank_equal_its_stats(cluster, client, atlas):
     assert 0 < report["read_s"] <= report["fetch_s"]
 
 
+def test_two_data_sets_of_one_file_are_told_apart_and_an_epoch_left_early_too(cluster, client, atlas):
+    dashboard.install(client)
+    training, validation = dataset(atlas, client), dataset(atlas, client)
+    for _ in training:
+        break
+    for _ in range(2):
+        list(validation)
+    reports = {report["epoch"]: report for report in loaders(cluster)}
+    assert set(reports) == {0, 1}
+    assert reports[0]["n_batches_left"] == len(training) - 1
+    assert reports[1]["n_batches_left"] == 0
+    assert all(report["has_ended"] for report in reports.values())
+
+
 def test_nothing_is_left_of_a_rank_whose_client_is_gone(cluster, client, atlas):
     dashboard.install(client)
     with distributed.Client(cluster, set_as_default=False) as leaving:
         list(dataset(atlas, leaving))
         assert len(loaders(cluster)) == 1
     assert eventually(lambda: loaders(cluster) == [])
+
+
+def test_reports_can_be_turned_off(cluster, client, atlas):
+    dashboard.install(client)
+    with dask.config.set({"dasksc.report-interval": None}):
+        list(dataset(atlas, client))
+    assert loaders(cluster) == []
 
 
 def test_dasks_own_configuration_installs_the_page():
@@ -123,6 +144,16 @@ def test_a_scheduler_of_the_command_line_preloads_the_page(tmp_path):
     finally:
         process.terminate()
         process.wait()
+
+
+def test_a_scheduler_starts_without_the_page_if_its_version_lacks_a_part(monkeypatch, caplog):
+    def missing(*_):
+        raise AttributeError("no attribute 'http_application'")
+
+    monkeypatch.setattr("dasksc.dashboard.add_pages", missing)
+    with distributed.LocalCluster(**ON_LOOPBACK) as cluster:
+        dashboard.dask_setup(cluster.scheduler)
+    assert "http_application" in caplog.text
 
 
 def test_dataloader_workers_are_rows_of_their_own_and_go_when_they_end(atlas):

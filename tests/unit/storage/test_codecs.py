@@ -35,6 +35,7 @@ from dasksc.storage.codecs import (
     H5Lzf,
     Zstd,
     blosc_getitem,
+    codec_of_config,
     deflate_functions,
     zstd,
     zstd_functions,
@@ -110,6 +111,15 @@ def test_checksums_are_of_the_whole_and_always_checked(name: str, part: bool) ->
     chain = Chain(codecs=(codec,), dtype=np.dtype(np.int32))
     with pytest.raises(Exception):  # noqa: B017 - of whatever kind
         chain.decode(bytes(wrong), shape=(N,), skipped=0, rows=(0, 10 if part else N))
+
+
+@pytest.mark.parametrize("codec", [Deflate(wbits=15), Deflate(wbits=31), Zstd()], ids=["zlib", "gzip", "zstd"])
+def test_bytes_added_by_another_codec_are_decoded_too(codec: Codec) -> None:
+    crc = numcodecs.CRC32()
+    encode = {15: zlib.compress, 31: gzip.compress}.get(getattr(codec, "wbits", 0), zstd_chunk)
+    chain = Chain(codecs=(codec_of_config(crc.get_config()), codec), dtype=np.dtype(np.int32))
+    stored = encode(crc.encode(VALUES).tobytes())
+    np.testing.assert_array_equal(chain.decode(stored, shape=(N,), skipped=0, rows=(5, 9)), VALUES[5:9])
 
 
 @given(st.lists(st.integers(0, 255), min_size=40, max_size=4000), st.integers(1, 64), st.integers(0, 9))

@@ -223,6 +223,24 @@ def test_a_long_indptr_is_never_read_whole(written: Path, monkeypatch: pytest.Mo
     check_matrix(matrix, values_of(atlas(), "X"))
 
 
+def test_indices_of_an_unusual_integer_type_are_read(h5ad: Path) -> None:
+    with h5py.File(h5ad, "r+") as file:
+        for name in ("indices", "indptr"):
+            values = file[f"X/{name}"][:]
+            del file[f"X/{name}"]
+            file[f"X/{name}"] = values.astype("uint64")
+    out = np.empty((N_OBS, N_VARS), dtype=np.float32)
+    open_matrix(h5ad, "X").fetch(np.arange(N_OBS)).gather(np.arange(N_OBS), out=out)
+    np.testing.assert_array_equal(out, values_of(atlas(), "X"))
+
+
+def test_big_endian_arrays_are_read(tmp_path: Path) -> None:
+    expected = random_dense()
+    with h5py.File(tmp_path / "big.h5ad", "w") as file:
+        file["X"] = expected.astype(">f4")
+    check_matrix(open_matrix(tmp_path / "big.h5ad", "X"), expected)
+
+
 @pytest.mark.parametrize(
     "convert",
     [
