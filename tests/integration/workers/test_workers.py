@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import islice
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dasksc import BlockShuffling, scDataset
+from dasksc import BlockShuffling, FetchError, scDataset
 from tests.support.data import make_adata, write_store
 
 N_OBS = 203
@@ -128,3 +130,23 @@ def test_hooks_that_are_lambdas_reach_workers_that_each_epoch_spawns_anew(path, 
     for epoch in epochs[:2]:
         expected = [scale * values[list(batch)].sum() for batch in epoch]
         assert list(loader) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_iteration_begun_before_a_fork_raises_in_the_child(path):
+    for one in (
+        dataset(path),
+        dataset(path, layout="csr"),
+        scDataset(np.arange(N_OBS), BlockShuffling(4), 8, 2, seed=0),
+    ):
+        iteration = iter(one)
+        next(iteration)
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            try:
+                next(iteration)
+            except FetchError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert len(list(iteration)) == len(one) - 1
