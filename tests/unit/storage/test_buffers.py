@@ -89,6 +89,15 @@ def test_freed_memory_returns_to_the_system_even_below_memory_in_use() -> None:
     del later
 
 
+def test_arrays_that_outlive_the_epoch_keep_their_values() -> None:
+    with recycled():
+        held = filled(1)
+    with recycled():
+        others = [filled(2) for _ in range(4)]
+        assert (held == 1).all()
+        del others
+
+
 def test_threads_never_share_what_they_hold() -> None:
     wrong = []
 
