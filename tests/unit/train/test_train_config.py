@@ -62,6 +62,7 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
         ({"training": {"max_epochs": 0}}, ["training.max_epochs=0", "at least 1"]),
         ({"training": {"optimizer": {"lr": "fast"}}}, ["training.optimizer.lr", "fast"]),
         ({"data": {"batch_size": 8}}, ["data.path"]),
+        ({"data": {"path": "a", "batch_size": True}}, ["data.batch_size", "True"]),
         ({"data": {"path": "a", "equal_ranks": False}}, ["data.equal_ranks", "False"]),
         ({"data": {"path": "a", "open": {"joint": "outer"}}}, ["data.open.joint", "data.open.join"]),
         ({"data": {"path": "a", "validation": {"share": 0.1, "hold_out": {"a": "b"}}}}, ["hold_out", "share"]),
