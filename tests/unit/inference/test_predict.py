@@ -97,16 +97,6 @@ def test_the_request_of_a_data_set_is_used_and_its_strategy_and_filter_are_not(a
     assert len(shuffled) < N_OBS // BATCH
 
 
-def test_a_dict_becomes_matrices_columns_and_categories(atlas, tmp_path):
-    model = Embedder()
-    predict(model.both, atlas, tmp_path / "emb.zarr", categories={"predicted": LABELS})
-    written, expected = read(tmp_path / "emb.zarr"), plain(model, atlas)
-    assert np.array_equal(written.obsm["X_emb"], expected)
-    assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
-    assert list(written.obs["predicted"].cat.categories) == LABELS
-    assert np.array_equal(written.obs["score"], expected.max(1))
-
-
 @pytest.mark.parametrize("kind", ["array", "anndata", "nameless", "hooks"])
 def test_any_collection_is_read(kind, atlas, tmp_path):
     adata = make_adata(N_OBS, N_VARS, layout="dense")
@@ -255,6 +245,7 @@ def test_a_store_gets_further_keys_in_its_own_order(store, tmp_path):
         expected = plain(model, store)
         assert np.array_equal(np.asarray(written.obsm["X_emb"]), expected)
         assert list(written.obs["predicted"]) == [LABELS[i] for i in expected[:, :3].argmax(1)]
+        assert np.array_equal(written.obs["score"], expected.max(1))
         assert list(written.obs.columns)[-2:] == ["predicted", "score"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["atlas.h5ad", "store.zarr"]
     with pytest.raises(InputError, match="'obsm/X_emb'"):

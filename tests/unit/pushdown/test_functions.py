@@ -198,12 +198,6 @@ def test_functions_of_values_share_places(kind: Any) -> None:
     same(x, ordered(kind))
 
 
-def test_duplicates_are_summed_first() -> None:
-    result = for_blocks(np.log1p)(unordered())
-    same(result, np.log1p(unordered()))
-    assert result[0, 3] == np.log1p(np.float32(4))
-
-
 @pytest.mark.parametrize("op", [operator.truediv, operator.mul])
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("allow", [True, False])

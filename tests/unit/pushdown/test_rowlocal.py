@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 import scanpy as sc
 import scipy.sparse as sp
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import dasksc
@@ -173,11 +171,6 @@ def assert_rows_are_right(layout: str, name: str, draws: NDArray[np.float64]) ->
 def test_rows_of_row_local_code_are_those_of_the_computed_array(layout: str, name: str) -> None:
     for n_rows in (0, 9, 90):
         assert_rows_are_right(layout, name, np.random.default_rng(n_rows).random(n_rows))
-
-
-@given(code=st.sampled_from(LOCAL), draws=st.lists(st.floats(0, 1, exclude_max=True), max_size=30))
-def test_any_rows_of_row_local_code_are_those_of_the_computed_array(code: tuple[str, str], draws: list[float]) -> None:
-    assert_rows_are_right(*code, np.array(draws))
 
 
 MIXING: dict[str, Callable[[da.Array], da.Array]] = {
