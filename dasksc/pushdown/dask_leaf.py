@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -48,26 +47,13 @@ def to_dask(matrix: Matrix, *, chunk_rows: int | None = None, token: str | None 
     return add_reductions(array)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class MatrixRows:
     """Matrix with the indexing of an array, for the graphs of `to_dask` and for hooks."""
 
-    matrix: Matrix
+    ndim = 2
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        return self.matrix.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Data type of the values."""
-        return self.matrix.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions, always 2."""
-        return 2
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix, self.shape, self.dtype = matrix, matrix.shape, matrix.dtype
 
     def __len__(self) -> int:
         return self.matrix.shape[0]
