@@ -54,16 +54,16 @@ def matched_controls(
     # `block_size` rows on average; otherwise, controls are drawn one by one.
     keys, n_keys = combined_codes(match, slice(None), len(is_control))
     positions = np.flatnonzero(is_control[source.selector])
-    rows, of_target = source.rows(positions), keys[targets.selector]
+    rows = source.rows(positions)
     # The last entry of each table is that of code -1.
     is_wanted, is_found = np.zeros((2, n_keys + 1), dtype=np.bool_)
-    is_wanted[of_target[codes >= 0]] = True
+    is_wanted[keys[targets.selector][codes >= 0]] = True
     is_found[keys[rows]] = True
     used = np.flatnonzero((is_wanted & is_found)[:-1])
     pool_of_key = np.full(n_keys + 1, -1, dtype=np.min_scalar_type(-max(1, len(used))))
     pool_of_key[used] = np.arange(len(used))
     pools = pool_of_key[keys]
-    is_unmatched = (codes >= 0) & (pool_of_key[of_target] < 0)
+    is_unmatched = (codes >= 0) & (pools[targets.selector] < 0)
     if not drops_unmatched and is_unmatched.any():
         raise _unmatched_error(match, targets.rows(np.flatnonzero(is_unmatched)))
     of_control = pools[rows]
