@@ -341,7 +341,6 @@ GLOBAL: dict[str, tuple[Callable[[da.Array], da.Array], int]] = {
     "the mean over rows": (lambda x: x - x.mean(axis=0), 60),
     "the largest value": (lambda x: x / x.max(), 60),
     "a score": (lambda x: (x - x.mean(axis=0)) / (x - x.mean(axis=0)).std(axis=0), 60),
-    "several, of parts": (lambda x: da.concatenate([x[:30] - x.mean(axis=0), x[30:] - x.max()]), 60),
 }
 
 
@@ -356,4 +355,3 @@ def test_what_all_row_chunks_need_is_computed_once(
     assert counts == [n_rows + 15, 15, 15]
     (record,) = caplog.records
     assert ".mean(axis=0).compute()" in record.getMessage()
-    assert "fewer rows per chunk" not in record.getMessage()

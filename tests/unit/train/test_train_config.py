@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import dasksc
 from dasksc import InputError, MissingPathError, World
-from dasksc.plan.named import STRATEGIES
+from dasksc.plan.named import SHORT_NAMES
 from dasksc.train import Config
 from dasksc.train.config import created, found
 from dasksc.train.loop import factor_at
@@ -48,7 +49,10 @@ def test_the_data_section_accepts_all_arguments_of_open_and_scdataset():
     # a training may open others for validation and prediction.
     opened = set(inspect.signature(dasksc.open).parameters) - {"data", "names", "attach", "obs", "mmap"}
     assert opened == data["open"].keys()
-    assert {name: f"dasksc:{cls.__name__}" for name, cls in STRATEGIES.items()} == NAMES
+    named = dict(SHORT_NAMES)
+    for name in ("Streaming", "BlockShuffling", "BlockWeightedSampling", "ClassBalancedSampling", "CellSets"):
+        named[name] = named[re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()] = getattr(dasksc, name)
+    assert {name: f"dasksc:{cls.__name__}" for name, cls in named.items()} == NAMES
 
 
 @pytest.mark.parametrize(
