@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 
 import dasksc
@@ -19,16 +18,15 @@ from dasksc.train.sections import STRATEGIES, TOKENIZERS
 __all__ = ["DataSets", "make_datasets", "opened", "tokens_of"]
 
 # Keys of the section `data` that are no arguments of scDataset.
-_OWN = {"path", "open", "strategy", "validation", "equal_ranks", "progress"}
+_OWN = {"path", "open", "strategy", "validation", "progress"}
 
 
 class DataSets(NamedTuple):
-    """Data sets of a training run, values that constructors of models may request, and the table of the split."""
+    """Data sets of a training run, and values that constructors of models may request."""
 
     training: scDataset
     validation: scDataset | None
     facts: dict[str, Any]
-    split_table: pd.DataFrame | None
 
 
 def opened(path: Any, data: Any, columns: list[str] | None = None, *, names: bool = False) -> Any:
@@ -55,16 +53,14 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     adata = opened(data.path, data, _columns(obs, data, weights))
     if isinstance(weights, str):
         strategy["weights"] = np.asarray(adata.obs[weights], dtype=np.float64)
-    held_out = table = None
+    held_out = None
     if split is not None:
         if "indices" in strategy:
             raise InputError(
                 "data.strategy.indices and data.validation both select the training rows; give one of them"
             )
         rows = None if data.filter is None else dasksc.rows_where(adata, data.filter)
-        parts = _split(adata, split, rows)
-        strategy["indices"], held_out = parts.values()
-        table = getattr(parts, "table", None)
+        strategy["indices"], held_out = _split(adata, split, rows).values()
         if isinstance(weights, str):
             strategy["weights"] = strategy["weights"][strategy["indices"]]
 
@@ -93,7 +89,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
         )
     facts = _facts(training, adata, label, tokens, options["genes"])
     if split is None:
-        return DataSets(training, None, facts, None)
+        return DataSets(training, None, facts)
 
     if training.gene_match is not None:
         options["genes"] = list(training.gene_match.names)
@@ -104,7 +100,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
             f"only {n_rows} rows are held out, fewer than the {validation.world_size} ranks; raise "
             "data.validation.share so that each rank has at least one row"
         )
-    return DataSets(training, validation, facts, table)
+    return DataSets(training, validation, facts)
 
 
 def _columns(obs: list[str], data: Any, weights: Any) -> list[str] | None:
