@@ -58,10 +58,6 @@ class ShardedArray:
     def n_shards(self) -> int:
         return -(-self.shape[0] // self.shard_rows) if math.prod(self.shape) else 0
 
-    @property
-    def shard_bytes(self) -> int:
-        return self.shard_rows * math.prod(self.shape[1:]) * self.dtype.itemsize
-
     def rows(self, k: int) -> tuple[int, int]:
         return k * self.shard_rows, min((k + 1) * self.shard_rows, self.shape[0])
 

@@ -90,10 +90,8 @@ class Copy:
         return all(array.path(k).exists() for array in self._arrays)
 
     @property
-    def remaining_bytes(self) -> int:
-        """Uncompressed size of the shards that have not been written."""
-        remaining = sum(not self.is_done(k) for k in range(self.n_shards))
-        return remaining * sum(array.shard_bytes for array in self._arrays)
+    def is_complete(self) -> bool:
+        return all(map(self.is_done, range(self.n_shards)))
 
     def __call__(self, k: int) -> None:
         with ExitStack() as stack:

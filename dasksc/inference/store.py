@@ -10,7 +10,6 @@ the index of its chunks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -24,7 +23,7 @@ import zarr
 from anndata.io import write_elem
 from numpy.typing import NDArray
 
-from dasksc.errors import DaskscError, InputError, StorageError
+from dasksc.errors import InputError, StorageError
 from dasksc.inference.model import Output, check_same
 from dasksc.inference.publishing import Names, complete_store, extend_store, metadata_of, require_same_cells
 from dasksc.output.elements import as_anndata_writes, is_node, shard_index
@@ -45,8 +44,6 @@ _CHUNK_BYTES = 2**18
 _HELD_BYTES = 2**22
 # Maximum number of cells with NaN that are listed.
 _NAMED = 5
-# Estimate of the disk space of the name of a cell.
-_NAME_BYTES = 24
 
 
 class Element(NamedTuple):
@@ -311,20 +308,6 @@ class PredictionStore(WorkFolder):
             if start > max(rows):
                 break
         return list(found.items())
-
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Turn errors of the operating system into errors that say what is needed."""
-        try:
-            yield
-        except DaskscError:
-            raise
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageError(f"{self.target} cannot be written: {error}") from error
-            n_rows = sum(stop - start for start, stop in map(self.rows, self.missing(0, self.n_units)))
-            needed = n_rows * sum(one.row_bytes for one in self.outputs) + _NAME_BYTES * self.n_obs
-            raise self.disk_full_error(error, needed_bytes=needed) from error
 
 
 class ShardWriter:
