@@ -238,7 +238,7 @@ class _Share:
             has_begun = False
             with predictor.inference():
                 for start, batch in self._batches(n_calls):
-                    returned = predictor(batch)
+                    returned = predictor.function(batch)
                     if start is not None:
                         n = min(batch_size, store.n_obs - start)
                         arrays = outputs.arrays(returned, n)

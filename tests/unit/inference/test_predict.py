@@ -289,8 +289,8 @@ OUTS = ("atlas.h5ad", "none.h5ad", "text", "text/emb.zarr", "folder", "s3://buck
 NAMES = ("_index", "zarr.json", ".hidden", "a/b", "a\\b", "a\0b", "..", "", "x" * 201, None)
 LABELLED: list[tuple[Any, type[Exception], str]] = [
     ("AB", WrongTypeError, "codes"),
-    ([], InputError, "no labels"),
-    (["A", "B", "A"], InputError, "'A' twice"),
+    ([], InputError, "one for each code"),
+    (["A", "B", "A"], InputError, "distinct labels"),
     (["A", 1], InputError, "text or all numbers"),
     (["A", None], InputError, "missing"),
     ([0.5, float("nan")], InputError, "missing"),
@@ -370,7 +370,7 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(stores, "sync", full)
-    with pytest.raises(StorageError, match="no space is left for .*more will be needed"):
+    with pytest.raises(StorageError, match="no space is left for .*Free some space"):
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
     monkeypatch.setattr(stores, "sync", lambda file: None)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
