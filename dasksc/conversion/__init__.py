@@ -21,7 +21,6 @@ from dasksc.conversion.tables import check_tables
 from dasksc.errors import WrongTypeError
 from dasksc.inspection.report import Report
 from dasksc.loader.genes import GeneRequest, Missing, Repeated
-from dasksc.output.progress_bars import require_tqdm
 from dasksc.output.work_folder import StoreWorkFolder
 from dasksc.readers.options import Openable, OpenOptions, names_given
 from dasksc.storage import Cache
@@ -163,8 +162,6 @@ def convert(
     if not isinstance(storage_options, Mapping | None):
         # The value may contain secrets, so the message gives only its type.
         raise WrongTypeError(f"storage_options must be a dict of options; got a {type(storage_options).__name__}")
-    if progress:
-        require_tqdm()
     options = OpenOptions(
         storage_options=dict(storage_options or {}),
         cache=Cache.of(cache),

@@ -258,7 +258,8 @@ def _depths(rng: np.random.Generator, batches: NDArray[Any] | None, n_obs: int, 
     of_batch = rng.normal(0, 0.1, codes.max() + 1)
     of_batch -= of_batch.mean()
     log = rng.normal(-0.035, 0.25, n_obs) + of_batch[codes]
-    return np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars)).astype(np.int32)
+    depths: NDArray[np.float64] = np.clip(np.exp(log) * _GENES_SEEN * n_vars, 1, max(1, 0.3 * n_vars))
+    return depths.astype(np.int32)
 
 
 def _type_profiles(rng: np.random.Generator, n_types: int, n_vars: int, n_markers: int) -> NDArray[np.float64]:

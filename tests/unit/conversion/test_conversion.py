@@ -17,8 +17,9 @@ import zarr
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc.conversion import converting, scanning, shards
+from dasksc.conversion import converting, scanning
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
+from dasksc.output import shards
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 

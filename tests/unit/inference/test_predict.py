@@ -23,8 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.inference import ranks
-from dasksc.inference import store as stores
 from dasksc.inspection.report import Report
+from dasksc.output import shards
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
@@ -369,10 +369,10 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
         if n_written > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stores, "sync", full)
+    monkeypatch.setattr(shards, "sync", full)
     with pytest.raises(StorageError, match="no space is left for .*Free some space"):
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    monkeypatch.setattr(stores, "sync", lambda file: None)
+    monkeypatch.setattr(shards, "sync", lambda file: None)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
 
 
