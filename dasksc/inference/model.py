@@ -235,4 +235,4 @@ def _labels(name: str, given: Any) -> list[Any]:
             f"categories[{name!r}] has labels such as {list(labels[:3])!r}; expected distinct labels, all text or all "
             "numbers, none missing, one for each code. The code -1 stands for a missing value"
         )
-    return labels.to_list()
+    return list(labels.to_list())

@@ -183,10 +183,7 @@ def rows_per_s(dataset: scDataset, seconds: float = 0.0) -> float:
 
 
 def _best_block(measured: Sequence[Mapping[str, float]], least: float) -> int:
-    """Return the smallest block size whose rate is close to the highest, among those that mix well enough.
-
-    If no block size reaches the diversity `least`, return the one that mixes best.
-    """
+    """Return the smallest block size with about the highest rate, of those that mix well enough or, if none, best."""
     mixed = [one for one in measured if one["diversity"] >= least] or [max(measured, key=lambda one: one["diversity"])]
     fastest = max(one["rows_per_s"] for one in mixed)
     return int(min(one["block_size"] for one in mixed if one["rows_per_s"] >= _FAST_ENOUGH * fastest))

@@ -183,8 +183,7 @@ class StoreWorkFolder(WorkFolder):
         if os.path.lexists(self.target) and not (overwrite and is_node(self.target)):
             raise InputError(
                 f"{self.target} was created by another process during the conversion, so it is not replaced. The "
-                f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again"
-                + (", or give overwrite=True (--overwrite)." if not overwrite else ".")
+                f"written data are kept in {self.folder}. Move {self.target} away and run the same conversion again."
             )
         # Killed tasks leave partial files behind.
         for leftover in list(self.store.rglob(".*.partial")):

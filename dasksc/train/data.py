@@ -126,11 +126,8 @@ def _split(adata: Any, split: Mapping[str, Any], rows: Any = None) -> dict[str, 
 
 
 def _each_once(strategy: SamplingStrategy, held_out: Any) -> SamplingStrategy:
-    """Return the strategy of validation, which draws each held-out row once.
-
-    If training uses `CellSets`, validation also draws sets, whose controls come from the whole atlas.
-    """
-    if isinstance(strategy, dasksc.CellSets):
+    """Return the strategy of validation, which draws each held-out row once."""
+    if isinstance(strategy, dasksc.CellSets):  # controls come from the whole atlas
         controls = None if strategy.control is None else slice(None)
         changes: dict[str, Any] = {"n_sets": None, "weights": "cells", "replace": False}
         return replace(strategy, indices=held_out, control_indices=controls, **changes)

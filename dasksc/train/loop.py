@@ -207,10 +207,7 @@ class _Run:
         self.epoch += not n_left
 
     def _take_step(self, group: list[Any], means: Means) -> dict[str, Any]:
-        """Compute the gradient of a step, update the parameters, and return metrics of the step.
-
-        Batches are weighted by ``n`` of the model output or, without it, by their number of rows.
-        """
+        """Take a step with batches weighted by ``n`` of the model or their number of rows; return metrics of it."""
         sizes = [batch_length(batch) for batch in group]
         # The sum of `n` over all ranks is known only after the last batch of the step; until then all ranks divide by
         # the same constant.
