@@ -71,7 +71,7 @@ def dask_setup(scheduler: Any) -> None:
 def _install_here(dask_scheduler: Any) -> tuple[str, int] | None:
     """Add the page to a scheduler in this process; return the host and port of its dashboard."""
     # The dashboard may be served under any prefix.
-    routes = {"loader": PageHandler, "loader.json": FiguresHandler}
+    routes: dict[str, type] = {"loader": PageHandler, "loader.json": FiguresHandler}
     handlers = [(rf"/(?:.*/)?{path}", handler, {"dask_server": dask_scheduler}) for path, handler in routes.items()]
     try:
         page_of(dask_scheduler)

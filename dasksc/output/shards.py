@@ -116,7 +116,7 @@ class ShardWriter:
     def _write_chunk(self) -> None:
         # Zarr stores edge chunks with their full shape.
         self._chunk[self._n_held :] = 0
-        encoded: Any = self._chunk.tobytes()
+        encoded: Any = self._chunk.reshape(-1).view(np.uint8)
         if self._array.shuffle is not None:
             shuffle = _SHUFFLES[self._array.shuffle]
             encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)

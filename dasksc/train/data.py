@@ -12,6 +12,7 @@ import torch
 
 import dasksc
 from dasksc import InputError, SamplingStrategy, scDataset
+from dasksc.loader.binding import reason_for_no_batches
 from dasksc.train.config import Config, created, found
 from dasksc.train.sections import STRATEGIES, TOKENIZERS
 
@@ -82,11 +83,7 @@ def make_datasets(config: Config, *, device: torch.device, rank: int = 0) -> Dat
     made: SamplingStrategy = created(strategy_class, strategy, what="data.strategy")
     training = scDataset(adata, made, progress=data.progress and rank == 0, **options)
     if not len(training):
-        raise InputError(
-            f"an epoch has no batch: with data.drop_last=true, {made.get_len(adata)} rows are too few for a batch of "
-            f"{data.batch_size} on every rank ({training.world_size} in total). Lower data.batch_size, or set "
-            "data.drop_last=false"
-        )
+        raise InputError(f"an epoch has no batch: {reason_for_no_batches(training.plan())}")
     facts = _facts(training, adata, label, tokens, options["genes"])
     if split is None:
         return DataSets(training, None, facts)

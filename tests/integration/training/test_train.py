@@ -120,7 +120,7 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
 
 
 def test_an_epoch_without_a_batch_is_refused(raw):
-    with pytest.raises(InputError, match="data.drop_last=true.*203.*256"):
+    with pytest.raises(InputError, match="203.*256.*drop_last=False"):
         train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True)
 
 
