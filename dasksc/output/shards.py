@@ -107,19 +107,21 @@ class ShardWriter:
         done = 0
         while done < len(rows):
             n = min(len(rows) - done, len(self._chunk) - self._n_held)
-            self._chunk[self._n_held : self._n_held + n] = rows[done : done + n]
-            self._n_held += n
+            part = rows[done : done + n]
             done += n
+            if n == len(self._chunk):  # not copied
+                self._write_chunk(np.ascontiguousarray(part, dtype=self._chunk.dtype))
+                continue
+            self._chunk[self._n_held : self._n_held + n] = part
+            self._n_held += n
             if self._n_held == len(self._chunk):
-                self._write_chunk()
+                self._write_chunk(self._chunk)
 
-    def _write_chunk(self) -> None:
-        # Zarr stores edge chunks with their full shape.
-        self._chunk[self._n_held :] = 0
-        encoded: Any = self._chunk.reshape(-1).view(np.uint8)
+    def _write_chunk(self, chunk: NDArray[Any]) -> None:
+        encoded: Any = chunk.reshape(-1).view(np.uint8)
         if self._array.shuffle is not None:
             shuffle = _SHUFFLES[self._array.shuffle]
-            encoded = blosc.compress(self._chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)
+            encoded = blosc.compress(chunk, _CODEC.encode(), _LEVEL, shuffle, _BLOCK_BYTES)
         self._file.write(encoded)
         self._chunks.append((self._n_bytes, len(encoded)))
         self._n_bytes += len(encoded)
@@ -127,7 +129,8 @@ class ShardWriter:
 
     def finish(self) -> None:
         if self._n_held:
-            self._write_chunk()
+            self._chunk[self._n_held :] = 0  # Zarr stores edge chunks with their full shape
+            self._write_chunk(self._chunk)
         n_absent = self._array.shard_rows // self._array.chunk_rows - len(self._chunks)
         index: bytes = np.array(self._chunks + [_ABSENT] * n_absent, dtype="<u8").tobytes()
         checksum: int = google_crc32c.value(index)
