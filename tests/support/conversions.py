@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 from numpy.typing import NDArray
 
-from dasksc.conversion import converting, shards, writing
+from dasksc.conversion import converting, writing
+from dasksc.output import shards
 from tests.support.data import dense, make_adata
 
 

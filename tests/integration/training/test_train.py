@@ -13,7 +13,7 @@ import torch
 
 import dasksc
 from dasksc import InputError
-from dasksc.train import Config, fit, load_model
+from dasksc.train import Config, load_model
 from dasksc.train.data import make_datasets
 from dasksc.train.models import Autoencoder, MLPClassifier, TokenTransformer
 from dasksc.train.parallel import checkpoint_activations
@@ -120,7 +120,7 @@ def test_the_schedule_of_a_run_resumed_with_other_sizes_ends_with_its_steps(chan
 
 
 def test_an_epoch_without_a_batch_is_refused(raw):
-    with pytest.raises(InputError, match="data.drop_last=true.*203.*256"):
+    with pytest.raises(InputError, match="203.*256.*drop_last=False"):
         train(raw, data__batch_size=256, data__fetch_factor=1, data__drop_last=True)
 
 
@@ -257,7 +257,7 @@ def test_sets_and_their_controls_train_and_validate(raw, atlas, control):
     assert set(controls) - set(held_out.tolist()), "controls of validation may be any of the atlas"
 
 
-def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas):
+def test_conditions_are_held_out(raw, atlas):
     obs = dasksc.open(atlas).obs
     common = obs["cell_type"].value_counts().index[0]
     raw["data"]["validation"] = {
@@ -273,13 +273,6 @@ def test_conditions_are_held_out_and_the_table_says_where_they_landed(raw, atlas
     np.testing.assert_array_equal(np.sort(np.concatenate([held, trained])), np.arange(203))
     assert set(obs["plate"].iloc[held]) == {"plate_0", "plate_3"}
     assert common not in set(obs["cell_type"].iloc[held])
-    table = loaders.split_table
-    assert table.loc[["plate_0", "plate_3"], "test cells"].sum() == table["test cells"].sum() == len(held)
-    assert (table.loc[["plate_0", "plate_3"], "train conditions"] == 1).all()
-    messages: list[str] = []
-    fit(Config.of(raw, changes=["training.max_steps=1"]), say=messages.append)
-    (line,) = [line for line in messages if "held out" in line]
-    assert [row.split()[0] for row in line.splitlines()[-6:]] == sorted(set(obs["plate"]))
 
 
 def test_a_filter_holds_for_training_and_validation(raw, atlas):
@@ -292,7 +285,7 @@ def test_a_filter_holds_for_training_and_validation(raw, atlas):
     raw["data"]["validation"] = {"conditions": "plate", "hold_out": {"plate": ["plate_0", "plate_3"]}}
     loaders = make_datasets(Config.of(raw), device=torch.device("cpu"))
     held = sum(len(batch["X"]) for batch in loaders.validation)
-    assert loaders.split_table["test cells"].sum() == held == (adata.obs["plate"] == "plate_0").sum()
+    assert held == (adata.obs["plate"] == "plate_0").sum()
 
 
 @pytest.mark.parametrize("missing", ["zero", "drop"])

@@ -17,8 +17,9 @@ import zarr
 from numpy.typing import NDArray
 
 import dasksc
-from dasksc.conversion import converting, scanning, shards
+from dasksc.conversion import converting, scanning
 from dasksc.errors import CorruptDataError, InputError, MissingKeyError, StorageError
+from dasksc.output import shards
 from tests.support.conversions import contents, make_parts_small, order_of, read, same, write_gzipped
 from tests.support.data import dense, make_adata, write_store
 
@@ -344,11 +345,11 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     written: list[Path] = []
     write_chunk = shards.ShardWriter._write_chunk
 
-    def full(self: shards.ShardWriter) -> None:
+    def full(self: shards.ShardWriter, chunk: NDArray[Any]) -> None:
         if len(written) > 60:
             raise OSError(errno.ENOSPC, "No space left on device")
         written.append(shard_of(self))
-        write_chunk(self)
+        write_chunk(self, chunk)
 
     before = gzipped.read_bytes()
     monkeypatch.setattr(shards.ShardWriter, "_write_chunk", full)
@@ -364,7 +365,7 @@ def test_completed_parts_are_not_written_again(tmp_path, gzipped, monkeypatch):
     assert there
     again: list[Path] = []
     monkeypatch.setattr(
-        shards.ShardWriter, "_write_chunk", lambda self: (again.append(shard_of(self)), write_chunk(self))
+        shards.ShardWriter, "_write_chunk", lambda self, chunk: (again.append(shard_of(self)), write_chunk(self, chunk))
     )
     dasksc.convert(gzipped, tmp_path / "out.zarr", verify=True)
     assert not there & set(again)

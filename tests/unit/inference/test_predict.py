@@ -23,8 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 import dasksc
 from dasksc import InputError, MissingKeyError, MissingPathError, StorageError, WrongTypeError
 from dasksc.inference import ranks
-from dasksc.inference import store as stores
 from dasksc.inspection.report import Report
+from dasksc.output import shards
 from tests.support.data import make_adata, write_store
 from tests.support.ranks import on_ranks
 
@@ -280,8 +280,8 @@ OUTS = ("atlas.h5ad", "none.h5ad", "text", "text/emb.zarr", "folder", "s3://buck
 NAMES = ("_index", "zarr.json", ".hidden", "a/b", "a\\b", "a\0b", "..", "", "x" * 201, None)
 LABELLED: list[tuple[Any, type[Exception], str]] = [
     ("AB", WrongTypeError, "codes"),
-    ([], InputError, "no labels"),
-    (["A", "B", "A"], InputError, "'A' twice"),
+    ([], InputError, "one for each code"),
+    (["A", "B", "A"], InputError, "distinct labels"),
     (["A", 1], InputError, "text or all numbers"),
     (["A", None], InputError, "missing"),
     ([0.5, float("nan")], InputError, "missing"),
@@ -360,10 +360,10 @@ def test_a_full_disk_is_told_and_what_is_done_is_kept(atlas, tmp_path, monkeypat
         if n_written > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stores, "sync", full)
-    with pytest.raises(StorageError, match="no space is left for .*more will be needed"):
+    monkeypatch.setattr(shards, "sync", full)
+    with pytest.raises(StorageError, match="no space is left for .*Free some space"):
         predict(Embedder(), atlas, tmp_path / "emb.zarr")
-    monkeypatch.setattr(stores, "sync", lambda file: None)
+    monkeypatch.setattr(shards, "sync", lambda file: None)
     assert predict(Embedder(), atlas, tmp_path / "emb.zarr").n_predicted == N_OBS - 3 * 16
 
 
