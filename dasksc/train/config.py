@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -109,6 +110,9 @@ class Config:
                     check_path(path)
                 except MissingPathError as error:
                     raise MissingPathError(f"{key}: {error}") from error
+        resumed = self.training.resume_from
+        if resumed not in (None, "auto") and not Path(str(resumed), "state.json").exists():
+            raise MissingPathError(f"training.resume_from: there is no checkpoint at {resumed}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration for logs and checkpoints, without storage options, which may contain secrets."""
