@@ -57,9 +57,6 @@ class ChunkSource(Protocol):
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced since it was opened."""
 
-    def versions(self) -> str:
-        """Return a digest of the present versions of all stored objects that are not part of the pickle."""
-
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the bytes of each chunk (None if it was never written) and a bit mask of its skipped codecs."""
         # `numbers` are ascending. The bytes are valid until the next chunk is requested.
@@ -102,10 +99,6 @@ class TableChunks:
     def require_unchanged(self) -> None:
         """Raise `CorruptDataError` if the file has been replaced."""
         self._file.require_unchanged()
-
-    def versions(self) -> str:
-        """Return nothing, since the identity of the file is part of the pickle."""
-        return ""
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""
@@ -179,10 +172,6 @@ class ChunkedArray:
     def working_bytes(self) -> int:
         """Memory for four copies of a chunk (stored, decoded, and two in between) and for reading ahead, in bytes."""
         return 4 * math.prod(self._chunk_shape) * self._chain.dtype.itemsize + self._source.working_bytes
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of the stored objects; see `ChunkSource.versions`."""
-        return self._source.versions()
 
     def locate(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> RowPointers:
         """Decode the chunks that the runs touch, and keep the requested parts."""

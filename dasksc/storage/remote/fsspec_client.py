@@ -113,20 +113,6 @@ class FsspecClient:
         identity.check_answer(start, stop, len(data))
         return memoryview(data), identity
 
-    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
-        base = len(self._path(prefix).strip("/"))
-
-        def query(system: Any, path: str) -> dict[str, ObjectIdentity]:
-            system.invalidate_cache()
-            infos = {str(path).strip("/")[base:]: info for path, info in system.find(path, detail=True).items()}
-            return {(key := f"{prefix}{name}"): self._identity(key, infos[name]) for name in sorted(infos) if name}
-
-        try:
-            return self._request(query, prefix)
-        except MissingPathError:  # as in object stores, a missing folder is empty
-            return {}
-
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""
 

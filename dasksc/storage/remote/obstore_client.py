@@ -140,15 +140,6 @@ class ObstoreClient:
         identity.check_answer(start, stop, len(data))
         return data, identity
 
-    def listed(self, prefix: str) -> dict[str, ObjectIdentity]:
-        """Return the identities of all objects below a prefix, by their keys, in ascending order."""
-
-        def request() -> dict[str, ObjectIdentity]:
-            found = {item["path"]: item for page in self._library.list(self._store, prefix or None) for item in page}
-            return {key: self._identity(key, found[key]) for key in sorted(found) if key != prefix}
-
-        return retry(self, request, prefix)
-
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""
         result = retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)

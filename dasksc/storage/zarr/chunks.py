@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dasksc.errors import CorruptDataError, MissingPathError
+from dasksc.errors import CorruptDataError
 from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.remote_file import RemoteFile, in_order
-from dasksc.storage.remote.urls import RemoteLocation
+from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes", "versions_of"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -37,33 +33,6 @@ _NEVER = 2**64 - 1
 At: TypeAlias = tuple[int, ...]
 """Indices of an object in the grid of objects, one per axis."""
 File: TypeAlias = LocalFile | RemoteFile
-
-
-def versions_of(array: str | RemoteLocation, keys: Iterable[str]) -> str:
-    """Return a digest of the sizes and times, or ETags, of the objects of an array."""
-    # The metadata of an array do not change when its objects do, and folders do not change when a file is written in
-    # place. Web servers are asked for each object, and buckets for a listing.
-    found: Iterable[object]
-    if isinstance(array, str):
-        found = (_version(f"{array}/{key}") for key in keys)
-    elif array.is_on_web:
-        found = in_order([(partial(_version, array.below(key)), 0) for key in keys])
-    else:
-        found = sorted(array.client.listed(array.key).items())
-    hashed = hashlib.blake2b(digest_size=16)
-    for one in found:
-        hashed.update(repr(one).encode())
-    return hashed.hexdigest()
-
-
-def _version(place: str | RemoteLocation) -> object:
-    try:
-        if isinstance(place, RemoteLocation):
-            return place.client.stat(place.key)
-        status = os.stat(place)
-    except (FileNotFoundError, NotADirectoryError, MissingPathError):
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 class ObjectCache(Generic[V]):
@@ -105,9 +74,6 @@ class Objects(Protocol):
 
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced, unless the reads of its objects check this."""
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the stored bytes of each object, or None if it is missing."""
@@ -155,10 +121,6 @@ class _Chunks:
     def require_unchanged(self) -> None:
         """Raise an error if the array was replaced."""
         self._objects.require_unchanged()
-
-    def versions(self) -> str:
-        """See `ChunkSource.versions`."""
-        return self._objects.versions()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
         """Yield the chunks; see `ChunkSource.read`."""

@@ -16,7 +16,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import MappedChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap, can_map, read_at, should_map
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["direct_array"]
@@ -81,10 +81,6 @@ class Files:
         self._metadata.require_unchanged()
         if self._folder is not None:
             self._folder.require_unchanged()
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
-        return versions_of(self._directory, self._layout.keys())
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole files, in a buffer that the next file reuses."""

@@ -14,7 +14,6 @@ from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.chunks import versions_of
 from dasksc.storage.zarr.remote import RemoteMetadata
 from dasksc.storage.zarr.stores import store_at
 from dasksc.storage.zarr.zipped import ZipArchive
@@ -99,16 +98,6 @@ class ZarrArray(SlicedArray):
         self._file = file
         self._name = name
         self._identity = file.identity(name)
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects; empty for a zip file, whose identity is pickled."""
-        path = self._file.path
-        if not isinstance(path, RemoteLocation) and os.path.isfile(path):
-            return ""
-        array = zarr.open_array(self._file.store(), path=self._name, mode="r")
-        grid = (-(-n // length) for n, length in zip(array.shape, array.shards or array.chunks, strict=True))
-        keys = map(array.metadata.encode_chunk_key, np.ndindex(*grid))
-        return versions_of(path.below(self._name) if isinstance(path, RemoteLocation) else f"{path}/{self._name}", keys)
 
     def reader(self) -> ReadSlice:
         """Check that the array was not replaced, and return the function that reads slices."""

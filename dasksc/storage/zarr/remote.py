@@ -15,7 +15,7 @@ from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile, in_order, ranges_of
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array, versions_of
+from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["RemoteMetadata", "direct_array"]
@@ -73,10 +73,6 @@ class StoreObjects:
 
     def require_unchanged(self) -> None:
         """Do nothing, since `contents` and `indexed` check the array while they wait for objects."""
-
-    def versions(self) -> str:
-        """Return a digest of the present versions of all objects."""
-        return versions_of(self._array, self._layout.keys())
 
     def contents(self, ats: list[At], *, n_bytes: int) -> Iterator[Any]:
         """Yield the bytes of whole objects; later ones are requested ahead."""
