@@ -26,5 +26,5 @@ def leaves_read(matrix: Matrix) -> Iterator[Matrix]:
 
 
 def token_of(matrix: Matrix) -> str:
-    """Return a token of a matrix that differs if one of its files, or the metadata of one of its arrays, has changed."""
+    """Return a token of a matrix that changes with its files and with the metadata of its arrays."""
     return str(tokenize(matrix))

@@ -37,12 +37,12 @@ class H5File:
         return self.__dict__ | {"_opened": None}
 
     def close(self) -> None:
-        """Close the handle of this process; the next call of `open` opens the file again."""
+        """Close the handle of this process; the next call of `root` opens the file again."""
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] == os.getpid():
             opened[1].close()
 
-    def open(self) -> h5py.File:
+    def root(self) -> h5py.File:
         """Check that the file has not changed, and return the handle of this process."""
         self.file.require_unchanged()
         opened = self._opened
@@ -75,7 +75,7 @@ class H5Array(SlicedArray):
     """HDF5 dataset, read through h5py."""
 
     def __init__(self, file: H5File, name: str) -> None:
-        dataset = file.open()[name]
+        dataset = file.root()[name]
         super().__init__(
             label=f"{file.path}:/{name}",
             shape=dataset.shape,
@@ -88,7 +88,7 @@ class H5Array(SlicedArray):
 
     def reader(self) -> ReadSlice:
         """Check that the file has not changed since it was opened, and return the function that reads slices."""
-        dataset = self._file.open()[self._name]
+        dataset = self._file.root()[self._name]
         _check_filters(dataset, self.label)
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:

@@ -118,7 +118,7 @@ class RemoteFile:
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
         # With a cache, reads alone would not detect that the object has changed since it was opened.
-        checks = [] if self._cache is None else [(self._verify, 0)]
+        checks = [] if self._cache is None else [(self.verify, 0)]
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
     def read(self, offset: int, into: memoryview) -> None:
@@ -150,7 +150,8 @@ class RemoteFile:
             else merged_ranges(ranges, gap=0, block=BLOCK_BYTES)
         )
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
+        """Raise an error if the object has changed since it was opened; takes one request."""
         self.identity.compare(self.location.client.stat(self.location.key))
 
     def _request(self, start: int, stop: int) -> memoryview:

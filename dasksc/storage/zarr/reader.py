@@ -12,9 +12,10 @@ from zarr.abc.store import Store
 
 from dasksc.errors import DaskscError, StorageError
 from dasksc.storage.file_identity import FileIdentity
+from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.urls import ZARR_MARKERS, RemoteLocation
 from dasksc.storage.sliced import ReadSlice, SlicedArray
-from dasksc.storage.zarr.remote import RemoteMetadata
+from dasksc.storage.zarr.remote import metadata_of
 from dasksc.storage.zarr.stores import store_at
 from dasksc.storage.zarr.zipped import ZipArchive
 
@@ -54,10 +55,10 @@ class ZarrFile:
                 + (_inside(self.path) or "Give the directory that AnnData's write_zarr made, or an .h5ad file.")
             ) from error
 
-    def identity(self, name: str) -> FileIdentity | RemoteMetadata:
+    def identity(self, name: str) -> FileIdentity | ObjectIdentity:
         """Return the identity of the array `name`, which changes if the array is replaced."""
         if isinstance(self.path, RemoteLocation):
-            return RemoteMetadata.of(self.path.below(name))[0]
+            return metadata_of(self.path.below(name))[0].identity
         if os.path.isfile(self.path):
             return FileIdentity.of(self.path)
         for metadata in ("zarr.json", ".zarray"):
@@ -97,11 +98,11 @@ class ZarrArray(SlicedArray):
         )
         self._file = file
         self._name = name
-        self._identity = file.identity(name)
+        self._identity: Any = file.identity(name)
 
     def reader(self) -> ReadSlice:
         """Check that the array was not replaced, and return the function that reads slices."""
-        self._identity.require_unchanged()
+        self._identity.compare(self._file.identity(self._name))
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 
         def read(start: int, stop: int, *, into: NDArray[Any]) -> None:

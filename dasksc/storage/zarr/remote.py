@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,38 +17,26 @@ from dasksc.storage.remote.urls import RemoteLocation
 from dasksc.storage.zarr.chunks import At, File, ObjectCache, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
-__all__ = ["RemoteMetadata", "direct_array"]
+__all__ = ["direct_array", "metadata_of"]
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteMetadata:
-    """Metadata object of an array, with its identity when the array was opened."""
-
-    location: RemoteLocation  # Location of the object
-    identity: ObjectIdentity  # Identity of the object
-
-    @classmethod
-    def of(cls, array: RemoteLocation) -> tuple[RemoteMetadata, bytes]:
-        """Return the metadata object of the array at a location, and its content."""
-        for name in METADATA:
-            location = array.below(name)
-            try:
-                content, identity = location.client.get(location.key)
-            except MissingPathError:
-                continue
-            return cls(location=location, identity=identity), bytes(content)
-        raise UnknownLayoutError("it has no metadata object of its own")
-
-    def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced since it was opened; makes one request."""
-        self.identity.compare(self.location.client.stat(self.location.key))
+def metadata_of(array: RemoteLocation) -> tuple[RemoteFile, bytes]:
+    """Return the metadata object of the array at a location, and its content."""
+    for name in METADATA:
+        location = array.below(name)
+        try:
+            content, identity = location.client.get(location.key)
+        except MissingPathError:
+            continue
+        return RemoteFile(location, identity), bytes(content)
+    raise UnknownLayoutError("it has no metadata object of its own")
 
 
 def direct_array(array: RemoteLocation, *, label: str, cache: Cache | None) -> StoredArray:
     """Open a Zarr array for reading without zarr-python."""
-    metadata, content = RemoteMetadata.of(array)
+    metadata, content = metadata_of(array)
     layout = layout_of(os.path.basename(metadata.location.key), content)
     objects = StoreObjects(array, layout=layout, metadata=metadata, cache=cache)
     return chunked_array(objects, layout=layout, label=label)
@@ -61,9 +48,7 @@ class StoreObjects:
     working_bytes = AHEAD_BYTES + REQUEST_BYTES
     can_map = False
 
-    def __init__(
-        self, array: RemoteLocation, *, layout: ZarrLayout, metadata: RemoteMetadata, cache: Cache | None
-    ) -> None:
+    def __init__(self, array: RemoteLocation, *, layout: ZarrLayout, metadata: RemoteFile, cache: Cache | None) -> None:
         self._array = array
         self._layout = layout
         self._metadata = metadata
@@ -106,7 +91,7 @@ class StoreObjects:
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
         """Return an iterator over the results of calls, after a check of the array; see `in_order`."""
-        answers = in_order([(self._metadata.require_unchanged, 0), *calls])
+        answers = in_order([(self._metadata.verify, 0), *calls])
         # The result of the check comes first, so that no data of a replaced array are returned.
         next(answers)
         return answers
