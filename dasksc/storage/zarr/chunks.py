@@ -190,11 +190,6 @@ class _Shards(_Chunks):
                 yield None, np.full(len(chunks), -1), np.zeros(len(chunks), dtype=np.int64)
                 continue
             offsets, sizes = shard.offsets[chunks], shard.sizes[chunks]
-            if (offsets + sizes).max() > shard.identity.size:
-                raise CorruptDataError(
-                    f"{shard.identity.path}: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                    f"{shard.identity.size} bytes. Copy, download or upload it again."
-                )
             yield self._objects.file(one, shard.identity), offsets, sizes
 
     def _shards(self, ats: list[At]) -> dict[At, _Shard | None]:
@@ -237,7 +232,12 @@ def chunk_ranges(
                 f"{identity.path}: the index of its chunks is corrupt: {error}. Copy or download it again."
             ) from error
     table = np.frombuffer(data, dtype="<u8").reshape(-1, 2)
-    # Offsets beyond int64 are clipped to an offset beyond the end of this file; reading there raises an error.
+    # Offsets beyond int64 are clipped to an offset beyond the end of the shard.
     ranges = np.minimum(table, identity.size + 1).astype(np.int64)
     ranges[table[:, 0] == _NEVER] = -1, 0
+    if (end := int(ranges.sum(axis=1).max())) > identity.size:
+        raise CorruptDataError(
+            f"{identity.path}: a chunk ends at byte {end}, but the shard has {identity.size} bytes. Copy, download or "
+            "upload it again."
+        )
     return ranges[:, 0].copy(), ranges[:, 1].copy()
