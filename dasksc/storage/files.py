@@ -230,8 +230,6 @@ class LocalFile:
         self.advise(offsets[order], sizes[order])
         places = list(zip(offsets.tolist(), (offsets + sizes).tolist(), strict=True))
         if should_map(use_mmap) and places:
-            if max(stop for _, stop in places) > self.identity.size:
-                raise CorruptDataError(f"{self.path} is truncated: it has {self.identity.size} bytes. {_REMEDY}")
             memory = self.mapped().data
             for begin, stop in places:
                 yield memory[begin:stop]

@@ -24,7 +24,6 @@ from dasksc.storage.matrix import Matrix
 from dasksc.storage.remote.cache import Cache
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.remote.urls import RemoteLocation
-from dasksc.storage.safety.hdf5_links import check_path
 from dasksc.storage.zarr import local as local_zarr
 from dasksc.storage.zarr import remote as remote_zarr
 from dasksc.storage.zarr.reader import ZarrArray, ZarrFile
@@ -47,11 +46,7 @@ def open_matrix(
     with _naming_errors(path, key):
         if path.is_zarr() if isinstance(path, RemoteLocation) else os.path.isdir(path) or is_zip(path):
             return matrix_in(ZarrFile(path), key, use_mmap=use_mmap, cache=cache)
-        file = hdf5_file(path, cache=cache)
-        root = file.root()
-        folder = os.path.dirname(path) if isinstance(path, str) else None
-        check_path(root, file.path, key.strip("/"), folder=folder)
-        return matrix_in(file, key, use_mmap=use_mmap)
+        return matrix_in(hdf5_file(path, cache=cache), key, use_mmap=use_mmap)
 
 
 def matrix_in(

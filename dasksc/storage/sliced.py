@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,8 @@ __all__ = ["SlicedArray"]
 _SLICE_BYTES = 8 * 2**20
 
 
-class ReadSlice(Protocol):
-    """Function that fills an array with the elements ``[start, stop)`` along the first axis."""
-
-    def __call__(self, start: int, stop: int, *, into: NDArray[Any]) -> None: ...
+ReadSlice: TypeAlias = Callable[[int, int, NDArray[Any]], None]
+"""Function of `start`, `stop` and an array, which it fills with the elements ``[start, stop)`` along the first axis."""
 
 
 class SlicedArray:
@@ -69,7 +67,7 @@ class SlicedArray:
             into = part if after == first + 1 else np.empty((stop - start, *self.shape[1:]), part.dtype)
             try:
                 with reading():  # includes decoding, which the library does not separate
-                    read(start, stop, into=into)
+                    read(start, stop, into)
             # Codecs may raise any exception, such as RuntimeError (Blosc) or zlib.error (gzip).
             except Exception as error:
                 if not caused_by_data(error):

@@ -10,22 +10,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
-import h5py
-
-from dasksc.errors import StorageError
-from dasksc.storage.hdf5.open_errors import open_error
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
-from dasksc.storage.safety.hdf5_links import check_links
 
-__all__ = ["BlockReader", "open_remote"]
+__all__ = ["BlockReader"]
 
-
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-# Possible offsets of the HDF5 signature, which follows the user block if there is one. An .h5mu file has a user block
-# of 512 bytes.
-_BEGINNINGS = (0, 512, 1024, 2048)
-_HEAD_BYTES = 2048 + len(_SIGNATURE)
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
@@ -139,25 +128,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def open_remote(file: RemoteFile) -> h5py.File:
-    """Open a remote object as an HDF5 file."""
-    head = bytes(file.fetch(0, min(_HEAD_BYTES, file.identity.size))) if file.identity.size else b""
-    if not any(head.startswith(_SIGNATURE, at) for at in _BEGINNINGS):
-        raise StorageError(
-            f"{file.path} is not an HDF5 file, and not a Zarr group either (nothing is at {file.path}/zarr.json or "
-            f"{file.path}/.zgroup). Give the URL of an .h5ad file or of a Zarr store; a zipped store must be unpacked."
-        )
-    try:
-        root = h5py.File(BlockReader(file), "r")
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise open_error(file.path, file.identity.size, error) from error
-    try:
-        check_links(root, file.path, folder=None)
-    except StorageError:
-        root.close()
-        raise
-    return root

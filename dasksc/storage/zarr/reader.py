@@ -105,7 +105,7 @@ class ZarrArray(SlicedArray):
         self._identity.compare(self._file.identity(self._name))
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 
-        def read(start: int, stop: int, *, into: NDArray[Any]) -> None:
+        def read(start: int, stop: int, into: NDArray[Any]) -> None:
             into[...] = array[start:stop]
 
         return read

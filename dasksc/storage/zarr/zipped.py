@@ -131,7 +131,9 @@ def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
     ats = itertools.product(*map(range, objects))
     members = {at: archive.members[key] for at in ats if (key := f"{name}/{layout.key(at)}") in archive.members}
     if any(member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED for member in members.values()):
-        raise UnknownLayoutError("its members are compressed or encrypted by the archive; zip -0 stores them as they are")
+        raise UnknownLayoutError(
+            "its members are compressed or encrypted by the archive; zip -0 stores them as they are"
+        )
     offsets = np.full(math.prod(grid), -1, dtype=np.int64)
     sizes = np.zeros(math.prod(grid), dtype=np.int64)
     for (at, member), begin in zip(members.items(), archive.data_offsets([*members.values()]).tolist(), strict=True):
