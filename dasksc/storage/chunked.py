@@ -84,6 +84,7 @@ class TableChunks:
                 f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
                 f"{file.identity.size} bytes. Copy or download it again."
             )
+        self.working_bytes = file.working_bytes
         self._file = file
         self._offsets = offsets
         # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
@@ -91,17 +92,10 @@ class TableChunks:
         self._skipped = skipped if skipped.any() else None
         self._use_mmap = use_mmap
 
-    @property
-    def working_bytes(self) -> int:
-        """Memory for reading ahead; see `ChunkSource.working_bytes`."""
-        return self._file.working_bytes
-
     def require_unchanged(self) -> None:
-        """Raise `CorruptDataError` if the file has been replaced."""
         self._file.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         offsets, sizes = self._offsets[numbers], self._sizes[numbers].astype(np.int64)
         skips = np.zeros(len(numbers), dtype=np.uint32) if self._skipped is None else self._skipped[numbers]
         written = offsets >= 0
@@ -136,6 +130,9 @@ class ChunkedArray:
         self.shape = shape
         self.dtype = chain.dtype.newbyteorder("=")
         self._is_narrowed = False
+        self.chunk_length = chunk_shape[0]
+        # Only blocks of chunks of Blosc are decoded.
+        self.decoded_length = 0 if chain.codecs == (Blosc(),) else chunk_shape[0]
         self._chunk_shape = chunk_shape
         self._chain = chain
         self._source = source
@@ -155,18 +152,7 @@ class ChunkedArray:
         return result
 
     def held_share(self, run: float) -> float:
-        """Return 1, since the requested runs are copied."""
         return 1.0
-
-    @property
-    def chunk_length(self) -> int:
-        """Length of a chunk along the first axis."""
-        return self._chunk_shape[0]
-
-    @property
-    def decoded_length(self) -> int:
-        """Return 0 for Blosc, of whose chunks only blocks are decoded, and otherwise the length of a chunk."""
-        return 0 if self._chain.codecs == (Blosc(),) else self.chunk_length
 
     @property
     def working_bytes(self) -> int:

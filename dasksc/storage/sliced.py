@@ -31,16 +31,11 @@ class SlicedArray:
         self.label = label
         self.shape = shape
         self.dtype = dtype
+        self.chunk_length = chunk if chunk > 1 else 0
         self._chunk = chunk
         self._gap_bytes = gap_bytes
 
-    @property
-    def chunk_length(self) -> int:
-        """Length of a chunk along the first axis; 0 if there are no chunks."""
-        return self._chunk if self._chunk > 1 else 0
-
     def held_share(self, run: float) -> float:
-        """Return 1, since exactly the requested runs are copied and kept."""
         return 1.0
 
     @property

@@ -127,7 +127,6 @@ class H5Array(SlicedArray):
         self._name = name
 
     def reader(self) -> ReadSlice:
-        """Check that the file has not changed since it was opened, and return the function that reads slices."""
         dataset = self._file.root()[self._name]
         _check_filters(dataset, self.label)
 

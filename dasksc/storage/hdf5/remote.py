@@ -52,11 +52,9 @@ class BlockReader(io.RawIOBase):
         self._whole: set[int] = set()
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def tell(self) -> int:

@@ -85,6 +85,7 @@ class RemoteFile:
     def __init__(self, location: RemoteLocation, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
         self.location = location
         self.identity = identity
+        self.path = identity.path
         self._cache = cache
 
     @classmethod
@@ -95,11 +96,6 @@ class RemoteFile:
     def uncached(self) -> RemoteFile:
         """Return the object without the cache, which would fetch a whole block for each scattered piece."""
         return RemoteFile(self.location, self.identity)
-
-    @property
-    def path(self) -> str:
-        """Path of the object without credentials, for display."""
-        return self.identity.path
 
     def require_unchanged(self) -> None:
         """Do nothing, since every request checks the version of the object."""

@@ -109,26 +109,19 @@ class _Chunks:
     """Chunks stored as one object each; a `ChunkSource`."""
 
     def __init__(self, objects: Objects, layout: ZarrLayout) -> None:
+        self.working_bytes = objects.working_bytes
         self._objects = objects
         self._grid = layout.grid
         self._n_bytes = math.prod(layout.chunk_shape) * layout.chain.dtype.itemsize
 
-    @property
-    def working_bytes(self) -> int:
-        """See `ChunkSource.working_bytes`."""
-        return self._objects.working_bytes
-
     def require_unchanged(self) -> None:
-        """Raise an error if the array was replaced."""
         self._objects.require_unchanged()
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         for data in self._objects.contents(_tuples(np.unravel_index(numbers, self._grid)), n_bytes=self._n_bytes):
             yield data, 0
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks one by one; see `ChunkSource.mapped`."""
         if not self._objects.can_map:
             return None
         return self._objects.mapped(_tuples(np.unravel_index(numbers, self._grid)))
@@ -151,7 +144,6 @@ class _Shards(_Chunks):
         self._seen = ObjectCache[tuple[_Shard | None]](16 * math.prod(layout.per_shard))
 
     def read(self, numbers: NDArray[np.int64]) -> Iterator[tuple[Any, int]]:
-        """Yield the chunks; see `ChunkSource.read`."""
         shards = list(self._ranges(numbers))
         groups = [
             (file, offsets[offsets >= 0], sizes[offsets >= 0]) for file, offsets, sizes in shards if file is not None
@@ -162,7 +154,6 @@ class _Shards(_Chunks):
                 yield (next(chunks), 0) if is_written else (None, 0)
 
     def mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks] | None:
-        """Yield the chunks shard by shard; see `ChunkSource.mapped`."""
         return self._mapped(numbers) if self._objects.can_map else None
 
     def _mapped(self, numbers: NDArray[np.int64]) -> Iterator[MappedChunks]:

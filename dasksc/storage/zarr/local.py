@@ -73,7 +73,6 @@ class Files:
 
     @property
     def can_map(self) -> bool:
-        """True if the calling thread may memory-map the files."""
         return should_map(self._use_mmap)
 
     def require_unchanged(self) -> None:
@@ -97,7 +96,6 @@ class Files:
                 yield memoryview(buffer)[:n]
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Yield whole files, memory-mapped."""
         for at in ats:
             with self._opened(at) as opened:
                 if opened is None:
@@ -110,7 +108,6 @@ class Files:
             yield MappedChunks(at=place, sizes=np.array([size]), owner=owner)
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Open each file and yield the result of `index_of`, or None if the file is missing."""
         for at in ats:
             path = self._path(at)
             try:
@@ -133,7 +130,6 @@ class Files:
         return file
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges file by file; see `LocalFile.ranges`."""
         for file, offsets, sizes in groups:
             yield from file.ranges(offsets, sizes, use_mmap=self._use_mmap)
 

@@ -101,7 +101,6 @@ class ZarrArray(SlicedArray):
         self._identity: Any = file.identity(name)
 
     def reader(self) -> ReadSlice:
-        """Check that the array was not replaced, and return the function that reads slices."""
         self._identity.compare(self._file.identity(self._name))
         array = zarr.open_array(self._file.store(), path=self._name, mode="r")
 

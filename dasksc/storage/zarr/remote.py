@@ -66,12 +66,9 @@ class StoreObjects:
         yield from self._checked([(partial(self._content, at, longest=longest), n_bytes) for at in ats])
 
     def mapped(self, ats: list[At]) -> Iterator[MappedChunks]:
-        """Raise an error, since remote objects cannot be mapped."""
         raise NotImplementedError
 
     def indexed(self, ats: list[At], index_of: Callable[[File], T]) -> Iterator[T | None]:
-        """Yield the result of `index_of` for each object, or None if it is missing; later ones are requested ahead."""
-
         def indexed(at: At) -> T | None:
             try:
                 file = RemoteFile.of(self._location(at), cache=self._cache)
@@ -82,11 +79,9 @@ class StoreObjects:
         return self._checked([(partial(indexed, at), 0) for at in ats])
 
     def file(self, at: At, identity: ObjectIdentity) -> RemoteFile:
-        """Return an object that `indexed` has read before."""
         return RemoteFile(self._location(at), identity, cache=self._cache)
 
     def ranges(self, groups: list[Any]) -> Iterator[Any]:
-        """Yield ranges; those of later objects are requested ahead. See `ranges_of`."""
         return ranges_of(groups)
 
     def _checked(self, calls: Sequence[tuple[Callable[[], Any], int]]) -> Iterator[Any]:
