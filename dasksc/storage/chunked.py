@@ -33,7 +33,7 @@ from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.row_pointers import RowPointers
 from dasksc.storage.runs import cut, locate, merge
 
-__all__ = ["ChunkSource", "ChunkedArray", "MappedChunks", "TableChunks"]
+__all__ = ["ChunkSource", "ChunkTable", "ChunkedArray", "MappedChunks", "TableChunks"]
 
 _LARGE_CHUNK_BYTES = 2**20
 
@@ -67,30 +67,33 @@ class ChunkSource(Protocol):
         # are decoded alike.
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkTable:
+    """Locations of chunks in a file, by row-major number."""
+
+    # offsets, sizes: Offset and size of each chunk in bytes, shape (n_chunks,), int64; the offset is -1 for a chunk
+    # that was never written.
+    offsets: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    skipped: NDArray[np.uint32]  # Bit mask of the filters that each chunk skipped, shape (n_chunks,), uint32
+
+
 class TableChunks:
     """Chunks of one file, located by a table."""
 
-    def __init__(
-        self,
-        file: LocalFile | RemoteFile,
-        *,
-        offsets: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        skipped: NDArray[np.uint32],
-        use_mmap: UseMmap,
-    ) -> None:
-        if (offsets + sizes).max(initial=0) > file.identity.size:
+    def __init__(self, file: LocalFile | RemoteFile, table: ChunkTable, *, use_mmap: UseMmap) -> None:
+        if (end := (table.offsets + table.sizes).max(initial=0)) > file.identity.size:
             raise CorruptDataError(
-                f"{file.path} is truncated: a chunk ends at byte {(offsets + sizes).max()}, but the file has "
-                f"{file.identity.size} bytes. Copy or download it again."
+                f"{file.path} is truncated: a chunk ends at byte {end}, but the file has {file.identity.size} bytes. "
+                "Copy or download it again."
             )
         self.working_bytes = file.working_bytes
         self._file = file
-        self._offsets = offsets
+        self._offsets = table.offsets
         # The table is pickled with every task, so it must be small. HDF5 chunks are below 4 GiB, and few skip a filter.
-        self._sizes = sizes.astype(np.uint32)
-        self._skipped = skipped if skipped.any() else None
-        self._use_mmap = use_mmap
+        self._sizes = table.sizes.astype(np.uint32)
+        self._skipped = table.skipped if table.skipped.any() else None
+        self._use_mmap = use_mmap if file.can_map else False
 
     def require_unchanged(self) -> None:
         self._file.require_unchanged()

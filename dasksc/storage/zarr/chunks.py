@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc.errors import CorruptDataError
-from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks
+from dasksc.storage.chunked import ChunkedArray, ChunkSource, MappedChunks, TableChunks
 from dasksc.storage.codecs import Crc32c
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile
@@ -92,9 +92,13 @@ class Objects(Protocol):
         """Yield the bytes of ranges, valid until the next one is requested; a group is (file, offsets, sizes)."""
 
 
-def chunked_array(objects: Objects, *, layout: ZarrLayout, label: str) -> ChunkedArray:
-    """Return the array with this layout, whose chunks are in stored objects."""
-    source: ChunkSource = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
+def chunked_array(objects: Objects | TableChunks, *, layout: ZarrLayout, label: str) -> ChunkedArray:
+    """Return the array with this layout, whose chunks are in stored objects or in a file."""
+    source: ChunkSource
+    if isinstance(objects, TableChunks):
+        source = objects
+    else:
+        source = (_Chunks if layout.shard_shape is None else _Shards)(objects, layout)
     return ChunkedArray(
         label=label,
         shape=layout.shape,

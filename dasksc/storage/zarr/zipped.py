@@ -20,10 +20,10 @@ from zarr.storage import ZipStore
 
 from dasksc.errors import CorruptDataError
 from dasksc.storage.arrays import StoredArray, UnknownLayoutError
-from dasksc.storage.chunked import ChunkedArray, TableChunks
+from dasksc.storage.chunked import ChunkTable, TableChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.zarr.chunks import chunk_ranges, index_bytes
+from dasksc.storage.zarr.chunks import chunk_ranges, chunked_array, index_bytes
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["ZipArchive", "direct_array", "is_zip"]
@@ -102,26 +102,11 @@ def direct_array(archive: ZipArchive, name: str, *, label: str, use_mmap: UseMma
     layout = next((layout_of(kind, content) for kind, content in found if content is not None), None)
     if layout is None:
         raise UnknownLayoutError("it has no metadata in the archive")
-    offsets, sizes = _chunk_ranges(archive, name, layout)
-    file = archive.file
-    return ChunkedArray(
-        label=label,
-        shape=layout.shape,
-        chunk_shape=layout.chunk_shape,
-        chain=layout.chain,
-        source=TableChunks(
-            file,
-            offsets=offsets,
-            sizes=sizes,
-            skipped=np.zeros(len(offsets), dtype=np.uint32),
-            use_mmap=use_mmap if file.can_map else False,
-        ),
-        fill=layout.fill,
-    )
+    chunks = TableChunks(archive.file, _chunk_table(archive, name, layout), use_mmap=use_mmap)
+    return chunked_array(chunks, layout=layout, label=label)
 
 
-def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset in the file (-1 if the chunk was never written) and the size of each chunk, in bytes."""
+def _chunk_table(archive: ZipArchive, name: str, layout: ZarrLayout) -> ChunkTable:
     grid = layout.grid
     objects = tuple(-(-n // per_shard) for n, per_shard in zip(grid, layout.per_shard, strict=True))
     # A shard has at least 16 bytes for each of its chunks.
@@ -151,7 +136,7 @@ def _chunk_ranges(archive: ZipArchive, name: str, layout: ZarrLayout) -> tuple[N
         offsets[numbers], sizes[numbers] = begin + starts[inside], lengths[inside]
     if sizes.max(initial=0) > _MOST_CHUNK_BYTES:
         raise UnknownLayoutError("a chunk has more than 4 GiB")
-    return offsets, sizes
+    return ChunkTable(offsets=offsets, sizes=sizes, skipped=np.zeros(len(sizes), dtype=np.uint32))
 
 
 class ZippedStore(ZipStore):
