@@ -73,8 +73,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 # Addresses for the compiled functions `read_ranges` and `advise_ranges`.
-_pread = np.uint64(ctypes.cast(_libc.pread, ctypes.c_void_p).value)
-_madvise = np.uint64(ctypes.cast(_libc.madvise, ctypes.c_void_p).value)
+_pread = np.uint64(ctypes.cast(_libc.pread, ctypes.c_void_p).value or 0)
+_madvise = np.uint64(ctypes.cast(_libc.madvise, ctypes.c_void_p).value or 0)
 
 # Network file systems. A page fault on them waits for the network, and a vanished file kills the process.
 _REMOTE_KINDS = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "9p", "fuse", "virtiofs")

@@ -6,27 +6,21 @@ import contextlib
 import gc
 import io
 import os
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
 from dasksc.storage.remote.client import ObjectIdentity
-from dasksc.storage.remote.remote_file import AHEAD_BYTES, REQUEST_BYTES, RemoteFile
+from dasksc.storage.remote.remote_file import REQUEST_BYTES, RemoteFile
 
 __all__ = ["BlockReader"]
 
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# The columns of obs and var are read sequentially. Each sequential read requests twice as many blocks as the one
-# before, up to this number.
-_LONGEST_BLOCKS = AHEAD_BYTES // 4 // _BLOCK_BYTES
-# Names of cells lie in one region, but their blocks are requested in no particular order. Every _GROUP_BLOCKS
-# consecutive blocks are a group. The first _MOST_MISSED cache misses in a group read single blocks, and the next one
-# reads the whole group, which takes about one round trip. If a neighboring group was read whole, the first miss reads
-# the whole group.
+# Columns of obs and names of cells lie in regions of many blocks, which HDF5 reads in various orders. A block beside one
+# in memory is therefore read with its whole group, which takes about one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
-_MOST_MISSED = 2
 
 
 class _Blocks(OrderedDict[int, memoryview]):
@@ -47,9 +41,6 @@ class BlockReader(io.RawIOBase):
         self._file = file
         self._at = 0
         self._blocks = _blocks_of.setdefault((os.getpid(), file.location.root, file.identity), _Blocks())
-        self._following = (-1, 1)
-        self._missed: Counter[int] = Counter()
-        self._whole: set[int] = set()
 
     def readable(self) -> bool:
         return True
@@ -86,7 +77,9 @@ class BlockReader(io.RawIOBase):
             with contextlib.suppress(KeyError):  # another reader of the object has evicted it
                 self._blocks.move_to_end(number)
             return block
-        first, n_blocks = self._wanted(number)
+        first, n_blocks = number, 1
+        if number - 1 in self._blocks or number + 1 in self._blocks:
+            first, n_blocks = number // _GROUP_BLOCKS * _GROUP_BLOCKS, _GROUP_BLOCKS
         start = first * _BLOCK_BYTES
         data = memoryview(bytearray(min(n_blocks * _BLOCK_BYTES, self._file.identity.size - start)))
         with _no_collection():
@@ -97,21 +90,6 @@ class BlockReader(io.RawIOBase):
         while len(self._blocks) > _KEPT_BLOCKS:
             self._blocks.popitem(last=False)
         return data[(number - first) * _BLOCK_BYTES :][:_BLOCK_BYTES]
-
-    def _wanted(self, number: int) -> tuple[int, int]:
-        """Return the first block and the number of blocks to read for a missing block."""
-        expected, n_blocks = self._following
-        if number == expected:
-            n_blocks = min(2 * n_blocks, _LONGEST_BLOCKS)
-            self._following = number + n_blocks, n_blocks
-            return number, n_blocks
-        self._following = number + 1, 1
-        group = number // _GROUP_BLOCKS
-        self._missed[group] += 1
-        if self._missed[group] <= _MOST_MISSED and self._whole.isdisjoint((group - 1, group, group + 1)):
-            return number, 1
-        self._whole.add(group)
-        return group * _GROUP_BLOCKS, _GROUP_BLOCKS
 
 
 @contextlib.contextmanager
