@@ -18,8 +18,8 @@ __all__ = ["BlockReader"]
 # The metadata of arrays are scattered over a file, in clusters of pieces of a few hundred bytes.
 _BLOCK_BYTES = 2**18
 _KEPT_BLOCKS = 256
-# Columns of obs and names of cells lie in regions of many blocks, which HDF5 reads in various orders. A block beside one
-# in memory is therefore read with its whole group, which takes about one round trip.
+# Columns of obs and names of cells lie in regions of many blocks, which HDF5 reads in various orders. If a neighbor of
+# a block is in memory, the whole group of the block is therefore read, which takes about one round trip.
 _GROUP_BLOCKS = REQUEST_BYTES // _BLOCK_BYTES
 
 

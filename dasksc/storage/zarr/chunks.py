@@ -20,7 +20,7 @@ from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.remote_file import RemoteFile
 from dasksc.storage.zarr.layout import ZarrLayout
 
-__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array", "index_bytes"]
+__all__ = ["At", "File", "ObjectCache", "Objects", "chunk_ranges", "chunked_array"]
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -196,8 +196,7 @@ class _Shards(_Chunks):
         return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
-        start, stop = index_bytes(self._layout, file.identity)
-        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch(start, stop))
+        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch)
         return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
 
 
@@ -205,20 +204,17 @@ def _tuples(axes: Any) -> list[At]:
     return list(zip(*(axis.tolist() for axis in axes), strict=True))
 
 
-def index_bytes(layout: ZarrLayout, identity: FileIdentity | ObjectIdentity) -> tuple[int, int]:
-    """Return the byte range [start, stop) of the index in a shard."""
+def chunk_ranges(
+    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, fetch: Callable[[int, int], Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
         raise CorruptDataError(
             f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
         )
-    return (0, n_bytes) if layout.index_first else (identity.size - n_bytes, identity.size)
-
-
-def chunk_ranges(
-    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, data: Any
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+    start = 0 if layout.index_first else identity.size - n_bytes
+    data = fetch(start, start + n_bytes)
     if layout.index_checksum:
         try:
             data = Crc32c().decode(data, len(data))

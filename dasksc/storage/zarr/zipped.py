@@ -23,7 +23,7 @@ from dasksc.storage.arrays import StoredArray, UnknownLayoutError
 from dasksc.storage.chunked import ChunkTable, TableChunks
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.files import LocalFile, UseMmap
-from dasksc.storage.zarr.chunks import chunk_ranges, chunked_array, index_bytes
+from dasksc.storage.zarr.chunks import chunk_ranges, chunked_array
 from dasksc.storage.zarr.layout import METADATA, ZarrLayout, layout_of
 
 __all__ = ["ZipArchive", "direct_array", "is_zip"]
@@ -127,8 +127,9 @@ def _chunk_table(archive: ZipArchive, name: str, layout: ZarrLayout) -> ChunkTab
             offsets[number], sizes[number] = begin, member.file_size
             continue
         shard = FileIdentity(path=f"{archive.file.path}/{member.filename}", size=member.file_size, mtime_ns=0)
-        start, stop = index_bytes(layout, shard)
-        starts, lengths = chunk_ranges(layout, shard, archive.file.fetch(begin + start, begin + stop))
+        starts, lengths = chunk_ranges(
+            layout, shard, lambda start, stop, at=begin: archive.file.fetch(at + start, at + stop)
+        )
         within = np.stack(np.unravel_index(np.arange(len(starts)), layout.per_shard))
         chunk_at = within + (np.array(at) * layout.per_shard)[:, None]
         inside = (chunk_at < np.array(grid)[:, None]).all(axis=0) & (starts >= 0)
