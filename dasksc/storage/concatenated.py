@@ -35,14 +35,9 @@ class AbsentMatrix:
         self.shape = n_obs, 0
         self.layout = layout
         self.dtype = self.stored_dtype = np.dtype(dtype)
-
-    @property
-    def cost(self) -> FetchCost:
-        """Memory that a fetch takes, which is negligible."""
-        return FetchCost(row=0.0, held=0.0, working=0.0)
+        self.cost = FetchCost(row=0.0, held=0.0)
 
     def fetch(self, rows: NDArray[np.int64]) -> RowBuffer:
-        """Return the requested rows, which have no columns; see `Matrix.fetch`."""
         rows = check_rows(self.label, self.shape[0], rows)
         if self.layout == "dense":
             return DenseRowBuffer.of_block(self.label, rows, self.dtype, np.empty((len(rows), 0), self.dtype))

@@ -97,7 +97,6 @@ class LocalFile:
 
     @property
     def path(self) -> str:
-        """Path of the file."""
         return self.identity.path
 
     @property

@@ -118,12 +118,10 @@ class RemoteFile:
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on."""
         for _ in self.read_into([offset], [into]):
             pass
 
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
-        """Fill each view with the bytes from its offset on, in order; yield after each."""
         pieces = [
             (offset + at, view[at : at + REQUEST_BYTES])
             for offset, view in zip(offsets, views, strict=True)

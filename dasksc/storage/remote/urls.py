@@ -85,7 +85,6 @@ class RemoteLocation:
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any] | None = None) -> RemoteLocation:
-        """Return the location of a URL."""
         root, key = _split_url(url)
         if not key:
             raise InputError(f"{redact_url(url)!r} is the URL of a whole bucket or server; add the path of an atlas")
@@ -187,7 +186,6 @@ class RemoteLocation:
 
     @property
     def name(self) -> str:
-        """Last part of the key."""
         return self.key.rpartition("/")[2]
 
     def is_zarr(self) -> bool:

@@ -36,7 +36,6 @@ class ZarrFile:
         return self.__dict__ | {"_opened": None}
 
     def store(self) -> Store:
-        """Return the store, opened in this process."""
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
             # If threads race, the store is opened twice, which is harmless.
@@ -44,7 +43,6 @@ class ZarrFile:
         return opened[1]
 
     def root(self) -> zarr.Group:
-        """Return the root group."""
         try:
             return zarr.open_group(self.store(), mode="r")
         except DaskscError:

@@ -144,7 +144,6 @@ class ZippedStore(ZipStore):
     """Store of zarr-python whose sizes come from the directory of the archive."""
 
     async def getsize_prefix(self, prefix: str) -> int:
-        """Return the stored size of the members below a prefix, in bytes."""
         inside = f"{prefix.strip('/')}/"
         members = ZipArchive.of(str(self.path)).members.items()
         return sum(member.compress_size for name, member in members if name.startswith(inside))
