@@ -23,7 +23,7 @@ from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ranges", "ranges_of"]
+__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "ranges_of"]
 
 T = TypeVar("T")
 
@@ -35,21 +35,6 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
-
-
-def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, block: int = 0) -> list[list[tuple[int, int]]]:
-    """Split byte ranges into groups, in order; each group is one request."""
-    # Ranges with gaps of at most `gap` are in one group, unless it would be longer than `REQUEST_BYTES`, and so are
-    # ranges in the same block of `block` bytes.
-    groups: list[list[tuple[int, int]]] = []
-    for start, stop in ranges:
-        first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
-        is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
-        if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
-            groups[-1].append((start, stop))
-        else:
-            groups.append([(start, stop)])
-    return groups
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
@@ -137,12 +122,19 @@ class RemoteFile:
             yield
 
     def requests(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Split ranges into groups, each to be requested at once; see `merged_ranges`."""
-        return (
-            merged_ranges(ranges, gap=GAP_BYTES)
-            if self._cache is None
-            else merged_ranges(ranges, gap=0, block=BLOCK_BYTES)
-        )
+        """Split byte ranges into groups, in order; each group is one request."""
+        # Ranges with small gaps are in one group, unless it would be longer than `REQUEST_BYTES`. With a cache, a group
+        # consists of ranges in the same block.
+        gap, block = (GAP_BYTES, 0) if self._cache is None else (0, BLOCK_BYTES)
+        groups: list[list[tuple[int, int]]] = []
+        for start, stop in ranges:
+            first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
+            is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
+            if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
+                groups[-1].append((start, stop))
+            else:
+                groups.append([(start, stop)])
+        return groups
 
     def verify(self) -> None:
         """Raise an error if the object has changed since it was opened; takes one request."""

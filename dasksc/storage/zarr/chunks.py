@@ -196,7 +196,7 @@ class _Shards(_Chunks):
         return {at: shard and shard[0] for at, shard in cached.items()}
 
     def _indexed(self, file: File) -> _Shard:
-        offsets, sizes = chunk_ranges(self._layout, file.identity, file.fetch)
+        offsets, sizes = chunk_ranges(self._layout, file.identity, file)
         return _Shard(identity=file.identity, offsets=offsets, sizes=sizes)
 
 
@@ -205,16 +205,17 @@ def _tuples(axes: Any) -> list[At]:
 
 
 def chunk_ranges(
-    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, fetch: Callable[[int, int], Any]
+    layout: ZarrLayout, identity: FileIdentity | ObjectIdentity, file: File, begin: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the offset (-1 if never written) and size of each chunk of a shard in bytes, from its index."""
+    # The shard begins at byte `begin` of `file`.
     n_bytes = 16 * math.prod(layout.per_shard) + 4 * layout.index_checksum
     if identity.size < n_bytes:
         raise CorruptDataError(
             f"{identity.path} is truncated: it has no room for the index of its chunks. Copy or download it again."
         )
-    start = 0 if layout.index_first else identity.size - n_bytes
-    data = fetch(start, start + n_bytes)
+    start = begin if layout.index_first else begin + identity.size - n_bytes
+    data: Any = file.fetch(start, start + n_bytes)
     if layout.index_checksum:
         try:
             data = Crc32c().decode(data, len(data))

@@ -127,9 +127,7 @@ def _chunk_table(archive: ZipArchive, name: str, layout: ZarrLayout) -> ChunkTab
             offsets[number], sizes[number] = begin, member.file_size
             continue
         shard = FileIdentity(path=f"{archive.file.path}/{member.filename}", size=member.file_size, mtime_ns=0)
-        starts, lengths = chunk_ranges(
-            layout, shard, lambda start, stop, at=begin: archive.file.fetch(at + start, at + stop)
-        )
+        starts, lengths = chunk_ranges(layout, shard, archive.file, begin)
         within = np.stack(np.unravel_index(np.arange(len(starts)), layout.per_shard))
         chunk_at = within + (np.array(at) * layout.per_shard)[:, None]
         inside = (chunk_at < np.array(grid)[:, None]).all(axis=0) & (starts >= 0)
