@@ -23,7 +23,7 @@ from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "merged_ranges", "ranges_of"]
+__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "ranges_of"]
 
 T = TypeVar("T")
 
@@ -35,21 +35,6 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
-
-
-def merged_ranges(ranges: Sequence[tuple[int, int]], *, gap: int, block: int = 0) -> list[list[tuple[int, int]]]:
-    """Split byte ranges into groups, in order; each group is one request."""
-    # Ranges with gaps of at most `gap` are in one group, unless it would be longer than `REQUEST_BYTES`, and so are
-    # ranges in the same block of `block` bytes.
-    groups: list[list[tuple[int, int]]] = []
-    for start, stop in ranges:
-        first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
-        is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
-        if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
-            groups[-1].append((start, stop))
-        else:
-            groups.append([(start, stop)])
-    return groups
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
@@ -85,6 +70,7 @@ class RemoteFile:
     def __init__(self, location: RemoteLocation, identity: ObjectIdentity, *, cache: Cache | None = None) -> None:
         self.location = location
         self.identity = identity
+        self.path = identity.path
         self._cache = cache
 
     @classmethod
@@ -95,11 +81,6 @@ class RemoteFile:
     def uncached(self) -> RemoteFile:
         """Return the object without the cache, which would fetch a whole block for each scattered piece."""
         return RemoteFile(self.location, self.identity)
-
-    @property
-    def path(self) -> str:
-        """Path of the object without credentials, for display."""
-        return self.identity.path
 
     def require_unchanged(self) -> None:
         """Do nothing, since every request checks the version of the object."""
@@ -118,16 +99,14 @@ class RemoteFile:
     def ranges(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], *, use_mmap: UseMmap) -> Iterator[Any]:
         """Yield the bytes of each range; nearby ranges are read together, and all are requested ahead."""
         # With a cache, reads alone would not detect that the object has changed since it was opened.
-        checks = [] if self._cache is None else [(self._verify, 0)]
+        checks = [] if self._cache is None else [(self.verify, 0)]
         yield from ranges_of([(self, offsets, sizes)], checks=checks)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from `offset` on."""
         for _ in self.read_into([offset], [into]):
             pass
 
     def read_into(self, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[None]:
-        """Fill each view with the bytes from its offset on, in order; yield after each."""
         pieces = [
             (offset + at, view[at : at + REQUEST_BYTES])
             for offset, view in zip(offsets, views, strict=True)
@@ -143,14 +122,22 @@ class RemoteFile:
             yield
 
     def requests(self, ranges: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Split ranges into groups, each to be requested at once; see `merged_ranges`."""
-        return (
-            merged_ranges(ranges, gap=GAP_BYTES)
-            if self._cache is None
-            else merged_ranges(ranges, gap=0, block=BLOCK_BYTES)
-        )
+        """Split byte ranges into groups, in order; each group is one request."""
+        # Ranges with small gaps are in one group, unless it would be longer than `REQUEST_BYTES`. With a cache, a group
+        # consists of ranges in the same block.
+        gap, block = (GAP_BYTES, 0) if self._cache is None else (0, BLOCK_BYTES)
+        groups: list[list[tuple[int, int]]] = []
+        for start, stop in ranges:
+            first, last = (groups[-1][0][0], groups[-1][-1][1]) if groups else (0, -gap - 1)
+            is_near = last <= start <= last + gap and stop - first <= REQUEST_BYTES
+            if is_near or (block and groups and last <= start and start // block == max(last - 1, 0) // block):
+                groups[-1].append((start, stop))
+            else:
+                groups.append([(start, stop)])
+        return groups
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
+        """Raise an error if the object has changed since it was opened; takes one request."""
         self.identity.compare(self.location.client.stat(self.location.key))
 
     def _request(self, start: int, stop: int) -> memoryview:

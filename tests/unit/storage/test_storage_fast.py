@@ -446,9 +446,9 @@ def test_scattered_rows_hold_no_rows_in_between(
     reader = array.reader()
 
     def recording() -> Any:
-        def read(start: int, stop: int, *, into: np.ndarray) -> None:
+        def read(start: int, stop: int, into: np.ndarray) -> None:
             slices.append(stop - start)
-            reader(start, stop, into=into)
+            reader(start, stop, into)
 
         return read
 
