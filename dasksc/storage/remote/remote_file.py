@@ -86,6 +86,8 @@ class RemoteFile:
         self.location = location
         self.identity = identity
         self._cache = cache
+        # All bytes of the object, while it is opened as one of many.
+        self.content: memoryview | None = None
 
     @classmethod
     def of(cls, location: RemoteLocation, *, cache: Cache | None = None) -> RemoteFile:
