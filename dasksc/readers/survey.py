@@ -51,7 +51,7 @@ _type_of = lru_cache(partial(h5t.py_create, logical=True))
 _STRING = h5py.string_dtype()
 _STRING_IN_MEMORY = h5t.py_create(_STRING)
 _genes: WeakValueDictionary[tuple[bytes, str], pd.DataFrame] = WeakValueDictionary()
-_dtypes: WeakValueDictionary[tuple[bytes, bool], pd.CategoricalDtype] = WeakValueDictionary()
+_categories: WeakValueDictionary[bytes, pd.Index[Any]] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,10 +181,10 @@ class _File:
             return pd.CategoricalDtype(_read(values), ordered=is_ordered)
         sizes, packed = self._packed(values)
         digest = _digest(sizes, packed)
-        known = _dtypes.get((digest, is_ordered))
+        known = _categories.get(digest)
         if known is None:
-            known = _dtypes[digest, is_ordered] = pd.CategoricalDtype(_texts(sizes, packed), ordered=is_ordered)
-        return known
+            known = _categories[digest] = pd.CategoricalDtype(_texts(sizes, packed)).categories
+        return pd.CategoricalDtype(known, ordered=is_ordered)
 
     def _packed(self, strings: h5d.DatasetID) -> tuple[NDArray[np.int64], bytes]:
         """Return the sizes of strings in bytes, and their concatenated bytes."""
