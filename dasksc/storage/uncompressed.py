@@ -62,9 +62,9 @@ class PlainArray:
         self._firsts, self._offsets = firsts, offsets
 
     @property
-    def is_local(self) -> bool:
-        """True if the array is in a local file."""
-        return isinstance(self._file, LocalFile)
+    def file(self) -> LocalFile | RemoteFile:
+        """File of the array."""
+        return self._file
 
     @property
     def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
