@@ -17,7 +17,7 @@ from dasksc.atlas.opening import open as open_atlas
 from dasksc.displays import with_options_of
 from dasksc.errors import InputError
 from dasksc.pushdown import leaf_matrix
-from dasksc.readers.catalog import Identity, write_matrix
+from dasksc.readers.catalog import Identity, as_text, write_matrix
 from dasksc.storage import RemoteLocation, is_url
 from dasksc.storage.file_identity import FileIdentity
 from dasksc.storage.remote.remote_file import identities
@@ -79,8 +79,11 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
         members: dict[str, Any] = {}
         root = zarr.open_group(zarr.storage.MemoryStore(members), mode="w", zarr_format=2)
         obs = adata.obs.set_axis(adata.obs.index.astype(str))
+        types: dict[str, dict[str, str]] = {}
         for name, table in {"obs": obs, "var": adata.var}.items():
-            write_elem(root, name, table)
+            written, types[name] = as_text(table)
+            write_elem(root, name, written)
+        root.attrs["dasksc-texts"] = types
         if adata.raw is not None:
             write_elem(root, "raw", {"var": adata.raw.var})
         for key, array in matrices.items():

@@ -7,6 +7,7 @@ are fetched.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -24,6 +25,7 @@ from dasksc.readers.anndata import AnnDataStore
 from dasksc.readers.interface import Reader, Store
 from dasksc.readers.options import OpenOptions
 from dasksc.storage import (
+    AbsentMatrix,
     ColumnMaps,
     ConcatenatedMatrix,
     FetchCost,
@@ -44,10 +46,12 @@ from dasksc.storage.remote.remote_file import RemoteFile, identities
 from dasksc.storage.uncompressed import PlainArray
 from dasksc.storage.zarr.reader import ZarrFile
 
-__all__ = ["CatalogReader", "Identity", "write_matrix"]
+__all__ = ["CatalogReader", "Identity", "as_text", "write_matrix"]
 
 _AGAIN = "Index the files again: dasksc index PATHS --out"
 _COST = FetchCost.__dataclass_fields__
+# Number of the file of a part that lacks the matrix.
+_NONE = -1
 
 Identity: TypeAlias = FileIdentity | ObjectIdentity
 _File: TypeAlias = LocalFile | RemoteFile | RemoteLocation
@@ -74,6 +78,15 @@ class CatalogReader(Reader):
 class _CatalogStore(AnnDataStore):
     def keys(self) -> list[str]:
         return [*super().keys(), *self._root.attrs["dasksc-catalog"]]
+
+    def table(self, name: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        table = super().table(name, columns)
+        for column, dtype in self._root.attrs["dasksc-texts"].get(name, {}).items():
+            if column in table:
+                labels = [json.loads(text) for text in table[column].cat.categories]
+                values = np.array([*labels, np.nan], dtype=object)[table[column].cat.codes]
+                table[column] = pd.Series(values, index=table.index).astype(dtype)
+        return table
 
     def matrix(self, key: str) -> Matrix:
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
@@ -165,6 +178,23 @@ def _path_of(file: _File) -> str:
     return str(file) if isinstance(file, RemoteLocation) else file.path
 
 
+def as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return a table with text, in JSON, for columns that AnnData cannot write as they are, and their data types."""
+    # Files with other types of a column make it one of Python objects, or of floats that may be missing.
+    types = {
+        str(name): str(column.dtype)
+        for name, column in table.items()
+        if (column.dtype == object and pd.api.types.infer_dtype(column) not in ("string", "empty"))
+        or isinstance(column.array, pd.arrays.FloatingArray)
+    }
+    texts = {name: [None if pd.isna(one) else _json(one) for one in table[name]] for name in types}
+    return table.assign(**{name: pd.Categorical(text) for name, text in texts.items()}), types
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value.item() if isinstance(value, np.generic) else value)
+
+
 def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Identity | None]) -> None:
     """Write where the rows of a joined matrix lie; `files` receives the files, by their paths."""
     numbers = {path: number for number, path in enumerate(files)}
@@ -173,13 +203,16 @@ def write_matrix(root: zarr.Group, key: str, matrix: Matrix, files: dict[str, Id
     extents: list[NDArray[np.int64]] = []
     for number, part in enumerate(parts):
         path, colon, inside = part.label.rpartition(":/")
-        if not colon or not (is_url(path) or os.path.exists(path)):
+        if isinstance(part, AbsentMatrix):
+            path = ""
+        elif not colon or not (is_url(path) or os.path.exists(path)):
             raise InputError(f"{part.label} is not the matrix of a file, so a catalogue cannot refer to it")
         arrays = _plain_arrays(part)
-        files[path] = files.get(path) or (arrays[0].file.identity if arrays else None)
+        if path:
+            files[path] = files.get(path) or (arrays[0].file.identity if arrays else None)
         rows.append(
             {
-                "file": numbers.setdefault(path, len(numbers)),
+                "file": numbers.setdefault(path, len(numbers)) if path else _NONE,
                 "key": inside,
                 "n_obs": part.shape[0],
                 "n_vars": part.shape[1],
@@ -221,8 +254,10 @@ def _read_matrix(group: Any, key: str, files: Sequence[_File], options: OpenOpti
     may_map = lru_cache(can_map)
 
     def matrix_of(row: Any) -> Matrix:
-        file, shape = files[row.file], (row.n_obs, row.n_vars)
         dtype, stored = np.dtype(row.computed), np.dtype(row.stored)
+        if row.file == _NONE:
+            return AbsentMatrix(row.n_obs, row.layout, dtype)
+        file, shape = files[row.file], (row.n_obs, row.n_vars)
         if row.n_values < 0 or isinstance(file, RemoteLocation):
             cost = FetchCost(**{name: getattr(row, name) for name in _COST})
             return _UnopenedMatrix(
