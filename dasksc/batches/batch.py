@@ -18,7 +18,7 @@ from dasksc.atlas.lookup import nearest, similar, with_advice
 from dasksc.displays import brief, html_table
 from dasksc.errors import InputError, MissingKeyError
 from dasksc.executor.tasks import FetchedMatrices
-from dasksc.storage import BFLOAT16, Columns, Layout, RowBuffer, buffers
+from dasksc.storage import Columns, Layout, RowBuffer, buffers
 
 __all__ = ["Batch", "BatchMaker", "Categories", "Memory", "device_of", "map_tensors"]
 
@@ -27,6 +27,10 @@ __all__ = ["Batch", "BatchMaker", "Categories", "Memory", "device_of", "map_tens
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.sparse_csr_tensor(torch.tensor([0, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([]), size=(1, 1))
+
+
+# Both index arrays of a CSR tensor must have the same type, and columns are int32.
+_MOST_NONZEROS = np.iinfo(np.int32).max
 
 
 class _Named(dict[str, Any]):
@@ -274,7 +278,7 @@ class Memory:
 
     def tensor(self, array: NDArray[Any]) -> torch.Tensor:
         """Return a tensor that shares the memory of a contiguous array, whose data type may be `BFLOAT16`."""
-        if array.dtype == BFLOAT16:
+        if array.dtype.kind == "V":
             return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         return torch.from_numpy(array)
 
@@ -345,12 +349,12 @@ class BatchMaker:
         dtype = tensor_dtype(buffer.dtype) if self.dtype is None else self.dtype
         indptr, indices, data = buffer.gather_csr(positions, dtype=dtype, columns=columns, empty=memory.empty)
         n_vars = buffer.shape[1] if columns is None else len(columns)
-        if indptr[-1] > np.iinfo(np.int32).max:
+        if indptr[-1] > _MOST_NONZEROS:
             raise InputError(
                 f"a batch of {len(positions)} rows has {indptr[-1]} nonzeros, but a sparse tensor holds at most "
-                f"{np.iinfo(np.int32).max}. Lower batch_size"
+                f"{_MOST_NONZEROS}. Lower batch_size"
             )
-        starts = memory.empty(len(indptr), np.int32)  # both index arrays of a CSR tensor must have the same type
+        starts = memory.empty(len(indptr), np.int32)
         starts[:] = indptr
         indptr_there, indices_there, data_there = map(memory.tensor, (starts, indices, data))
         return csr_tensor(indptr_there, indices_there, data_there, (len(positions), n_vars))

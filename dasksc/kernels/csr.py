@@ -18,8 +18,9 @@ lengths
 data_at, indices_at, rows_at
     Address of the first element of each fetched row, shape (n_fetched,), uint64.
 like_data, like_indices, like
-    Empty arrays of the data type stored at the addresses. With `rounded(like)`, the kernels write the bits of values
-    rounded to bfloat16, which NumPy lacks, into an `out` or `data` of type uint16, unless they sum columns.
+    Empty arrays of the data type stored at the addresses. With `rounded(like, to)`, the kernels write the bits of
+    values rounded to bfloat16 or float16, which numba lacks, into an `out` or `data` of type uint16, unless they sum
+    columns.
 drops
     True if a lookup drops a column.
 maps, lookups
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 
-# Results of a kernel for a row whose columns are not strictly ascending, and for values that are infinite in bfloat16.
+# Results of a kernel for a row whose columns are not strictly ascending, and for values that become infinite.
 UNORDERED, INFINITE = -2, -3
 # Markers in `sources` for output columns without a stored column: `NOWHERE` yields a fill value, `ZERO` yields 0.
 NOWHERE, ZERO = -1, -2
@@ -84,21 +85,22 @@ _LINE_BYTES = 64
 # Number of positions of set bits that are written at a time. Writing a fixed number avoids a branch for each bit.
 _BITS_AT_ONCE = 8
 _WORD_BITS = 64
-# Bits of a bfloat16 apart from its sign, and those of infinity.
-_SIZE_BITS, _INFINITY_BITS = np.uint16(0x7FFF), np.uint16(0x7F80)
+# Bits of a number of two bytes apart from its sign.
+_SIZE_BITS = np.uint16(0x7FFF)
 _ONE, _WORD_SHIFT, _WORD_MASK = np.uint64(1), np.uint64(6), np.uint64(63)
 
 
-def rounded(like: NDArray[Any]) -> NDArray[Any]:
-    """Return an empty array that tells the kernels to round values of `like`'s type to bfloat16."""
-    return np.empty(0, dtype=[("rounded", like.dtype)])
+def rounded(like: NDArray[Any], to: str) -> NDArray[Any]:
+    """Return an empty array that tells the kernels to round values of `like`'s type, `to` "bfloat16" or "float16"."""
+    return np.empty(0, dtype=[(to, like.dtype)])
 
 
 @intrinsic
 def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
     """Return element `index` of the array of `like`'s type that starts at `address`, aligned or not."""
     is_rounded = isinstance(like.dtype, types.Record)
-    dtype = like.dtype.typeof("rounded") if is_rounded else like.dtype
+    to = next(iter(like.dtype.fields)) if is_rounded else None
+    dtype = like.dtype.typeof(to) if is_rounded else like.dtype
     signature = (types.uint16 if is_rounded else dtype)(types.uint64, types.int64, like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -108,16 +110,40 @@ def load(typingctx: Any, address: Any, index: Any, like: Any) -> Any:
         if not is_rounded:
             return value
         # Adding 0 turns -0.0 into 0.0, as the sum of a dense element does.
-        single = builder.fadd(context.cast(builder, value, dtype, types.float32), ir.Constant(ir.FloatType(), 0.0))
-        word, half = ir.IntType(32), ir.IntType(16)
-        bits = builder.bitcast(single, word)
-        # Ties go to the even neighbor. NaN keeps its upper bits, one of which is set lest it become infinity.
-        odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-        nearest = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
-        quiet = builder.or_(builder.lshr(bits, word(16)), word(0x40))
-        return builder.trunc(builder.select(builder.fcmp_unordered("uno", single, single), quiet, nearest), half)
+        single = builder.fadd(context.cast(builder, value, dtype, types.float32), ir.Constant(_SINGLE, 0.0))
+        bits = _bfloat16_bits if to == "bfloat16" else _float16_bits
+        return builder.trunc(bits(builder, single), ir.IntType(16))
 
     return signature, codegen
+
+
+_SINGLE, _WORD = ir.FloatType(), ir.IntType(32)
+
+
+def _bfloat16_bits(builder: Any, single: Any) -> Any:
+    """Emit code that rounds a float32 to the bits of bfloat16. Ties go to the even neighbor."""
+    bits = builder.bitcast(single, _WORD)
+    odd = builder.and_(builder.lshr(bits, _WORD(16)), _WORD(1))
+    nearest = builder.lshr(builder.add(bits, builder.add(odd, _WORD(0x7FFF))), _WORD(16))
+    # NaN keeps its upper bits, one of which is set lest it become infinity.
+    quiet = builder.or_(builder.lshr(bits, _WORD(16)), _WORD(0x40))
+    return builder.select(builder.fcmp_unordered("uno", single, single), quiet, nearest)
+
+
+def _float16_bits(builder: Any, single: Any) -> Any:
+    """Emit code that rounds a float32 to the bits of float16. Ties go to the even neighbor."""
+    bits = builder.bitcast(single, _WORD)
+    size = builder.and_(bits, _WORD(0x7FFFFFFF))
+    # The exponent of float16 has a bias of 15 rather than 127.
+    odd = builder.and_(builder.lshr(size, _WORD(13)), _WORD(1))
+    normal = builder.lshr(builder.add(size, builder.add(odd, _WORD(0xFFF - (112 << 23)))), _WORD(13))
+    # In [0.5, 1), float32 has the spacing of the subnormal numbers of float16, 2**-24, so the addition rounds to them.
+    raised = builder.fadd(builder.bitcast(size, _SINGLE), ir.Constant(_SINGLE, 0.5))
+    subnormal = builder.sub(builder.bitcast(raised, _WORD), _WORD(0x3F000000))
+    large = builder.select(builder.icmp_unsigned(">", size, _WORD(0x7F800000)), _WORD(0x7E00), _WORD(0x7C00))
+    small = builder.select(builder.icmp_unsigned("<", size, _WORD(113 << 23)), subnormal, normal)
+    found = builder.select(builder.icmp_unsigned("<", size, _WORD(143 << 23)), small, large)
+    return builder.or_(found, builder.and_(builder.lshr(bits, _WORD(16)), _WORD(0x8000)))
 
 
 @intrinsic
@@ -207,8 +233,8 @@ def scatter_rows(positions, lengths, data_at, indices_at, n_vars, out, like_data
 
 
 @kernel
-def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices):
-    """Write CSR rows of ascending columns into a dense `out` of bits of bfloat16; return `INFINITE` if one is."""
+def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_data, like_indices, infinity):
+    """Write CSR rows of ascending columns into a dense `out` of rounded bits; return `INFINITE` if one is infinite."""
     # This kernel is `scatter_rows` with the values rounded 64 at a time, which is vectorized.
     n_columns = np.uint64(n_vars)
     bits = np.empty(_STRIDE, np.uint16)
@@ -233,7 +259,7 @@ def scatter_rounded(positions, lengths, data_at, indices_at, n_vars, out, like_d
             n_cleared = last + _ONE
             for k in range(end - first):
                 bits[k] = load(values_at, first + k, like_data)
-            infinite |= has_infinity(bits[: end - first])
+            infinite |= has_infinity(bits[: end - first], infinity)
             for k in range(end - first):
                 column = np.uint64(load(columns_at, first + k, like_indices))
                 if column > last:
@@ -668,11 +694,11 @@ def count_bytes(values, bits):
 
 
 @kernel
-def has_infinity(bits):
-    """Return True if an element of `bits`, which are those of bfloat16, is infinite."""
+def has_infinity(bits, infinity):
+    """Return True if an element of `bits` is `infinity` or its negative."""
     found = np.uint16(0)
     for i in range(len(bits)):
-        found |= np.uint16((bits[i] & _SIZE_BITS) == _INFINITY_BITS)
+        found |= np.uint16((bits[i] & _SIZE_BITS) == infinity)
     return found != 0
 
 

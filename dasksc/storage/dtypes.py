@@ -12,6 +12,7 @@ from dasksc.storage.arrays import memory_dtype
 
 __all__ = [
     "BFLOAT16",
+    "can_round",
     "counts_dtype",
     "has_kernel_dtype",
     "holds_all",
@@ -21,10 +22,14 @@ __all__ = [
     "representable",
     "sum_dtype",
     "text_of",
+    "written",
 ]
 
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 """Data type of arrays with the bits of bfloat16, which NumPy lacks; storage only writes it."""
+
+# Bits of infinity in the types to which the kernels round.
+_INFINITY = {BFLOAT16: np.uint16(0x7F80), np.dtype(np.float16): np.uint16(0x7C00)}
 
 
 def text_of(dtype: np.dtype[Any] | None) -> str:
@@ -38,7 +43,7 @@ def cast(values: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
         out[...] = values
         return out
     bits, at = out.view(np.uint16), np.array([values.ctypes.data], dtype=np.uint64)
-    kernels.copy_rows(np.zeros(1, dtype=np.int64), at, bits.reshape(1, -1), kernels.rounded(values))
+    kernels.copy_rows(np.zeros(1, dtype=np.int64), at, bits.reshape(1, -1), kernels.rounded(values, "bfloat16"))
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -77,6 +82,23 @@ def converts(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
     """Return True if the kernels can write values of the `source` type as `dtype`; see `kernel_target`."""
     wraps = dtype.kind in "iu" and not np.can_cast(source, dtype, "safe")
     return not wraps and not may_round(source, dtype) and has_kernel_dtype(dtype)
+
+
+def can_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+    """Return True if the kernels can round values of the `source` type to `dtype`, of two bytes, as `cast` does."""
+    if dtype == np.float16:  # NumPy rounds to it once, so float32 must represent the values
+        return source != dtype and np.can_cast(source, np.float32)
+    return dtype == BFLOAT16 and not may_round(source, dtype)
+
+
+def written(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], np.uint16 | None]:
+    """Return `out` and `like` as the kernels take them and, if they round, the bits that `out` must not hold."""
+    infinity = _INFINITY.get(out.dtype)
+    return (
+        (out, like, None)
+        if infinity is None
+        else (out.view(np.uint16), kernels.rounded(like, text_of(out.dtype)), infinity)
+    )
 
 
 def may_round(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:

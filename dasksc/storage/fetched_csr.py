@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dasksc.errors import CorruptDataError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
-from dasksc.storage.dtypes import BFLOAT16, converts, counts_dtype, kernel_target, may_round, narrowest
+from dasksc.storage.dtypes import can_round, converts, counts_dtype, kernel_target, narrowest, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, check_positions, indptr_of
 from dasksc.storage.matrix import Columns, Empty, Layout, Lookups
 from dasksc.storage.row_pointers import RowPointers
@@ -60,7 +60,7 @@ class CSRRowBuffer(RowBufferBase):
         """Write the rows at `positions` into a dense `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
         held = self._source_dtype(self.data, self.lengths, positions, out.dtype)
-        if (converts(held, out.dtype) or _can_round(held, out.dtype)) and self._scatter(positions, out, columns):
+        if (converts(held, out.dtype) or can_round(held, out.dtype)) and self._scatter(positions, out, columns):
             return
         # Values to be summed or checked are converted as CSR, which has fewer, and their bits are written.
         indptr, indices, data = self.gather_csr(positions, dtype=out.dtype, columns=columns)
@@ -78,16 +78,16 @@ class CSRRowBuffer(RowBufferBase):
         adds_up = mapped is not None and mapped[1].adds_up
         if (self._unordered or adds_up) and not any_order:
             return False
-        rounds = target.dtype == BFLOAT16
-        to = *_bits(target, self.data.like), self.indices.like
+        out, like, infinity = written(target, self.data.like)
+        to = out, like, self.indices.like
         if mapped is not None:
             tables = mapped[0], mapped[1].to, mapped[1].drops
             bad = kernels.scatter_columns(positions, *self._where, *tables, *to, any_order)
-        elif rounds:
-            return self._is_ordered(kernels.scatter_rounded(positions, *self._where, self._n_columns, *to))
+        elif infinity is not None:
+            return self._is_ordered(kernels.scatter_rounded(positions, *self._where, self._n_columns, *to, infinity))
         else:
             bad = kernels.scatter_rows(positions, *self._where, self._n_columns, *to, any_order)
-        return self._is_ordered(bad) and not (rounds and kernels.has_infinity(to[0].reshape(-1)))
+        return self._is_ordered(bad) and not (infinity is not None and kernels.has_infinity(out.reshape(-1), infinity))
 
     def gather_csr(
         self,
@@ -118,7 +118,7 @@ class CSRRowBuffer(RowBufferBase):
         indices = empty(n_values, np.int32)
         data = empty(n_values, dtype)
         held = self._source_dtype(self.data, self.lengths, positions, dtype)
-        target = data if _can_round(held, dtype) else kernel_target(data, held)
+        target = data if can_round(held, dtype) else kernel_target(data, held)
         if not self._copy(positions, indptr, indices, target, columns, any_order=any_order):
             sums = kernel_target(data, self._sum_dtype)
             self._merge(positions, indptr, indices, sums, columns)
@@ -240,12 +240,13 @@ class CSRRowBuffer(RowBufferBase):
         mapped = self._mapped(columns)
         if not any_order and (self._unordered or (mapped is not None and not mapped[1].ascends)):
             return False
-        to = (indptr[:-1], indices, *_bits(data, self.data.like), self.indices.like, any_order)
+        out, like, infinity = written(data, self.data.like)
+        to = indptr[:-1], indices, out, like, self.indices.like, any_order
         if mapped is None:
             bad = kernels.copy_rows_csr(positions, *self._where, self._n_columns, *to)
         else:
             bad = kernels.copy_columns_csr(positions, *self._where, mapped[0], mapped[1].to, mapped[1].drops, *to)
-        return self._is_ordered(bad) and not (data.dtype == BFLOAT16 and kernels.has_infinity(to[2]))
+        return self._is_ordered(bad) and not (infinity is not None and kernels.has_infinity(out, infinity))
 
     def _merge(
         self,
@@ -282,16 +283,6 @@ class CSRRowBuffer(RowBufferBase):
                 f"[0, {self._n_columns}). The file is corrupt, or its shape attribute is wrong; write it "
                 "again from its source."
             )
-
-
-def _can_round(held: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
-    """Return True if `dtype` is bfloat16, and the kernels can round values of type `held`."""
-    return dtype == BFLOAT16 and not may_round(held, dtype)
-
-
-def _bits(out: NDArray[Any], like: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the arguments of the kernels that write values of `like`'s type into `out`, which may be bfloat16."""
-    return (out.view(np.uint16), kernels.rounded(like)) if out.dtype == BFLOAT16 else (out, like)
 
 
 def _within(array: NDArray[Any], indptr: NDArray[np.int64]) -> RowPointers:

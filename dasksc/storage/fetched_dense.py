@@ -12,7 +12,7 @@ from dasksc.errors import InputError
 from dasksc.kernels import csr as kernels
 from dasksc.storage import buffers
 from dasksc.storage.arrays import memory_dtype
-from dasksc.storage.dtypes import BFLOAT16, kernel_target, may_round
+from dasksc.storage.dtypes import BFLOAT16, can_round, kernel_target, may_round, written
 from dasksc.storage.fetched_rows import Origins, RowBufferBase, check_gather, indptr_of
 from dasksc.storage.matrix import NOWHERE, Columns, Empty, Layout, Sums
 from dasksc.storage.row_pointers import RowPointers
@@ -53,6 +53,11 @@ class DenseRowBuffer(RowBufferBase):
     ) -> None:
         """Write the rows at `positions` into `out`; see `RowBuffer.gather`."""
         positions = check_gather(self.shape, positions, out=out, columns=columns)
+        if columns is None and self.column_maps is None and can_round(self.values.dtype, out.dtype):
+            bits, like, infinity = written(out, self.values.like)
+            kernels.copy_rows(positions, self.values.at, bits, like)
+            if not kernels.has_infinity(bits.reshape(-1), infinity):
+                return
         if out.dtype == BFLOAT16:
             values = buffers.empty(out.shape, np.float32)
             self.gather(positions, out=values, columns=columns)

@@ -221,6 +221,17 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write(atlas(i, 30 + i), folder / f"part{i}", kind) for i, kind in enumerate(["plain", "gzip", "zarr"])]
 
 
+@pytest.mark.parametrize("join", ["inner", "outer"])
+def test_a_list_of_genes_that_comes_again_does_not_move_the_genes(join: str, tmp_path: Path) -> None:
+    genes = [["a", "b", "c"], ["c", "d", "b"], ["a", "b", "c"], ["b", "e", "c"]]
+    atlases = [AnnData(np.eye(3, dtype="float32"), var=pd.DataFrame(index=one)) for one in genes]
+    paths = [write(one, tmp_path / str(i), "plain") for i, one in enumerate(atlases)]
+    expected = anndata.concat(atlases, join=join, fill_value=0)
+    found = dasksc.open(paths, join=join, **({"fill_value": 0} if join == "outer" else {}))
+    assert list(found.var_names) == list(expected.var_names)
+    np.testing.assert_array_equal(found.X.compute(), expected.X)
+
+
 def test_a_directory_a_pattern_a_dict_and_a_list_are_the_same(three: list[Path]) -> None:
     expected = dasksc.open([three[0], three[1], three[2]], join="outer", label="source")
     folder = three[0].parent

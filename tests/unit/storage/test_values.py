@@ -316,13 +316,22 @@ def test_a_converted_store_says_what_type_its_counts_were_of(stored: str, comput
 @pytest.mark.parametrize("genes", [None, ["3", "0", "2"]])
 @pytest.mark.parametrize("layout", ["csr", "dense"])
 @pytest.mark.parametrize("stored", ["int32", "float32", "float64"])
-def test_bfloat16_rounds_the_float32_values(stored: str, layout: str, genes: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_of_two_bytes_round_the_float32_values(dtype: Any, stored: str, layout: str, genes: Any) -> None:
     values = np.array([*STORED[stored], *np.random.default_rng(0).integers(0, 250, 1000)]).astype(stored)
+    if dtype == torch.float16:
+        values = np.clip(values, -65_000, 65_000)
     if values.dtype.kind == "f":
-        bits = np.random.default_rng(0).integers(0, 0x7F7F0000, 1000).astype(np.uint32)
+        # Exponents from those of subnormal numbers on
+        largest = 0x7F7F0000 if dtype == torch.bfloat16 else 0x477FE000
+        bits = np.random.default_rng(0).integers(0 if dtype == torch.bfloat16 else 0x32000000, largest, 1000)
+        bits = bits.astype(np.uint32)
         values[-1000:] = bits.view(np.float32) * np.where(np.arange(1000) % 2, 1, -1)
         # Ties between two neighbors, the largest value that does not become infinity, and special values
-        ties = np.array([0x3F808000, 0x3F818000, 0x7F7F7FFF], dtype=np.uint32).view(np.float32)
+        ties = [0x3F808000, 0x3F818000, 0x7F7F7FFF]
+        if dtype == torch.float16:
+            ties = [0x3F801000, 0x3F803000, 0x477FEFFF]
+        ties = np.array(ties, dtype=np.uint32).view(np.float32)
         values[:6] = [*ties, np.inf, -np.inf, np.nan]
     X = sp.csr_matrix(np.resize(values, (250, 4)))
     for row in range(125, 250):  # rows of unsorted columns
@@ -333,11 +342,11 @@ def test_bfloat16_rounds_the_float32_values(stored: str, layout: str, genes: Any
         for tensors in ("dense", "csr"):
             options = {"batch_size": batch_size, "layout": tensors, "genes": genes}
             wide, narrow = (
-                dasksc.scDataset(adata, dasksc.Streaming(), dtype=one, **options) for one in ("float32", "bfloat16")
+                dasksc.scDataset(adata, dasksc.Streaming(), dtype=one, **options) for one in ("float32", dtype)
             )
             for made, expected in zip(narrow, wide, strict=True):
-                assert made.dtype == torch.bfloat16
-                np.testing.assert_array_equal(made.to_dense().float(), expected.to_dense().bfloat16().float())
+                assert made.dtype == dtype
+                np.testing.assert_array_equal(made.to_dense().float(), expected.to_dense().to(dtype).float())
 
 
 @pytest.mark.parametrize("tensors", ["dense", "csr"])
