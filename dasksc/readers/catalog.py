@@ -184,7 +184,7 @@ def as_text(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     types = {
         str(name): str(column.dtype)
         for name, column in table.items()
-        if (column.dtype == object and pd.api.types.infer_dtype(column) not in ("string", "empty"))
+        if (column.dtype == object and pd.api.types.infer_dtype(column, skipna=False) not in ("string", "empty"))
         or isinstance(column.array, pd.arrays.FloatingArray)
     }
     texts = {name: [None if pd.isna(one) else _json(one) for one in table[name]] for name in types}

@@ -89,6 +89,25 @@ def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: 
     assert_same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(paths, join=join, label="file"))
 
 
+def test_a_catalogue_keeps_values_of_any_type_and_what_files_lack(tmp_path: Path) -> None:
+    columns = [
+        {"mixed": [1, 2], "text": ["a", "b"], "number": pd.array([1, None], dtype="Int64")},
+        {"mixed": pd.Categorical(["x", None]), "text": pd.Categorical(["a", None]), "number": [0.5, 1.5]},
+        {"mixed": [True, False]},
+    ]
+    for i, held in enumerate(columns):
+        obs = pd.DataFrame(held, index=[f"{i}-{j}" for j in range(2)])
+        adata = anndata.AnnData(np.eye(2, dtype=np.float32), obs=obs, layers={"own": np.eye(2)} if i == 1 else {})
+        adata.write_h5ad(tmp_path / f"{i}.h5ad")
+    options = {"join": "outer", "fill_value": 0}
+    dasksc.index(tmp_path / "*.h5ad", tmp_path / "all.catalog", **options)
+    found, expected = dasksc.open(tmp_path / "all.catalog"), dasksc.open(tmp_path / "*.h5ad", **options)
+    pd.testing.assert_frame_equal(found.obs, expected.obs)
+    for name, column in expected.obs.items():
+        assert list(map(type, found.obs[name])) == list(map(type, column)), name
+    np.testing.assert_array_equal(found.layers["own"].compute(), expected.layers["own"].compute())
+
+
 def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> None:
     dasksc.index(paths, tmp_path / "all.catalog")
     expected = rows(dasksc.open(paths))["X"]
