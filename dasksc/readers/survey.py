@@ -286,8 +286,7 @@ def _text(item: Any, name: bytes) -> str:
     """Return an attribute that is a string of variable length; for others, an error is raised."""
     value = np.empty((), dtype=_STRING)
     h5a.open(item, name).read(value, _STRING_IN_MEMORY)
-    text = value[()]
-    return text.decode() if isinstance(text, bytes) else str(text)
+    return str(value.item().decode())
 
 
 def _strings(values: Any) -> list[str]:
