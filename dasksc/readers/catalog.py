@@ -57,6 +57,7 @@ class CatalogReader(Reader):
     """Reader of the catalogues that `dasksc.index` writes."""
 
     suffixes = (".catalog",)
+    listed_suffixes = ()  # a folder is opened without the catalogue of its files
 
     def matches(self, path: str | RemoteLocation) -> bool:
         """Return True for a local file with the ending of a catalogue."""
@@ -75,7 +76,9 @@ class _CatalogStore(AnnDataStore):
     def keys(self) -> list[str]:
         return [*super().keys(), *self._root.attrs["dasksc-catalog"]]
 
-    def matrix(self, key: str) -> Matrix:
+    def matrix(self, key: str) -> Any:
+        if key not in self._root.attrs["dasksc-catalog"]:  # a table of obsm
+            return super().matrix(key)
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
 
     @cached_property

@@ -89,6 +89,17 @@ def test_a_catalogue_opens_as_its_files(paths: list[str], tmp_path: Path, join: 
     assert_same(dasksc.open(tmp_path / "all.catalog"), dasksc.open(paths, join=join, label="file"))
 
 
+@pytest.mark.parametrize("names", [True, False])
+def test_tables_in_obsm_are_in_the_catalogue(tmp_path: Path, names: bool) -> None:
+    for number in range(2):
+        adata = anndata.AnnData(np.ones((2, 3), np.float32), obs=pd.DataFrame(index=[f"{number}a", f"{number}b"]))
+        adata.obsm["proteins"] = pd.DataFrame({"CD3": [number, 2.5]}, index=adata.obs_names)
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+    dasksc.index(tmp_path, tmp_path / "all.catalog", names=names)
+    expected = dasksc.open(tmp_path, names=names).obsm["proteins"]
+    pd.testing.assert_frame_equal(dasksc.open(tmp_path / "all.catalog", names=names).obsm["proteins"], expected)
+
+
 def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> None:
     dasksc.index(paths, tmp_path / "all.catalog")
     expected = rows(dasksc.open(paths))["X"]
