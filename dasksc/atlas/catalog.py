@@ -29,9 +29,9 @@ __all__ = ["index"]
 def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     """Write a catalogue of many files, which `dasksc.open` opens in seconds.
 
-    The catalogue holds the joined obs, var and tables of obsm, and the places of all matrices. Matrices themselves stay in the files,
-    which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check, objects at URLs
-    are listed, or requested without their content if they cannot be listed.
+    The catalogue holds the joined obs, var and tables of obsm, and the places of all matrices. Matrices themselves stay
+    in the files, which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check,
+    objects at URLs are listed, or requested without their content if they cannot be listed.
 
     Parameters
     ----------

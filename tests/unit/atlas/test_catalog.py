@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -149,6 +150,18 @@ def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.Log
     assert adata.obs["donor"].unique().tolist() == [0, 2, 3]
     assert any(record.args[:2] == (2, 5) for record in caplog.records)
     assert sum(record.levelno == logging.INFO for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("table", ["obs", "var"])
+def test_names_that_lead_through_links_to_other_folders_are_refused(
+    paths: list[str], tmp_path_factory: pytest.TempPathFactory, table: str
+) -> None:
+    other = shutil.copy(paths[0], tmp_path_factory.mktemp("private"))
+    with h5py.File(paths[0], "r+") as file:
+        file["uns/other"] = h5py.ExternalLink(other, table)
+        file[table].attrs["_index"] = f"/uns/other/{file[table].attrs['_index']}"
+    with pytest.raises(dasksc.StorageError, match="private"):
+        dasksc.open(paths)
 
 
 def test_no_file_that_opens_is_an_error(paths: list[str]) -> None:
