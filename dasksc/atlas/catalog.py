@@ -29,9 +29,9 @@ __all__ = ["index"]
 def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     """Write a catalogue of many files, which `dasksc.open` opens in seconds.
 
-    The catalogue holds the joined obs and var, and the places of all matrices. Matrices themselves stay in the files,
-    which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check, objects at URLs
-    are listed, or requested without their content if they cannot be listed.
+    The catalogue holds the joined obs, var and tables of obsm, and the places of all matrices. Matrices themselves stay
+    in the files, which must not change; `dasksc.open` raises an error if one has changed or is gone. For this check,
+    objects at URLs are listed, or requested without their content if they cannot be listed.
 
     Parameters
     ----------
@@ -69,7 +69,8 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
     adata = open_atlas(data, **options)
     matrices = {"X": adata.X} if adata.X is not None else {}
     matrices |= {f"layers/{name}": array for name, array in layers_of(adata).items()}
-    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if not isinstance(array, pd.DataFrame)}
+    tables = {name: array for name, array in adata.obsm.items() if isinstance(array, pd.DataFrame)}
+    matrices |= {f"obsm/{name}": array for name, array in adata.obsm.items() if name not in tables}
     if adata.raw is not None:
         matrices["raw/X"] = adata.raw.X
     files: dict[str, Identity | None] = {}
@@ -84,6 +85,7 @@ def index(data: Any, out: str | os.PathLike[str], **options: Any) -> int:
             written, types[name] = as_text(table)
             write_elem(root, name, written)
         root.attrs["dasksc-texts"] = types
+        write_elem(root, "obsm", {name: table.set_axis(obs.index) for name, table in tables.items()})
         if adata.raw is not None:
             write_elem(root, "raw", {"var": adata.raw.var})
         for key, array in matrices.items():

@@ -61,6 +61,7 @@ class CatalogReader(Reader):
     """Reader of the catalogues that `dasksc.index` writes."""
 
     suffixes = (".catalog",)
+    listed_suffixes = ()  # a folder is opened without the catalogue of its files
 
     def matches(self, path: str | RemoteLocation) -> bool:
         """Return True for a local file with the ending of a catalogue."""
@@ -88,7 +89,9 @@ class _CatalogStore(AnnDataStore):
                 table[column] = pd.Series(values, index=table.index).astype(dtype)
         return table
 
-    def matrix(self, key: str) -> Matrix:
+    def matrix(self, key: str) -> Any:
+        if key not in self._root.attrs["dasksc-catalog"]:  # a table of obsm
+            return super().matrix(key)
         return _read_matrix(self._root[f"matrices/{key.replace('/', '|')}"], key, self._files, self._options)
 
     @cached_property

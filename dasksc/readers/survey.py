@@ -1,8 +1,7 @@
-"""Opening of local ``.h5ad`` files as parts of a large atlas: few calls of HDF5, for the usual encodings only.
+"""Opening of ``.h5ad`` files as parts of a large atlas: few calls of HDF5, for the usual encodings only.
 
-One walk over the links of a file finds its elements. Lists of genes and categories that an earlier file had are
-recognised by a digest of their bytes, without creating strings. The result equals that of `AnnDataStore`, to which
-files with other encodings are left.
+Lists of genes and categories that an earlier file had are recognised by a digest of their bytes, without creating
+strings. The result equals that of `AnnDataStore`, to which files with other encodings are left.
 """
 
 from __future__ import annotations
@@ -132,10 +131,10 @@ class _File:
     # --- Tables -------------------------------------------------------------------------------------------
 
     def _obs(self, table: h5g.GroupID, columns: Sequence[str]) -> pd.DataFrame:
-        _members(table)
-        if _text(table, b"encoding-version") != "0.2.0":
-            raise _OtherEncodingError
         index_key = _text(table, b"_index")
+        # Names with slashes could lead through links.
+        if _text(table, b"encoding-version") != "0.2.0" or not {index_key, *columns} <= set(_members(table)):
+            raise _OtherEncodingError
         names = self._dataset(table, index_key)
         n = _length(names)
         index = pd.Index(_texts(*self._packed(names))) if self.options.has_names else _nameless(n)
@@ -147,8 +146,9 @@ class _File:
 
     def _var(self, table: h5g.GroupID) -> pd.DataFrame:
         """Return a table without columns, the same object if an earlier file had the same names."""
-        _members(table)
         index_key = _text(table, b"_index")
+        if index_key not in _members(table):
+            raise _OtherEncodingError
         names = self._dataset(table, index_key)
         sizes, packed = self._packed(names)
         digest = _digest(sizes, packed)
@@ -286,8 +286,7 @@ def _text(item: Any, name: bytes) -> str:
     """Return an attribute that is a string of variable length; for others, an error is raised."""
     value = np.empty((), dtype=_STRING)
     h5a.open(item, name).read(value, _STRING_IN_MEMORY)
-    text = value[()]
-    return text.decode() if isinstance(text, bytes) else str(text)
+    return str(value.item().decode())
 
 
 def _strings(values: Any) -> list[str]:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import anndata
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -108,6 +109,17 @@ def test_a_catalogue_keeps_values_of_any_type_and_what_files_lack(tmp_path: Path
     np.testing.assert_array_equal(found.layers["own"].compute(), expected.layers["own"].compute())
 
 
+@pytest.mark.parametrize("names", [True, False])
+def test_tables_in_obsm_are_in_the_catalogue(tmp_path: Path, names: bool) -> None:
+    for number in range(2):
+        adata = anndata.AnnData(np.ones((2, 3), np.float32), obs=pd.DataFrame(index=[f"{number}a", f"{number}b"]))
+        adata.obsm["proteins"] = pd.DataFrame({"CD3": [number, 2.5]}, index=adata.obs_names)
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+    dasksc.index(tmp_path, tmp_path / "all.catalog", names=names)
+    expected = dasksc.open(tmp_path, names=names).obsm["proteins"]
+    pd.testing.assert_frame_equal(dasksc.open(tmp_path / "all.catalog", names=names).obsm["proteins"], expected)
+
+
 def test_a_catalogue_moves_with_its_files(paths: list[str], tmp_path: Path) -> None:
     dasksc.index(paths, tmp_path / "all.catalog")
     expected = rows(dasksc.open(paths))["X"]
@@ -157,6 +169,18 @@ def test_a_corrupt_file_is_named_or_skipped(paths: list[str], caplog: pytest.Log
     assert adata.obs["donor"].unique().tolist() == [0, 2, 3]
     assert any(record.args[:2] == (2, 5) for record in caplog.records)
     assert sum(record.levelno == logging.INFO for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("table", ["obs", "var"])
+def test_names_that_lead_through_links_to_other_folders_are_refused(
+    paths: list[str], tmp_path_factory: pytest.TempPathFactory, table: str
+) -> None:
+    other = shutil.copy(paths[0], tmp_path_factory.mktemp("private"))
+    with h5py.File(paths[0], "r+") as file:
+        file["uns/other"] = h5py.ExternalLink(other, table)
+        file[table].attrs["_index"] = f"/uns/other/{file[table].attrs['_index']}"
+    with pytest.raises(dasksc.StorageError, match="private"):
+        dasksc.open(paths)
 
 
 def test_no_file_that_opens_is_an_error(paths: list[str]) -> None:
