@@ -24,7 +24,7 @@ from dasksc.atlas.attaching import attach_elements, check_attach
 from dasksc.atlas.concat import MERGES, Join, check_fill_value, concatenated, is_collecting
 from dasksc.atlas.file_tables import describe_rows, selected_files
 from dasksc.atlas.inputs import AtlasInput, atlas_inputs, quoted
-from dasksc.atlas.stored import Extent, open_elements
+from dasksc.atlas.stored import Extent, open_elements, remote_files
 from dasksc.checks import check_flags, name_or_none
 from dasksc.errors import DaskscError, InputError, MissingKeyError, WrongTypeError
 from dasksc.readers.locations import naming_errors
@@ -38,6 +38,7 @@ from dasksc.readers.options import (
     refuse_feature_choice,
 )
 from dasksc.storage import Cache, UseMmap
+from dasksc.storage.remote.remote_file import RemoteFile
 
 __all__ = ["is_several", "open", "open_one", "several_of", "warn_of_repeated_names"]
 
@@ -310,7 +311,13 @@ def warn_of_repeated_names(data: Any, n_atlases: int | None, *, has_keys: bool =
     logger.warning("obs_names repeat in %s; %s", what, remedy)
 
 
-def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent: Extent = "all") -> Elements:
+def _open_one(
+    data: Any,
+    obs: Sequence[str] | None,
+    options: OpenOptions,
+    extent: Extent = "all",
+    file: RemoteFile | None = None,
+) -> Elements:
     if isinstance(data, AnnData):
         refuse_feature_choice(options, "an AnnData")
         if options.reader_options:
@@ -322,7 +329,7 @@ def _open_one(data: Any, obs: Sequence[str] | None, options: OpenOptions, extent
             )
         return open_anndata(data, obs, options)
     if isinstance(data, str | os.PathLike):
-        return open_elements(os.fspath(data), obs, options, extent)
+        return open_elements(os.fspath(data), obs, options, extent, file)
     if isinstance(getattr(data, "mod", None), Mapping):  # MuData, or Modalities, whose import would be circular
         names = list(data.mod)
         raise InputError(
@@ -370,9 +377,10 @@ def _open_several(
     extent: Extent = "joined" if given["merge"] is None and not is_collecting() else "all"
     failed: dict[int, DaskscError] = {}
     opened = []
-    for number, part in enumerate(parts):
+    ahead = remote_files([part.data for part in parts], options) if extent == "joined" else [None] * len(parts)
+    for number, (part, file) in enumerate(zip(parts, ahead, strict=True)):
         try:
-            opened.append(_open_one(part.data, obs, lenient, extent))
+            opened.append(_open_one(part.data, obs, lenient, extent, file))
         except DaskscError as error:
             failed[number] = error
             if on_error == "raise" or len(failed) == len(parts):

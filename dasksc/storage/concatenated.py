@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from dask.base import tokenize
 from numpy.typing import DTypeLike, NDArray
 
 from dasksc.errors import InputError
@@ -169,6 +170,10 @@ class ConcatenatedMatrix:
             indices=indices,
             origins=Origins(numbers=which.astype(np.int32), labels=self._labels, maps=None),
         )
+
+    def __dask_tokenize__(self) -> object:
+        # Dask pickles what it hashes, so the parts are hashed one by one.
+        return ("dasksc.ConcatenatedMatrix", self.label, [tokenize(part) for part in self.parts], tokenize(self.maps))
 
     def __repr__(self) -> str:
         return f"<ConcatenatedMatrix {self.label} {self.shape[0]}x{self.shape[1]} {self.dtype} of {len(self.parts)}>"

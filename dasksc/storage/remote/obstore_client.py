@@ -125,9 +125,16 @@ class ObstoreClient:
         identity.check_answer(start, stop, len(data))
         return data, identity
 
+    def objects(self, prefix: str) -> dict[str, ObjectIdentity]:
+        """Return the identities of the objects directly below a prefix, by their keys."""
+        return {item["path"]: self._identity(item["path"], item) for item in self._entries(prefix)["objects"]}
+
+    def _entries(self, prefix: str) -> Any:
+        return retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+
     def children(self, prefix: str) -> list[str]:
         """Return the names of the entries directly below a prefix, in ascending order."""
-        result = retry(self, lambda: self._library.list_with_delimiter(self._store, prefix or None), prefix)
+        result = self._entries(prefix)
         paths = [*result["common_prefixes"], *(item["path"] for item in result["objects"])]
         # Some programs create an object that represents the folder.
         return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
@@ -169,8 +176,11 @@ class ObstoreClient:
         return f"{root}{'' if root.endswith('/') else '/'}{key}"
 
     def _identity(self, key: str, meta: Mapping[str, Any]) -> ObjectIdentity:
+        etag = meta["e_tag"]
+        if etag and not etag.endswith('"'):  # listings of Azure have no quotes
+            etag = f'"{etag}"'
         return ObjectIdentity(
-            path=self._path(key), size=meta["size"], etag=meta["e_tag"], modified=meta["last_modified"].isoformat()
+            path=self._path(key), size=meta["size"], etag=etag, modified=meta["last_modified"].isoformat()
         )
 
 

@@ -6,6 +6,7 @@ fill the link.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,13 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dasksc import config
+from dasksc.errors import MissingPathError, StorageError
 from dasksc.storage.files import UseMmap
 from dasksc.storage.io_threads import ThreadsOfProcess
 from dasksc.storage.remote.cache import BLOCK_BYTES, Cache
 from dasksc.storage.remote.client import ObjectIdentity
+from dasksc.storage.remote.obstore_client import ObstoreClient
 from dasksc.storage.remote.urls import RemoteLocation
 
-__all__ = ["AHEAD_BYTES", "REQUEST_BYTES", "RemoteFile", "in_order", "ranges_of"]
+__all__ = [
+    "AHEAD_BYTES",
+    "REQUEST_BYTES",
+    "RemoteFile",
+    "files_ahead",
+    "identities",
+    "in_order",
+    "ranges_of",
+]
 
 T = TypeVar("T")
 
@@ -35,6 +46,8 @@ GAP_BYTES = 2**18
 REQUEST_BYTES = 2**22
 # Bytes that a fetch requests ahead: more than a link of 2 Gb/s transfers in 100 ms.
 AHEAD_BYTES = 2**25
+# Objects of a folder of which so many are wanted are listed, a thousand per request.
+_MANY = 32
 
 
 _threads = ThreadsOfProcess(lambda: int(config.get("requests")), "dasksc-request")
@@ -72,6 +85,8 @@ class RemoteFile:
         self.identity = identity
         self.path = identity.path
         self._cache = cache
+        # All bytes of the object, while it is opened as one of many.
+        self.content: memoryview | None = None
 
     @classmethod
     def of(cls, location: RemoteLocation, *, cache: Cache | None = None) -> RemoteFile:
@@ -92,6 +107,8 @@ class RemoteFile:
         """Return bytes [start, stop), from one request or from the cache."""
         if stop <= start:
             return memoryview(b"")
+        if self.content is not None:
+            return self.content[start:stop]
         if self._cache is None:
             return self._request(start, stop)
         return self._cache.read(self.identity, start, stop, request=self._request)
@@ -169,3 +186,55 @@ def ranges_of(
     for data in answers:
         for begin, end in cuts.popleft():
             yield data[begin:end]
+
+
+def identities(locations: Sequence[RemoteLocation]) -> list[ObjectIdentity | None]:
+    """Return the identities of objects, None for those that do not exist; folders of many objects are listed."""
+    folders: dict[tuple[str, str], list[RemoteLocation]] = {}
+    for one in locations:
+        folders.setdefault((one.root, one.key.rpartition("/")[0]), []).append(one)
+    found: dict[tuple[str, str], ObjectIdentity | None] = {}
+    for (root, folder), inside in folders.items():
+        client = inside[0].client
+        # Listings of fsspec may state other times than `stat`.
+        if len(inside) >= _MANY and isinstance(client, ObstoreClient) and not inside[0].is_on_web:
+            with contextlib.suppress(StorageError):  # permission to read objects may not include listing them
+                listed = client.objects(folder)
+                found |= {(root, one.key): listed.get(one.key) for one in inside}
+    rest = [one for one in locations if (one.root, one.key) not in found]
+    stats = in_order((partial(_stat, one), 0) for one in rest)
+    found |= {(one.root, one.key): identity for one, identity in zip(rest, stats, strict=True)}
+    return [found[one.root, one.key] for one in locations]
+
+
+def _stat(location: RemoteLocation) -> ObjectIdentity | None:
+    try:
+        return location.client.stat(location.key)
+    except MissingPathError:
+        return None
+
+
+def files_ahead(locations: Sequence[RemoteLocation], *, cache: Cache | None) -> Iterator[RemoteFile | None]:
+    """Yield objects, small ones with their content until the next is requested; None for what must be opened alone."""
+    try:
+        found = identities(locations)
+    except StorageError:
+        found = [None] * len(locations)
+
+    def read(location: RemoteLocation, identity: ObjectIdentity | None) -> tuple[RemoteFile | None, memoryview | None]:
+        if identity is None:
+            return None, None
+        file = RemoteFile(location, identity, cache=cache)
+        try:
+            return file, file.fetch(0, identity.size) if identity.size <= REQUEST_BYTES else None
+        except StorageError:  # opening the object reports it
+            return None, None
+
+    sizes = [0 if one is None or one.size > REQUEST_BYTES else one.size for one in found]
+    calls = zip(locations, found, sizes, strict=True)
+    for file, content in in_order((partial(read, location, identity), size) for location, identity, size in calls):
+        if file is not None:
+            file.content = content
+        yield file
+        if file is not None:
+            file.content = None
